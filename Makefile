@@ -1,0 +1,69 @@
+# `make` lists the targets. Every target sets up .venv by itself; PYTHON=... chooses the interpreter (3.11 or newer).
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench venv clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style zero1 --ranks 3")
+	$(BIN)/wholestep demo $(ARGS)
+
+test: test-unit test-golden test-dist test-gpu docs ## run every tier of the tests
+
+test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
+	$(PYTEST) tests/unit -n 2 --ignore tests/unit/test_docs.py $(ARGS)
+
+test-golden: $(STAMP) ## printed text against tests/golden/*.txt (ARGS=--accept rewrites the files)
+	$(call tier,golden)
+
+test-dist: $(STAMP) ## tests on 1 to 4 gloo processes, one after the other
+	$(call tier,dist)
+
+test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
+	$(call tier,gpu)
+
+docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
+	$(PYTEST) tests/unit/test_docs.py $(ARGS)
+
+lint: $(STAMP) ## ruff, pyright, size limits, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python tools/size.py --brief
+	$(PYTEST) -q tests/unit/test_imports.py
+
+size: $(STAMP) ## table of code lines per file and function
+	$(BIN)/python tools/size.py
+
+bench: $(STAMP) ## measure the cost of calling a compiled step
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(ARGS)
+
+venv: $(STAMP) ## create or update .venv from constraints.txt
+
+clean: ## remove caches and build output (keeps .venv)
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# A tier whose folder holds no tests yet is said to be empty: pytest would call it a failure.
+define tier
+@if compgen -G 'tests/$(1)/test_*.py' >/dev/null; then set -x; $(PYTEST) tests/$(1) $(ARGS); else echo "tests/$(1): empty"; fi
+endef
+
+# A .venv that is there already is kept and completed.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; if [ ! -x $(BIN)/python ]; then \
+	  for p in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
+	    if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then echo "wholestep needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; fi; \
+	  "$$found" -m venv $(VENV); \
+	fi
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
+	@touch $@

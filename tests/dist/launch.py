@@ -1,0 +1,158 @@
+"""Run one function on several gloo ranks of this machine and hand back what each returned.
+
+Ranks are fresh processes, forked from a server that has torch imported already, so a job of two ranks costs well under
+a second and no state leaks from one job to the next.
+"""
+
+import faulthandler
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack
+EXIT_SECONDS = 10.0  # how long a rank gets to tear its process group down once all results are in
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.proxy_tensor",
+    "wholestep",
+]
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the text holds its traceback."""
+
+
+class RankTimeout(TimeoutError):
+    """Some ranks had not finished in time; the text holds their stacks."""
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from. Does nothing when it runs already."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `fn(rank, world, *args)` on `world` gloo ranks and return their results in rank order.
+
+    `fn` is a top-level function of an importable module; `args` and results are pickled. Raises `RankError` with the
+    traceback of the first rank that failed, and `RankTimeout` when not all have finished after `timeout` seconds. No
+    rank outlives the call.
+    """
+    start_server()
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    job = pickle.dumps((fn, args))
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as stacks:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main, args=(rank, world, store.port, timeout, stacks, theirs, job), daemon=True
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            results = _collect(ranks, timeout, Path(stacks))
+            for process, connection in ranks:
+                connection.close()  # tells the rank that nobody needs it any longer
+                process.join(EXIT_SECONDS)
+            return results
+        finally:
+            for process, connection in ranks:
+                connection.close()
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float, stacks: Path) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    rank_of = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        waiting = [connection for connection, rank in rank_of.items() if rank not in results]
+        ready = wait(waiting, deadline - time.monotonic()) if time.monotonic() < deadline else []
+        if not ready:
+            late = [rank_of[connection] for connection in waiting]
+            raise RankTimeout(_hang_text(ranks, late, timeout, stacks))
+        failures: list[tuple[float, str]] = []
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = rank_of[connection]
+            try:
+                when, ok, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                ranks[rank][0].join(EXIT_SECONDS)
+                code = ranks[rank][0].exitcode
+                when, ok, value = time.monotonic(), False, f"the process ended with exit code {code} and no result"
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((when, f"rank {rank} of {len(ranks)} failed:\n{value}"))
+        if failures:
+            raise RankError(min(failures)[1])
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _hang_text(ranks: list[tuple[BaseProcess, Connection]], late: list[int], timeout: float, stacks: Path) -> str:
+    for rank in late:
+        pid = ranks[rank][0].pid
+        if pid is not None and (stacks / str(rank)).exists():  # else the handler is not set yet
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
+    lines = [f"ranks {late} of {len(ranks)} had not finished after {timeout:g} s"]
+    for rank in late:
+        file = stacks / str(rank)
+        lines += [f"rank {rank} was here:", file.read_text() if file.exists() else "  (still starting)"]
+    return "\n".join(lines)
+
+
+def _rank_main(rank: int, world: int, port: int, timeout: float, stacks: str, results: Connection, job: bytes) -> None:
+    with open(Path(stacks) / f"{rank}.new", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        os.rename(stack.name, Path(stacks) / str(rank))
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+        }
+        if sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        try:
+            store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            )
+            fn, args = pickle.loads(job)
+            message = pickle.dumps((time.monotonic(), True, fn(rank, world, *args)))
+        except BaseException:  # SystemExit and KeyboardInterrupt are failures of a rank as well
+            message = pickle.dumps((time.monotonic(), False, traceback.format_exc()))
+        results.send_bytes(message)
+        results.poll(None)  # until the caller hangs up: leaving earlier would break collectives of slower ranks
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,128 @@
+"""The documentation runs: every python snippet is executed, every relative link resolves, the README stays short.
+
+The snippets of one page share a namespace and run in one process, in an empty folder. A snippet that cannot run is
+preceded by `<!-- no-run: the reason -->`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README_LINES = 150
+PAGE_SECONDS = 240
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RUN_PAGES = [page for page in PAGES if page.name == "README.md" or page.is_relative_to(ROOT / "docs")]
+SKIP = re.compile(r"<!--\s*no-run\b:?\s*(?P<why>.*?)\s*-->")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def program(text: str) -> str:
+    """The python snippets of a page as one program, each on the lines on which the page has it."""
+    lines: list[str] = []
+    before, fence = "", None  # last line with text; language of the block that we are in
+    keep = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if fence is None and line.startswith("```"):
+            fence = line[3:].strip()
+            skip = SKIP.fullmatch(before.strip())
+            if skip and not skip["why"]:
+                raise ValueError(f"line {number}: say why: <!-- no-run: the reason -->")
+            keep = fence.split(" ")[0] == "python" and not skip
+            lines.append("")
+        elif fence is not None and line.startswith("```"):
+            fence, keep = None, False
+            lines.append("")
+        else:
+            lines.append(line if keep else "")
+        before = line if line.strip() else before
+    if fence is not None:
+        raise ValueError("a code block is not closed")
+    return "\n".join(lines) + "\n"
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere. Links inside code blocks count as text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = [match["target"].partition("#")[0] for match in LINK.finditer(text)]
+    return [t for t in targets if t and not re.match(r"[a-z]+:", t) and not (page.parent / t).exists()]
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / f"{page.stem}.py"
+    script.write_text(program(page.read_text()))
+    environ = os.environ | {"PYTHONWARNINGS": "default"}
+    return subprocess.run(
+        [sys.executable, script], cwd=folder, env=environ, capture_output=True, text=True, timeout=PAGE_SECONDS
+    )
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=page_id)
+def test_snippets_run(page: Path, tmp_path: Path) -> None:
+    if not program(page.read_text()).strip():
+        return  # nothing to run
+    done = run_page(page, tmp_path)
+    assert done.returncode == 0, f"{page_id(page)} (line numbers are the page's):\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < README_LINES
+
+
+PAGE = """\
+```python
+x = 1
+```
+<!-- no-run: needs a GPU -->
+
+```python
+raise SystemExit("must not run")
+```
+```text
+not python
+```
+```python
+assert x == 1
+print(1 / 0)
+```
+"""
+
+
+def test_snippets_share_a_namespace_and_keep_their_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    done = run_page(page, tmp_path)
+    assert done.returncode == 1
+    assert "must not run" not in done.stderr
+    assert "line 14, in <module>\n    print(1 / 0)" in done.stderr
+
+
+@pytest.mark.parametrize("comment", ["<!-- no-run -->", "<!-- no-run: -->"])
+def test_skipping_needs_a_reason(comment: str) -> None:
+    with pytest.raises(ValueError, match=r"line 2: say why: <!-- no-run: the reason -->"):
+        program(f"{comment}\n```python\nx\n```\n")
+
+
+def test_open_block_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a code block is not closed"):
+        program("```python\nx = 1\n")
+
+
+def test_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    (tmp_path / "there.md").touch()
+    page.write_text("[a](there.md#part) [b](https://example.com/x) [c](#here) [d](gone.md)\n```\n[e](code.md)\n```\n")
+    assert broken_links(page) == ["gone.md"]

@@ -1,0 +1,70 @@
+"""tools/size.py counts code, not comments or docstrings, and fails above its limits."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "size.py"
+EXAMPLE = '''"""Module text
+on two lines."""
+
+import os  # counts
+
+# does not count
+
+
+def f(x):
+    """One line."""
+
+    def g():
+        return """a
+        b"""
+
+    return g
+'''
+
+
+def _run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOL, *flags, folder], capture_output=True, text=True, timeout=60)
+
+
+def _body(lines: int) -> str:
+    return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+
+def test_counts(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "a.py").write_text(EXAMPLE)
+    done = _run(tmp_path / "pkg")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "     6  pkg/a.py",
+        "     5  pkg/a.py:9 f",
+        "     3  pkg/a.py:12 f.g",
+        "6 code lines in 1 files, 2 functions",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        (_body(60), 0, ""),
+        (_body(61), 0, "long (aim below 60)"),
+        (_body(81), 1, "TOO LONG (limit 80)"),
+        ("x = 1\n" * 400, 0, ""),
+        ("x = 1\n" * 401, 0, "long (aim below 400)"),
+        ("x = 1\n" * 501, 1, "TOO LONG (limit 500)"),
+    ],
+)
+def test_limits(tmp_path: Path, source: str, status: int, said: str) -> None:
+    (tmp_path / "a.py").write_text(source)
+    done = _run(tmp_path, "--brief")
+    assert done.returncode == status
+    assert said in done.stdout
+    assert ("long" in done.stdout.lower()) == bool(said)
+
+
+def test_empty_folder_is_an_error(tmp_path: Path) -> None:
+    assert _run(tmp_path).returncode == 1

@@ -1,0 +1,112 @@
+"""Report the code lines of the package, per file and per function, and hold them to the house limits.
+
+A code line is a line that is not blank, not only a comment and not part of a docstring. `--brief` prints what is over a
+limit and the totals only. Exit status 1 when a file or a function is over its hard limit.
+"""
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WARN_FILE, MAX_FILE = 400, 500
+WARN_FUNCTION, MAX_FUNCTION = 60, 80
+LONGEST_SHOWN = 10
+LAYOUT_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Code lines of one file or function, and where it is."""
+
+    place: str
+    lines: int
+
+    def verdict(self, warn: int, limit: int) -> str:
+        """Empty, or what is wrong with it."""
+        if self.lines > limit:
+            return f"TOO LONG (limit {limit})"
+        return f"long (aim below {warn})" if self.lines > warn else ""
+
+
+def code_lines(source: str, tree: ast.Module) -> set[int]:
+    """Numbers of the lines that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT_TOKENS:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function below `tree` with its dotted name, outer ones first."""
+    for node in ast.iter_child_nodes(tree):
+        name = prefix
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}{node.name}."
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name.rstrip("."), node
+        yield from functions(node, name)
+
+
+def measure(source: str, place: str) -> tuple[Size, list[Size]]:
+    """Size of one file and of each of its functions."""
+    tree = ast.parse(source)
+    lines = code_lines(source, tree)
+    sizes: list[Size] = []
+    for name, node in functions(tree):
+        span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        sizes.append(Size(f"{place}:{node.lineno} {name}", len(lines.intersection(span))))
+    return Size(place, len(lines)), sizes
+
+
+def row(size: Size, verdict: str) -> str:
+    """One line of a table."""
+    return f"{size.lines:6d}  {size.place}{'  ' + verdict if verdict else ''}"
+
+
+def main() -> int:
+    """Print the tables; 1 when something is over its limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--brief", action="store_true", help="print what is over a limit and the totals only")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "src" / "wholestep")
+    options = parser.parse_args()
+    folder: Path = options.folder.resolve()
+    files: list[Size] = []
+    bodies: list[Size] = []
+    for path in sorted(folder.rglob("*.py")):
+        size, inner = measure(path.read_text(), path.relative_to(folder.parent).as_posix())
+        files.append(size)
+        bodies.extend(inner)
+    if not files:
+        print(f"no Python file below {folder}")
+        return 1
+    bodies.sort(key=lambda size: -size.lines)
+    file_rows = [(size, size.verdict(WARN_FILE, MAX_FILE)) for size in files]
+    body_rows = [(size, size.verdict(WARN_FUNCTION, MAX_FUNCTION)) for size in bodies]
+    shown = [r for r in file_rows if r[1] or not options.brief]
+    longest = [r for i, r in enumerate(body_rows) if r[1] or (i < LONGEST_SHOWN and not options.brief)]
+    print("\n".join(row(*r) for r in shown + longest))
+    total = sum(size.lines for size in files)
+    print(f"{total} code lines in {len(files)} files, {len(bodies)} functions")
+    return int(any(verdict.startswith("TOO") for _, verdict in file_rows + body_rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
