@@ -33,11 +33,11 @@ docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 	$(PYTEST) tests/unit/test_docs.py $(ARGS)
 
 lint: $(STAMP) ## ruff, pyright, size limits, import directions
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/python tools/size.py --brief
-	$(PYTEST) -q tests/unit/test_imports.py
+	@status=0; \
+	for check in 'ruff check .' 'ruff format --check .' 'pyright' 'python tools/size.py --brief' \
+	    'python -m pytest -q tests/unit/test_imports.py'; do \
+	  echo "$$check"; $(BIN)/$$check || status=1; \
+	done; exit $$status
 
 size: $(STAMP) ## table of code lines per file and function
 	$(BIN)/python tools/size.py
