@@ -1,0 +1,256 @@
+"""Every private torch name wholestep uses, and why. Checked with torch 2.11 to 2.15.
+
+| name | why | since | would be replaced by |
+|---|---|---|---|
+| fx.experimental.proxy_tensor.make_fx | traces forward + backward + optimizer into one ATen graph | 1.12 | a public joint tracer |
+| _subclasses.fake_tensor.FakeTensorMode, ShapeEnv | tensors without storage while tracing | 2.0 | torch.fx public fake mode |
+| compiler._is_compiling_flag | selects the tensor-only form of torch.optim | 2.1 | a public "tracing optimizer" switch |
+| autograd.graph._engine_run_backward | marks which nodes were made in a backward | 2.2 | node.meta["autograd_backward"] on every op |
+| _decomp.get_decompositions | batch norm's hidden write into its running statistics | 1.13 | schemas that name every mutation |
+| library.Library("aten"), _dispatch_has_kernel | shape functions that fused optimizers lack | 1.13 | the same in torch |
+| utils._pytree | flattens a step's arguments and results | 1.8 | torch.utils.pytree |
+| _inductor.compile | compiles a local graph with collectives inside | 2.0 | a public graph compiler |
+| distributed.distributed_c10d._get_default_store | ranks compare their programs without a collective | 1.13 | a public store accessor |
+| distributed.tensor.placement_types._StridedShard | FSDP on top of TP on one dim | 2.5 | ordered placements |
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.autograd
+import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from .errors import BackendError, GraphError
+
+OpOverload = torch._ops.OpOverload
+TreeSpec = pytree.TreeSpec
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_aten = torch.ops.aten
+
+
+def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+    """`native_batch_norm` writes its running statistics without its schema saying so; this form says it. Same kernel."""
+    if mean is None:
+        return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
+    return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
+
+
+HIGHER_ORDER = torch._ops.HigherOrderOperator
+
+
+def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Leaves of a nested container and its structure."""
+    return pytree.tree_flatten(value, is_leaf=is_leaf)
+
+
+def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """Like `tree_flatten`, each leaf with its path as text."""
+    leaves, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
+
+
+def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    """Inverse of `tree_flatten`."""
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake mode with static shapes in which scalars read by optimizers stay symbolic."""
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+
+
+def is_fake(value: object) -> bool:
+    """True for a tensor without storage that belongs to a trace."""
+    return isinstance(value, FakeTensor)
+
+
+def known_constant(value: torch.Tensor) -> bool:
+    """True when a traced tensor's value was fixed by a literal in the user's code."""
+    return isinstance(value, FakeTensor) and value.constant is not None
+
+
+@contextlib.contextmanager
+def tensor_only_optimizers() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` is true inside, so torch.optim takes its tensor-only form."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def note_on_nodes(**notes: object) -> None:
+    """Nodes traced from here on carry these notes; None removes one."""
+    custom = {**fx_traceback.current_meta.get("custom", {}), **notes}
+    fx_traceback.current_meta["custom"] = {k: v for k, v in custom.items() if v is not None}
+
+
+def noted(key: str) -> Any:
+    """A note as it stands now."""
+    return fx_traceback.current_meta.get("custom", {}).get(key)
+
+
+@contextlib.contextmanager
+def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], on_zero_grad: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
+
+    Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
+    `on_zero_grad` the parameters whose gradient is set to None.
+    """
+    engine, places = torch.autograd.graph._engine_run_backward, (torch.autograd, torch.autograd.graph)
+
+    def backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        on_backward(outputs)
+        nested = noted("backward")
+        note_on_nodes(backward=True)
+        try:
+            return engine(outputs, *args, **kwargs)
+        finally:
+            note_on_nodes(backward=nested)
+
+    def watch_zero_grad(owner: type, parameters: Callable[[Any], list[Any]]) -> Callable[[], None]:
+        original = owner.__dict__["zero_grad"]
+
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            if set_to_none:
+                on_zero_grad(parameters(self))
+            original(self, set_to_none)
+
+        owner.zero_grad = zero_grad
+        return lambda: setattr(owner, "zero_grad", original)
+
+    undo = [
+        watch_zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]),
+        watch_zero_grad(torch.nn.Module, lambda m: list(m.parameters())),
+    ]
+    for place in places:
+        place._engine_run_backward = backward
+    try:
+        yield
+    finally:
+        for place in places:
+            place._engine_run_backward = engine
+        for restore in undo:
+            restore()
+
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_fused_library = torch.library.Library("aten", "IMPL")
+
+
+def _shapes_for_fused_optimizers() -> None:
+    """Fused optimizers whose learning rate is a tensor have no shape function in torch; in place, there is nothing to do."""
+    for name in _FUSED:
+        for overload in getattr(torch.ops.aten, name).overloads():
+            full = f"aten::{name}" + (f".{overload}" if overload != "default" else "")
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(full, "Meta"):
+                _fused_library.impl(full.removeprefix("aten::"), lambda *args, **kwargs: None, "Meta")
+
+
+def trace(fn: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """One ATen graph of `fn(*inputs)`, in-place ops included; nodes carry the notes of `note_on_nodes`."""
+    _shapes_for_fused_optimizers()
+    with fx_traceback.preserve_node_meta():
+        fx_traceback.current_meta.pop("custom", None)
+        table = _decompositions()
+        return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+class _Replay(torch.fx.Interpreter):
+    """Runs a graph; fused optimizers run in their functional form, since functionalization refuses their empty lists."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
+        if packet not in _FUSED:
+            return super().call_function(target, args, kwargs)
+        functional = getattr(getattr(torch.ops.aten, packet.removesuffix("_")), target._overloadname)
+        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
+        for name, new in zip(written, functional(*args, **kwargs), strict=True):
+            if name != "grads" or given.get("grad_scale") is not None:
+                for tensor, value in zip(given[name], new, strict=True):
+                    tensor.copy_(value)
+        return None
+
+
+def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The same graph without mutation: in-place ops become functional, inputs are updated by trailing copies."""
+    with fx_traceback.preserve_node_meta():
+
+        def run(*args: Any) -> Any:
+            return _Replay(module).run(*args)
+
+        return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def untracked(value: torch.Tensor) -> torch.Tensor:
+    """A plain fake tensor like `value`, free of parameter and autograd state."""
+    return value.detach()
+
+
+def group_by_name(name: str) -> Any:
+    """The process group registered under `name`."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """DTensor's placement for an inner axis sharding a dim that an outer-in-layout axis shards too."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def inductor_compile(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph of local tensors, collectives included, with TorchInductor."""
+    try:
+        from torch._inductor import compile as compile_graph
+    except ImportError as error:
+        raise BackendError(f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"') from error
+    return compile_graph(module, list(example_inputs))
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The tensor this rank holds of a DTensor, by reference; other tensors as they are."""
+    inner = getattr(value, "_local_tensor", None)
+    return value.detach() if inner is None else inner
+
+
+def schema_of(target: object) -> Any:
+    """The schema of an ATen op.
+
+    Raises:
+        GraphError: `target` is not an op overload.
+    """
+    if not isinstance(target, OpOverload):
+        raise GraphError(f"{target!r} is not a torch op overload")
+    return target._schema
+
+
+def is_getitem(target: object) -> bool:
+    """True for the node that picks one output of a multi-output op."""
+    return target is operator.getitem

@@ -1,0 +1,93 @@
+"""The capture stage: from a function and its arguments to one functional graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CaptureError
+from ..graph.graph import TrainGraph
+from .find import Structure, held_by, leaf_names, take_apart
+from .normalize import normalize
+from .precision import MixedPrecision
+from .state import Hyper, StepState, collect
+from .trace import Request, trace_step
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured step: its graph, what it holds, and how to put its results together."""
+
+    graph: TrainGraph
+    state: StepState
+    hypers: tuple[Hyper, ...]
+    results: Structure
+    result_leaves: tuple[Any, ...]
+    fresh_grads: bool
+
+
+def find_state(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any]
+) -> tuple[StepState, Structure, tuple[Any, ...], list[str]]:
+    """What the step holds, and its arguments taken apart.
+
+    Modules and optimizers are found among the arguments (any number, any nesting), in `extra`, and in what `fn` closes over.
+
+    Raises:
+        CaptureError: nothing to train was found.
+    """
+    call = take_apart((args, dict(kwargs)))
+    names = leaf_names(fn, args, kwargs)
+    found: dict[str, nn.Module | Optimizer] = {}
+    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
+        if isinstance(leaf, (nn.Module, Optimizer)) and all(leaf is not other for other in found.values()):
+            found[name] = leaf
+    modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
+    optimizers = {n: o for n, o in found.items() if isinstance(o, Optimizer)}
+    if not modules and not optimizers:
+        raise CaptureError(
+            f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",
+            "the modules and optimizers that the step uses",
+            "pass them as arguments, or give model= and optimizer= to wholestep.compile",
+        )
+    return collect(modules, optimizers), call.structure, call.leaves, names
+
+
+def capture_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    hypers: Sequence[Hyper] | None = None,
+    device: str = "cpu",
+    precision: MixedPrecision | None = None,
+    keep_grads: bool = False,
+) -> Capture:
+    """Capture `fn(*args, **kwargs)`, forward, backward and optimizer, as one graph; nothing real is computed or changed.
+
+    Raises:
+        CaptureError: the step cannot become one graph; says where and what to write instead.
+    """
+    state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
+    _check_devices(state, names, leaves, device)
+    numbers = tuple(state.hypers if hypers is None else hypers)
+    traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision))
+    graph = normalize(traced, keep_grads)
+    return Capture(graph, state, numbers, traced.results, tuple(traced.result_leaves), traced.fresh_grads)
+
+
+def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
+    kind = torch.device(device).type
+    tensors = {**{n: h.tensor for n, h in state.params.items()}, **{n: h.tensor for n, h in state.buffers.items()}}
+    tensors |= {n: v for n, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor) and v.dim() > 0}
+    wrong = [(n, t.device) for n, t in tensors.items() if t.device.type not in (kind, "meta")]
+    if wrong:
+        name, found = wrong[0]
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise CaptureError(f"{name!r} is on device {found}{more}", f"everything on {kind!r}, where this step runs", f"move it: .to({kind!r})")

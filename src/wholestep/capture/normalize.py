@@ -1,0 +1,196 @@
+"""Turns a raw trace into a TrainGraph: no mutation, no noise, every input and output named."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph import meta
+from ..graph.graph import Input, Output, Role, TrainGraph
+from ..graph.ops import LOSS
+from ..graph.verify import check_train_graph
+from .trace import Traced
+
+aten = torch.ops.aten
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.detach_.default}
+_TRANSPOSES = {aten.t.default}
+
+
+def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
+    """The functional graph of a trace.
+
+    Raises:
+        CaptureError: the step changes in place a tensor that it neither holds nor is given.
+    """
+    _refuse_mutated_constants(traced.module)
+    plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
+    module = _torch.functionalize(traced.module, plain)
+    graph = module.graph
+    _drop_input_copies(graph)
+    losses = _take_losses(graph)
+    _drop_noise(graph)
+    inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
+    outputs = _name_outputs(graph, traced, keep_grads)
+    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    inputs = _drop_unused(graph, inputs, outputs)
+    _rename(graph, inputs)
+    names = tuple(node.name for node in losses if node in set(graph.nodes))
+    result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
+    check_train_graph(result)
+    return result
+
+
+def _is_impure(node: Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _refuse_mutated_constants(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+            continue
+        for argument, given in zip(_torch.schema_of(node.target).arguments, node.args, strict=False):
+            mutated = argument.alias_info is not None and argument.alias_info.is_write
+            if mutated and isinstance(given, Node) and given.op == "get_attr":
+                raise CaptureError(
+                    f"the step changes in place a tensor of shape {tuple(getattr(module, str(given.target)).shape)} that it closes over",
+                    "tensors that change to be held by the model, by the optimizer, or passed as an argument",
+                    "register it as a buffer of the model or pass it to the step",
+                    meta.source_line(node),
+                )
+
+
+def _drop_input_copies(graph: Graph) -> None:
+    """Functionalization ends by copying new values into mutated inputs; the outputs say that already."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is aten.copy_.default and isinstance(node.args[0], Node) and node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+
+
+def _take_losses(graph: Graph) -> list[Node]:
+    found: list[Node] = []
+    for node in list(graph.nodes):
+        if node.target is LOSS:
+            source = node.args[0]
+            while source.target in _SAME:
+                source = source.args[0]
+            found.append(source)
+            graph.erase_node(node)
+    return found
+
+
+def _drop_noise(graph: Graph) -> None:
+    """Profiler marks, detaches, and operations that change nothing."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and str(node.target).startswith("profiler.") and not node.users:
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            same = _same_as(node)
+            if same is not None:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+
+
+def _same_as(node: Node) -> Node | None:
+    """The earlier node that has the very value of `node`, if `node` changes nothing."""
+    target = node.target
+    if target in _SAME:
+        return node.args[0]  # type: ignore[return-value]
+    if target in _TRANSPOSES and isinstance(node.args[0], Node) and node.args[0].target in _TRANSPOSES:
+        return node.args[0].args[0]  # type: ignore[return-value]
+    if target is aten.copy.default:
+        into, source = meta.tensor(node.args[0]), meta.tensor(node.args[1])  # type: ignore[arg-type]
+        return node.args[1] if into == source else None  # type: ignore[return-value]
+    if target in (aten.view.default, aten.expand.default, aten._to_copy.default):
+        return node.args[0] if meta.tensor(node.args[0]) == meta.tensor(node) else None  # type: ignore[arg-type, return-value]
+    return None
+
+
+def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list[Input], dict[str, torch.Tensor]]:
+    """Tensors the step closes over become inputs that are bound once, by reference."""
+    graph, constants = module.graph, dict[str, torch.Tensor]()
+    known: dict[int, Node] = {}
+    inputs = list(inputs)
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(module, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) not in known:
+            name = f"const.{len(constants)}"
+            with graph.inserting_after(last[0]) if last else graph.inserting_before(None):
+                made = graph.placeholder(name.replace(".", "_"))
+            meta.set_value(made, meta.value(node) if meta.value(node) is not None else tensor)
+            known[id(tensor)], last = made, [made]
+            constants[name] = tensor
+            inputs.append(Input(name, Role.CONST, meta.meta_of(tensor)))
+        node.replace_all_uses_with(known[id(tensor)])
+        graph.erase_node(node)
+    return inputs, constants
+
+
+def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output]:
+    """Name every output and drop those that change nothing; gradients stay only where the step or the user needs them."""
+    node = next(iter(reversed(graph.nodes)))
+    values: list[Any] = list(node.args[0])
+    held = traced.stand_ins.inputs
+    count = len(values) - len(held) - len(traced.created)
+    outputs = [Output("result", str(i)) for i in range(count)] + [Output("update", i.name) for i in (*held, *traced.created)]
+    own = dict(zip((i.name for i in held), [n for n in graph.nodes if n.op == "placeholder"], strict=False))
+    roles = {i.name: i.role for i in (*held, *traced.created)}
+    kept: list[tuple[Output, Node]] = []
+    for output, made in zip(outputs, values, strict=True):
+        unchanged = output.kind == "update" and made is own.get(output.target)
+        dropped = output.kind == "update" and roles[output.target] is Role.GRAD and traced.fresh_grads and not keep_grads
+        if not unchanged and not dropped:
+            kept.append((output, made))
+    node.args = (tuple(made for _, made in kept),)
+    return [output for output, _ in kept]
+
+
+def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> list[Input]:
+    """Gradients and numbers that nothing reads, and state of parameters that get no update, are no inputs."""
+    updated = {o.target for o in outputs}
+    kept: list[Input] = []
+    for given, node in zip(inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+        if given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and given.name not in updated:
+            graph.erase_node(node)
+        else:
+            kept.append(given)
+    return kept
+
+
+def _rename(graph: Graph, inputs: list[Input]) -> None:
+    """Names a person can read: inputs by their own, nodes by their op, numbered in order."""
+    for node in graph.nodes:
+        node.name = f"__{node.name}"
+    taken: dict[str, int] = {}
+
+    def fresh(base: str) -> str:
+        base = re.sub(r"\W+", "_", base).strip("_") or "v"
+        base = f"v{base}" if base[0].isdigit() else base
+        taken[base] = taken.get(base, -1) + 1
+        name = f"{base}_{taken[base]}" if taken[base] else base
+        return name if taken[base] == 0 or name not in taken else fresh(name)
+
+    placeholders = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.name = fresh(next(placeholders).name)
+            node.target = node.name
+        elif node.op == "call_function":
+            node.name = fresh(getattr(node.target, "__name__", "op").split(".")[0])
+        else:
+            node.name = node.op
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    return math.prod(shape)

@@ -1,0 +1,53 @@
+"""Swaps submodules for the time of a trace: what the graph computes there is the replacement's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..errors import CaptureError
+from .state import StepState
+
+
+@contextmanager
+def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generator[None]:
+    """Inside, each submodule whose path matches a key (globs allowed) is replaced.
+
+    A replacement uses the original's parameters by holding the original or its parameters; it must own none of its own.
+
+    Raises:
+        CaptureError: a key matches no submodule, or a replacement owns parameters that the model does not have.
+    """
+    undo: list[tuple[nn.Module, str, nn.Module]] = []
+    known = {id(h.tensor) for h in state.params.values()}
+    try:
+        for pattern, replacement in overrides.items():
+            found = _find(state, pattern)
+            stray = [n for n, p in replacement.named_parameters() if id(p) not in known]
+            if not found or stray:
+                raise CaptureError(
+                    f"module override {pattern!r} " + (f"has a parameter of its own, {stray[0]!r}" if stray else "matches no submodule"),
+                    "a path of the model, and a replacement that works on the model's own parameters",
+                    "correct the path, or build the replacement around the module that it replaces",
+                )
+            for parent, name, original in found:
+                parent._modules[name] = replacement
+                undo.append((parent, name, original))
+        yield
+    finally:
+        for parent, name, original in reversed(undo):
+            parent._modules[name] = original
+
+
+def _find(state: StepState, pattern: str) -> list[tuple[nn.Module, str, nn.Module]]:
+    out: list[tuple[nn.Module, str, nn.Module]] = []
+    for prefix, root in state.modules.items():
+        for path, module in root.named_modules():
+            for name, child in module._modules.items():
+                full = ".".join(p for p in (prefix, path, name) if p)
+                if child is not None and fnmatchcase(full, pattern):
+                    out.append((module, name, child))
+    return out

@@ -1,0 +1,245 @@
+"""What a step holds between calls: parameters, buffers, optimizer state, gradients, scheduled numbers, and where each is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CaptureError, StateError
+from ..graph.graph import Input, Role
+from ..graph.meta import TensorMeta
+
+UNSUPPORTED = {
+    "LBFGS": "its step calls a closure again and again, as often as the data says",
+    "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
+}
+PRECISE_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+SCHEDULED = ("lr",)
+
+
+@dataclass
+class Held:
+    """One tensor that lives between calls and every place that refers to it: `(container, key)` pairs."""
+
+    input: Input
+    places: list[tuple[Any, Any]]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it is now."""
+        container, key = self.places[0]
+        return container[key]
+
+
+@dataclass
+class Hyper:
+    """One scheduled number of an optimizer: `optimizer.param_groups[group][key]`, `index` into it when it is a tuple."""
+
+    name: str
+    optimizer: int
+    group: int
+    key: str
+    index: int | None = None
+
+
+@dataclass
+class StepState:
+    """Everything a step holds, found in its modules and optimizers."""
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    params: dict[str, Held] = field(default_factory=dict[str, Held])
+    buffers: dict[str, Held] = field(default_factory=dict[str, Held])
+    hypers: list[Hyper] = field(default_factory=list[Hyper])
+
+    def param_name(self, tensor: object) -> str:
+        """The name of a parameter, by identity."""
+        return next(name for name, held in self.params.items() if held.tensor is tensor)
+
+
+def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> StepState:
+    """Find every parameter and buffer once, with all its names; tied ones keep one entry.
+
+    Raises:
+        CaptureError: an optimizer is of a kind that cannot be captured.
+        StateError: a module is wrapped for another way of running in parallel.
+    """
+    state = StepState(_roots(modules), dict(optimizers))
+    for optimizer in optimizers.values():
+        kind = type(optimizer).__name__
+        if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
+            raise CaptureError(
+                f"optimizer {kind} cannot be captured: {UNSUPPORTED[kind]}",
+                "an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD)",
+                "use one of those, or call this optimizer outside the compiled step",
+            )
+    by_id: dict[int, Held] = {}
+    for prefix, root in state.modules.items():
+        _refuse_wrapped(prefix, root)
+        for path, module in root.named_modules():
+            base = ".".join(part for part in (prefix, path) if part)
+            _collect_module(module, base, by_id, state)
+    for label, optimizer in optimizers.items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                if id(param) not in by_id:
+                    name = f"{label}.group{g}.{i}"
+                    by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
+                by_id[id(param)].places.append((group["params"], i))
+    state.hypers = find_hypers(state, SCHEDULED)
+    return state
+
+
+def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Modules that are not inside another one; a single one needs no prefix."""
+    inside = {id(sub) for m in modules.values() for sub in m.modules() if sub is not m}
+    roots: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if id(module) not in inside and all(module is not other for other in roots.values()):
+            roots[name] = module
+    return {"": next(iter(roots.values()))} if len(roots) == 1 else roots
+
+
+def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
+    wrapped = [type(m).__name__ for m in root.modules() if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")]
+    if wrapped:
+        raise StateError(
+            f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
+            "the plain module, as one device runs it: wholestep adds the communication itself",
+            "remove the wrapper",
+        )
+
+
+def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state: StepState) -> None:
+    for container, role, table in ((module._parameters, Role.PARAM, state.params), (module._buffers, Role.BUFFER, state.buffers)):
+        for key, tensor in container.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in by_id:
+                name = f"{base}.{key}" if base else key
+                by_id[id(tensor)] = table[name] = Held(_input(name, role, tensor), [])
+            by_id[id(tensor)].places.append((container, key))
+
+
+def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: str = "") -> Input:
+    stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+    meta = TensorMeta(tuple(tensor.shape), stride, tensor.dtype, str(tensor.device))
+    return Input(name, role, meta, owner, key, trainable=role is Role.PARAM and tensor.requires_grad)
+
+
+def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
+    """The scheduled numbers called `keys`, group by group; a tuple such as betas gives one for each float."""
+    found: list[Hyper] = []
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        for g, group in enumerate(optimizer.param_groups):
+            for key in keys:
+                value = group.get(key)
+                name = f"{label}.{key}" + (f"[{g}]" if len(optimizer.param_groups) > 1 else "")
+                if _is_number(value):
+                    found.append(Hyper(name, o, g, key))
+                elif isinstance(value, tuple) and all(_is_number(v) for v in value):
+                    found += [Hyper(f"{name}.{i}", o, g, key, i) for i in range(len(value))]
+    return found
+
+
+def state_input(owner: str, key: str, tensor: torch.Tensor, number: int, label: str) -> Input:
+    """The input for one tensor of optimizer state; optimizers after the first are named in it."""
+    plain = _input(f"{owner}/{key}" + (f"@{label}" if number else ""), Role.STATE, tensor, owner, key)
+    return dataclasses.replace(plain, optimizer=number)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1) or type(value) is int
+
+
+def optimizer_state(state: StepState) -> list[Held]:
+    """Every tensor in `optimizer.state`, named `parameter/key`."""
+    out: list[Held] = []
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        for name, held in state.params.items():
+            entry = optimizer.state.get(held.tensor, {})
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    out.append(Held(state_input(name, key, value, o, label), [(entry, key)]))
+    return out
+
+
+def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+    """Give `param` the optimizer state that the first step would create, where that is known to leave the first update exact.
+
+    Only torch.optim's own classes are primed (their `_init_group`); a first step that differs from the later ones
+    (SGD with dampening) and any other optimizer is captured twice instead. Returns whether state was created.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state.get(param):
+        return False
+    init = getattr(optimizer, "_init_group", None)
+    if init is None or isinstance(optimizer, torch.optim.SGD):
+        momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0
+        if momentum:
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False).detach()
+        return momentum
+    lists = [[] for _ in inspect.signature(init).parameters][1:]
+    before, param.grad = param.grad, param.detach()
+    try:
+        init({**group, "params": [param]}, *lists)
+    finally:
+        param.grad = before
+    return True
+
+
+@contextlib.contextmanager
+def put_in_place(state: StepState, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, modules and optimizers hold the given tensors; afterwards everything is as it was, groups and state included."""
+    helds = [*state.params.values(), *state.buffers.values()]
+    before = [(held, held.tensor) for held in helds]
+    groups = [(g, dict(g)) for o in state.optimizers.values() for g in o.param_groups]
+    states = [(o, o.state) for o in state.optimizers.values()]
+    modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
+    try:
+        for name, tensor in [*params.items(), *buffers.items()]:
+            put(state.params.get(name) or state.buffers[name], tensor)
+        for optimizer, _ in states:
+            optimizer.state = defaultdict(dict)
+        yield
+    finally:
+        for group, items in groups:
+            group.clear()
+            group.update(items)
+        for optimizer, entries in states:
+            optimizer.state = entries
+        for held, tensor in before:
+            put(held, tensor)
+        for module, training in modes:
+            module.training = training
+
+
+def put(held: Held, tensor: torch.Tensor) -> None:
+    """Store `tensor` everywhere `held` is referred to."""
+    for container, key in held.places:
+        container[key] = tensor
+
+
+def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move the optimizer state of parameter `old` to parameter `new`."""
+    for optimizer in optimizers:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Every option of every parameter group that the trace bakes in: `(group, key, value)`."""
+    live = {(h.optimizer, h.group, h.key) for h in scheduled}
+    out: list[tuple[Mapping[str, Any], str, Any]] = []
+    for o, optimizer in enumerate(state.optimizers.values()):
+        for g, group in enumerate(optimizer.param_groups):
+            out += [(group, key, value) for key, value in group.items() if key != "params" and (o, g, key) not in live]
+    return out

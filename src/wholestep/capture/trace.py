@@ -1,0 +1,288 @@
+"""Traces a step once, with fake tensors in place of all it holds, into a raw ATen graph."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import _torch
+from ..errors import CaptureError, WholestepError
+from ..graph.graph import Input, Role
+from ..graph.meta import is_users, last_user_frame, meta_of
+from ..graph.ops import GRAD_READY, LOSS
+from . import state as held_state
+from .find import Structure, put_together, take_apart
+from .precision import MixedPrecision, modules_seen
+from .stand_ins import StandIns, stand_ins
+from .state import Hyper, StepState
+
+_READS = {
+    torch.Tensor.item: "item()",
+    torch.Tensor.tolist: "tolist()",
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__bool__: "bool(), which `if`, `while` and `and` call",
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__index__: "use as an index",
+}
+ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
+
+
+class TensorLeaf:
+    """Marks, in the results of a step, the place of a tensor."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds."""
+
+    fn: Callable[..., Any]
+    structure: Structure
+    leaves: Sequence[Any]
+    names: Sequence[str]
+    state: StepState
+    hypers: Sequence[Hyper]
+    device: str
+    precision: MixedPrecision | None = None
+
+
+@dataclass
+class Traced:
+    """A raw capture. `module` maps `inputs` to the result tensors, then what each input has become, then `created`."""
+
+    module: torch.fx.GraphModule
+    stand_ins: StandIns
+    results: Structure
+    result_leaves: list[Any]
+    created: list[Input]
+    fresh_grads: bool
+
+
+def trace_step(request: Request) -> Traced:
+    """Trace the step as it would run now.
+
+    Raises:
+        CaptureError: with the user's source line, when the step cannot become one graph.
+    """
+    run = _Run(request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device))
+    try:
+        with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad):
+            module = _torch.trace(run, run.stand_ins.fakes)
+    except WholestepError as error:
+        error.where = error.where or _user_frame(error)
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    return Traced(module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset)
+
+
+@dataclass
+class _Run:
+    """The function that is traced, and what it notices on the way."""
+
+    request: Request
+    stand_ins: StandIns
+    contributed: set[str] = field(default_factory=set[str])
+    reset: set[str] = field(default_factory=set[str])
+    created: list[Input] = field(default_factory=list[Input])
+    result_leaves: list[Any] = field(default_factory=list[Any])
+    results: Structure = field(init=False)
+
+    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        request, state = self.request, self.request.state
+        given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
+        plain = _plain_state(state, swap)
+        with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
+            self._fill_state(given, plain)
+            numbers = _set_numbers(state, request.hypers, given)
+            self._mark_gradients(given)
+            leaves = tuple(given[n] if isinstance(v, torch.Tensor) else v for n, v in zip(request.names, request.leaves, strict=True))
+            args, kwargs = put_together(request.structure, leaves)
+            with modules_seen(state.modules, request.precision), _Watch(swap, self.saw_zero_grad):
+                call = take_apart(request.fn(*args, **kwargs))
+            _refuse_changed(numbers, state, plain)
+            self.results, self.result_leaves = call.structure, [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves]
+            return [*(v.detach() for v in call.leaves if isinstance(v, torch.Tensor)), *self._finals(given), *self._new_state(given)]
+
+    # -- before the step ------------------------------------------------------------
+    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
+        optimizers = list(self.request.state.optimizers.values())
+        for optimizer, entries in zip(optimizers, plain, strict=True):
+            for param, entry in entries.items():
+                optimizer.state[param].update(entry)
+        for i in self.stand_ins.inputs:
+            if i.role is Role.STATE:
+                optimizer = optimizers[i.optimizer]
+                optimizer.state[given[i.owner]][i.key] = _precise(optimizer, i, given[i.name])
+
+    def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
+        for name in self.request.state.params:
+            param = given[name]
+            param.grad = given.get(f"{name}/grad")
+            if param.requires_grad:
+
+                def ready(grad: torch.Tensor, name: str = name) -> torch.Tensor:
+                    self.contributed.add(name)
+                    return GRAD_READY(grad, name)
+
+                param.register_hook(ready)
+
+    # -- while it runs ----------------------------------------------------------------
+    def saw_backward(self, outputs: Sequence[Any]) -> None:
+        for tensor in outputs:
+            if isinstance(tensor, torch.Tensor):
+                LOSS(tensor.detach())
+
+    def saw_zero_grad(self, params: Sequence[Any]) -> None:
+        held = {id(h.tensor): name for name, h in self.request.state.params.items()}
+        names = {held[id(p)] for p in params if id(p) in held}
+        self.reset |= names - self.contributed
+
+    # -- after it -----------------------------------------------------------------------
+    def _finals(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensor each input has become."""
+        state, finals = self.request.state, list[torch.Tensor]()
+        helds, optimizers = {**state.params, **state.buffers}, list(state.optimizers.values())
+        for i in self.stand_ins.inputs:
+            now = given[i.name]
+            if i.role in (Role.PARAM, Role.BUFFER):
+                now = helds[i.name].tensor
+            elif i.role is Role.STATE:
+                now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
+            elif i.role is Role.GRAD:
+                grad = helds[i.owner].tensor.grad
+                now = now if grad is None else grad
+            finals.append(now.detach().to(i.meta.dtype))
+        return finals
+
+    def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Optimizer state and gradients that exist now and did not before."""
+        state, out = self.request.state, list[torch.Tensor]()
+        for o, (label, optimizer) in enumerate(state.optimizers.items()):
+            for name, held in state.params.items():
+                for key, value in optimizer.state.get(held.tensor, {}).items():
+                    made = held_state.state_input(name, key, value, o, label) if isinstance(value, torch.Tensor) else None
+                    if made and made.name not in given:
+                        self.created.append(made)
+                        out.append(value.detach())
+        for name, held in state.params.items():
+            grad = held.tensor.grad
+            if grad is not None and f"{name}/grad" not in given:
+                self.created.append(Input(f"{name}/grad", Role.GRAD, meta_of(grad), name))
+                out.append(grad.detach())
+        return out
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the torch calls of the step: refuses reads of values, maps parameters held elsewhere to their stand-ins."""
+
+    def __init__(self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None]) -> None:
+        self._swap, self._on_drop = swap, on_drop
+
+    def _stand_in(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._swap.get(id(value), value)
+        if type(value) in (list, tuple) and any(id(v) in self._swap for v in value):
+            return type(value)(self._swap.get(id(v), v) for v in value)
+        return value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _torch.note_on_nodes(line=_calling_line())
+        read = _READS.get(func)
+        if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
+            raise CaptureError(
+                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} while it is being captured",
+                ONE_GRAPH,
+                "return the tensor and read it after the call, or write the choice with torch.where",
+            )
+        args = [self._stand_in(a) for a in args]
+        if getattr(func, "__name__", "") == "__set__" and func == torch.Tensor.grad.__set__ and args[1] is None:
+            self._on_drop(args[:1])
+        return func(*args, **{k: self._stand_in(v) for k, v in (kwargs or {}).items()})
+
+
+def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:
+    """For each optimizer, by stand-in parameter, the state that is not tensors."""
+    out: list[dict[Any, dict[str, Any]]] = []
+    for optimizer in state.optimizers.values():
+        entries = {swap[id(p)]: e for p, e in optimizer.state.items() if id(p) in swap}
+        out.append({p: {k: v for k, v in e.items() if not isinstance(v, torch.Tensor)} for p, e in entries.items()})
+    return out
+
+
+def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tensor) -> torch.Tensor:
+    """Counts in double, as eager reads them into Python numbers; the fused kernels read them as they are."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    own = type(optimizer).__module__.startswith("torch.optim") and given.key in held_state.PRECISE_STATE
+    return tensor.double() if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() else tensor
+
+
+def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
+    optimizers, touched = list(state.optimizers.values()), list[tuple[dict[str, Any], str]]()
+    for group in (g for o in optimizers for g in o.param_groups if "capturable" in g):
+        group["capturable"] = True
+    for hyper in hypers:
+        group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], given[hyper.name]
+        old = group[hyper.key]
+        group[hyper.key] = tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
+        touched.append((group, hyper.key))
+    return [(group, key, group[key]) for group, key in touched]
+
+
+def _refuse_changed(numbers: list[tuple[dict[str, Any], str, Any]], state: StepState, plain: list[dict[Any, dict[str, Any]]]) -> None:
+    """Python numbers that the step itself changes would be frozen in the graph."""
+    for group, key, value in numbers:
+        if group[key] is not value:
+            raise CaptureError(
+                f"the step changes {key!r} of a parameter group (an LR scheduler's step(), perhaps)",
+                "scheduled numbers that are set between calls: they are read anew at each call",
+                "call scheduler.step() after the compiled step, not inside it",
+            )
+    for optimizer, entries in zip(state.optimizers.values(), plain, strict=True):
+        for param, entry in optimizer.state.items():
+            for key, value in entry.items():
+                if isinstance(value, (int, float)) and entries.get(param, {}).get(key) != value:
+                    raise CaptureError(
+                        f"optimizer {type(optimizer).__name__} keeps the Python number {key!r} in its state and changes it at every step",
+                        "optimizer state made of tensors, as torch.optim keeps it",
+                        f"store {key!r} as a 0-dim tensor",
+                    )
+
+
+def _calling_line() -> tuple[str, int] | None:
+    """File and line of the innermost user frame on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else None
+
+
+def _user_frame(error: BaseException) -> str:
+    return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
+
+
+def _explain(error: Exception) -> CaptureError:
+    """A CaptureError for what torch could not trace, or what the user's own code raised."""
+    where = _user_frame(error)
+    if isinstance(error, _torch.DATA_DEPENDENT):
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return CaptureError(
+            f"the step has an operation whose result depends on values: {text}",
+            ONE_GRAPH,
+            "use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside the step",
+            where,
+        )
+    return CaptureError(
+        f"the step failed while it was being captured: {type(error).__name__}: {error}",
+        "a step that runs on one device as it is",
+        "run it uncompiled once; if that works, this operation cannot be traced: keep it outside the step",
+        where,
+    )

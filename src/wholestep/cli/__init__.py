@@ -1,0 +1,37 @@
+"""The command line. `wholestep --help` and its kin import no torch."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from .demo import demo
+
+app = typer.Typer(
+    name="wholestep",
+    help="A training step written for one device, captured whole as one graph and run on any mesh.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"wholestep {version('wholestep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """A training step written for one device, captured whole as one graph and run on any mesh."""
+
+
+def main() -> None:
+    """Entry point of the `wholestep` command."""
+    app()

@@ -1,0 +1,89 @@
+"""`wholestep.compile`: the pipeline in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .capture.capture import capture_step
+from .errors import MeshError
+from .graph.graph import TrainGraph
+from .mesh import Mesh
+from .passes.base import Pass
+from .plan.data_parallel import DataParallel
+from .runtime.step import CompiledStep, Progress, StepOptions
+
+
+@overload
+def compile(train_step: Callable[..., Any], **options: Any) -> CompiledStep: ...
+@overload
+def compile(train_step: None = None, **options: Any) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(
+    train_step: Callable[..., Any] | None = None,
+    *,
+    parallel: DataParallel | None = None,
+    mesh: Mesh | str | None = None,
+    backend: str = "eager",
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    module_overrides: Mapping[str, nn.Module] | None = None,
+    graph_transform: Pass | None = None,
+    keep_grads: bool = False,
+    measure: bool = False,
+    progress: Progress | None = None,
+    agree_timeout: float = 120.0,
+    device: str | None = None,
+) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
+    """Compile a training step written for one device into what this rank of a mesh runs. Also a decorator.
+
+    Args:
+        train_step: the step: forward, backward, optimizer, on one device.
+        parallel: where tensors rest; `DataParallel("fully_shard")` by default.
+        mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
+        backend: `"eager"` or `"inductor"`.
+        model: modules that the step uses without being given them; those it closes over are found by themselves.
+        optimizer: optimizers, likewise.
+        module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
+        graph_transform: a function LocalGraph -> LocalGraph, called once after partitioning.
+        keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
+        measure: time what the step spends blocked on communication (`step.waited_seconds`, in seconds, of the last call).
+        progress: called as `progress(stage, "start" | "done", seconds)`.
+        agree_timeout: seconds to wait for the other ranks to compile their program.
+        device: where the step runs; by default where the model is (cpu for a model on `meta`).
+
+    Example:
+        >>> step = wholestep.compile(train_step, parallel=wholestep.DataParallel("fully_shard"))
+        >>> loss = step(model, optimizer, batch)
+
+    Raises:
+        PlanError, BackendError, MeshError: an option is malformed; what depends on the model is raised at the first call.
+    """
+    extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
+    options = StepOptions(
+        parallel or DataParallel(), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra, module_overrides or {},
+        graph_transform, keep_grads, measure, progress, agree_timeout, device,
+    )  # fmt: skip
+    if options.mesh is not None:
+        options.parallel.axes(options.mesh)
+    elif options.parallel.style == "hybrid":
+        raise MeshError("style 'hybrid' without a mesh", "a mesh of two axes", 'give mesh="replicate=2,shard=2", say')
+    return (lambda fn: CompiledStep(fn, options)) if train_step is None else CompiledStep(train_step, options)
+
+
+def _named(name: str, given: Any, kind: type) -> dict[str, Any]:
+    if given is None:
+        return {}
+    items = [given] if isinstance(given, kind) else list(given)
+    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
+
+
+def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TrainGraph:
+    """The graph of `fn(*args, **kwargs)` on one device; nothing real is computed or changed.
+
+    Raises:
+        CaptureError: the step cannot become one graph.
+    """
+    return capture_step(fn, args, kwargs).graph

@@ -1,0 +1,139 @@
+"""The two graphs that pass between stages: what one device computes, and what one rank runs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..layout import Layout
+from ..mesh import Mesh
+from .meta import TensorMeta
+
+
+class Role(enum.Enum):
+    """What an input of the step is."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    STATE = "state"
+    GRAD = "grad"
+    HYPER = "hyper"
+    BATCH = "batch"
+    CONST = "const"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a graph. `owner` is the parameter a state or gradient belongs to, `key` its name in the state
+    of the optimizer numbered `optimizer`."""
+
+    name: str
+    role: Role
+    meta: TensorMeta
+    owner: str = ""
+    key: str = ""
+    trainable: bool = False
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a graph: a tensor the step returned, or the new value of the input called `target`."""
+
+    kind: str  # "result" | "update"
+    target: str
+
+
+@dataclass(frozen=True)
+class TrainGraph:
+    """Forward, backward and optimizer of one device as one functional ATen graph.
+
+    Invariants (`verify.check_train_graph`): placeholders match `inputs` in order and count; the output node is one flat tuple
+    that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
+    """
+
+    graph: Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    losses: tuple[str, ...] = ()
+
+    def placeholders(self) -> Iterator[tuple[Input, Node]]:
+        """Each input with its node."""
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return zip(self.inputs, nodes, strict=True)
+
+    def results(self) -> list[tuple[Output, Any]]:
+        """Each output with the node that makes it."""
+        node = next(iter(reversed(self.graph.nodes)))
+        return list(zip(self.outputs, node.args[0], strict=True))
+
+    def __str__(self) -> str:
+        from .text import show_train_graph
+
+        return show_train_graph(self)
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """How many collectives of one kind a step runs and what a rank sends for them, in bytes, by the ring algorithm."""
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """What one rank runs: local shapes, explicit collectives and waits.
+
+    The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
+    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for; no dead node.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    layouts: tuple[Layout, ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    placeholders = TrainGraph.placeholders
+    results = TrainGraph.results
+
+    def collectives(self) -> dict[str, CollectiveTotal]:
+        """Number and bytes of each kind of collective."""
+        from .text import collective_totals
+
+        return collective_totals(self)
+
+    def __str__(self) -> str:
+        from .text import show_local_graph
+
+        return show_local_graph(self)
+
+
+def operands(node: Node) -> list[Node]:
+    """Every node `node` reads, in argument order, lists opened, repeats kept."""
+    found: list[Node] = []
+
+    def take(given: Node) -> Node:
+        found.append(given)
+        return given
+
+    map_arg((node.args, node.kwargs), take)
+    return found
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """An independent copy: same names, same metadata."""
+    new = Graph()
+    seen: dict[Node, Node] = {}
+    output = new.graph_copy(graph, seen)
+    new.output(output)
+    return new

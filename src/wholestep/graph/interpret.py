@@ -1,0 +1,90 @@
+"""Runs graphs in one process: a TrainGraph as one device, a LocalGraph for all ranks at once, collectives included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..errors import GraphError
+from ..mesh import Mesh
+from .graph import LocalGraph, TrainGraph, operands
+from .verify import is_collective, is_wait
+
+Value = Any
+
+
+def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
+    """What one device computes: the outputs of `train` in order."""
+    nodes = [n for n in train.graph.nodes if n.op == "placeholder"]
+    env: dict[Node, Value] = dict(zip(nodes, inputs, strict=True))
+    for node in train.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+    return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
+
+
+def run_all(local: LocalGraph, inputs: Sequence[Sequence[Tensor]], bind: Callable[[Node, Mapping[str, int]], tuple[Any, Any]]) -> list[list[Value]]:
+    """What every rank computes, in lockstep: `inputs[rank]` in, outputs by rank out. `bind` gives a rank's args and kwargs of a node."""
+    ranks = range(local.mesh.size)
+    nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
+    envs: list[dict[Node, Value]] = [dict(zip(nodes, inputs[r], strict=True)) for r in ranks]
+    for node in local.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_collective(node):
+            _together(node, local.mesh, envs)
+            continue
+        for rank in ranks:
+            args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
+            envs[rank][node] = args[0] if is_wait(node) else node.target(*args, **kwargs)
+    return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
+
+
+def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
+    """One collective, group by group."""
+    kind, axis = str(node.target).split(".")[1], str(node.args[-1])
+    source = operands(node)[0]
+    for group in mesh.groups(axis):
+        given = [envs[rank][source] for rank in group]
+        for rank, made in zip(group, _COMPUTE[kind](given, node.args), strict=True):
+            envs[rank][node] = made
+
+
+def _reduce(given: list[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(given)
+    if op in ("sum", "avg"):
+        total = stacked.sum(0)
+        return total / len(given) if op == "avg" else total
+    if op in ("max", "min"):
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
+    raise GraphError(f"reduction {op!r} is unknown", "sum, avg, max or min")
+
+
+def _all_reduce(given: list[Tensor], args: Any) -> list[Tensor]:
+    return [_reduce(given, args[1]) for _ in given]
+
+
+def _all_gather(given: list[Tensor], args: Any) -> list[Tensor]:
+    return [torch.cat(given) for _ in given]
+
+
+def _reduce_scatter(given: list[Tensor], args: Any) -> list[Tensor]:
+    return [piece.clone() for piece in _reduce(given, args[1]).chunk(len(given))]
+
+
+def _broadcast(given: list[Tensor], args: Any) -> list[Tensor]:
+    return [given[args[1]].clone() for _ in given]
+
+
+_COMPUTE: dict[str, Callable[[list[Tensor], Any], list[Tensor]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "broadcast": _broadcast,
+}

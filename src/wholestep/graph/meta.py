@@ -1,0 +1,143 @@
+"""The only place that touches `node.meta`: what a node makes, where in the user's code, in which pass of autograd."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..layout import Layout
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = (os.path.dirname(torch.__file__) + os.sep, *(os.path.join(_ROOT, d) + os.sep for d in ("capture", "graph", "runtime", "plan")), os.path.join(_ROOT, "_torch.py"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, stride, dtype and device of one tensor; `shape` and `stride` count elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True for row-major strides (dims of size 1 do not count)."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """The TensorMeta of a real or fake tensor."""
+    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+
+def value(node: Node) -> Any:
+    """The fake value the tracer recorded: a tensor, a tuple or list of them, a number, or None."""
+    return node.meta.get("val")
+
+
+def set_value(node: Node, new: Any) -> None:
+    """Record what `node` makes."""
+    node.meta["val"] = new
+
+
+def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
+    """One TensorMeta for each output of `node`; None where an output is no tensor."""
+    stored = node.meta.get("wholestep_tensors")
+    if stored is None:
+        made = value(node)
+        items = made if isinstance(made, (tuple, list)) else (made,)
+        flat = [x for item in items for x in (item if isinstance(item, (tuple, list)) else (item,))]
+        stored = tuple(meta_of(item) if isinstance(item, torch.Tensor) else None for item in flat)
+        node.meta["wholestep_tensors"] = stored
+    return stored
+
+
+def tensor(node: Node) -> TensorMeta | None:
+    """The TensorMeta of a node that makes one tensor, else None."""
+    if isinstance(value(node), (tuple, list)):
+        return None
+    found = tensors(node)
+    return found[0] if len(found) == 1 else None
+
+
+def is_backward(node: Node) -> bool:
+    """True for a node that autograd made while running a backward."""
+    return bool(node.meta.get("custom", {}).get("backward"))
+
+
+def module_path(node: Node) -> str:
+    """Path of the module whose forward made the node; empty outside any."""
+    return str(node.meta.get("custom", {}).get("module", ""))
+
+
+def source_line(node: Node) -> str:
+    """`file:line  code` of the user's line that made the node; empty when none is known."""
+    line = node.meta.get("custom", {}).get("line")
+    return show_line(*line) if line else ""
+
+
+def show_line(file: str, number: int) -> str:
+    """`file:line  code`."""
+    return f"{file}:{number}  {linecache.getline(file, number).strip()}".rstrip()
+
+
+def is_users(file: str) -> bool:
+    """True for a source file that belongs neither to torch nor to wholestep's own stages."""
+    return not any(part in file for part in _OURS) and not file.startswith("<")
+
+
+def last_user_frame(stack: str) -> str:
+    """The innermost frame outside torch and wholestep in a formatted stack, as `file:line  code`."""
+    frames = list(_FRAME.finditer(stack))
+    own = [f for f in frames if is_users(f["file"])]
+    frame = (own or [None])[-1]
+    return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
+
+
+def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
+    """Record the shapes of what `node` makes where no fake value exists."""
+    node.meta["wholestep_tensors"] = tuple(made)
+
+
+def flat_length(item: Any) -> int:
+    """How many flat outputs one item of a recorded value stands for."""
+    return len(item) if isinstance(item, (tuple, list)) else 1
+
+
+def set_layouts(node: Node, layouts: Sequence[Layout]) -> None:
+    """Record the layout of each output."""
+    node.meta["wholestep_layouts"] = tuple(layouts)
+
+
+def layouts(node: Node) -> tuple[Layout, ...]:
+    """The layouts recorded by `set_layouts`, empty if none were."""
+    return node.meta.get("wholestep_layouts", ())
+
+
+def copy(source: Node, target: Node) -> None:
+    """Give `target` everything recorded about `source`."""
+    target.meta.update(source.meta)

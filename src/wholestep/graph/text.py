@@ -1,0 +1,122 @@
+"""Graphs as text that a person reads: stable names, shapes and layouts in the types, the user's lines beside them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from . import meta
+from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph
+from .verify import is_collective
+
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`f32` for torch.float32."""
+    name = str(dtype).removeprefix("torch.")
+    found = re.fullmatch(r"([a-z]+)(\d+)", name)
+    return _DTYPES.get(found[1], found[1]) + found[2] if found else name
+
+
+def show_train_graph(train: TrainGraph) -> str:
+    """The graph of one device."""
+    roles = Counter(i.role.value for i in train.inputs)
+    head = "train_graph  " + ", ".join(f"{n} {role}" for role, n in roles.items())
+    rows = [f"  {node.name}: {_typed(node)}  {given.role.value}{_alias(given, node)}" for given, node in train.placeholders()]
+    return "\n".join([head, *rows, *_body(train.graph), *_returns(train)])
+
+
+def show_local_graph(local: LocalGraph) -> str:
+    """The program of one rank; shapes are those of the first rank."""
+    head = f"local_graph  mesh {local.mesh}"
+    nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
+    rows = [
+        f"  {node.name}: {short_dtype(i.meta.dtype)}[{layout.show(i.meta.shape)}]  {i.role.value}{_alias(i, node)}"
+        for i, layout, node in zip(local.inputs, local.layouts, nodes, strict=True)
+    ]
+    return "\n".join([head, *rows, *_body(local.graph), *_returns(local)])
+
+
+def _alias(given: Input, node: Node) -> str:
+    return "" if given.name == node.name else f"  {given.name}"
+
+
+def _typed(node: Node) -> str:
+    made = meta.tensors(node)
+    texts = [f"{short_dtype(m.dtype)}[{' '.join(map(str, m.shape))}]" if m else "-" for m in made]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _body(graph: Graph) -> list[str]:
+    lines: list[str] = []
+    where = ""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        here = meta.module_path(node) + (" (backward)" if meta.is_backward(node) else "")
+        if here != where:
+            lines.append(f"  # {here}" if here else "  #")
+            where = here
+        lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}")
+    return lines
+
+
+def show_call(node: Node) -> str:
+    """One call, its arguments in order."""
+    args = [_show(a) for a in node.args] + [f"{k}={_show(v)}" for k, v in node.kwargs.items()]
+    return f"{op_name(node)}({', '.join(args)})"
+
+
+def op_name(node: Node) -> str:
+    """`aten.add` for an op overload, the function's name otherwise."""
+    target = node.target
+    name = str(target).removesuffix(".default") if "." in str(target) else getattr(target, "__name__", str(target))
+    return getattr(target, "__name__", name) if name.startswith("<") else name.removeprefix("_c10d_functional.")
+
+
+def _show(value: Any) -> str:
+    text = repr(map_arg(value, lambda n: _Name(n.name))) if not isinstance(value, Node) else f"%{value.name}"
+    return text.replace("torch.", "")
+
+
+class _Name:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
+    lines: list[str] = []
+    for output, node in graph.results():
+        text = f"%{node.name}" if isinstance(node, Node) else repr(node)
+        lines.append(f"  return {text}" if output.kind == "result" else f"  {output.target} <- {text}")
+    return lines
+
+
+def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
+    """Collectives by kind, with the bytes a rank sends by the ring algorithm: (n-1)/n of the whole, twice for an all-reduce."""
+    totals: dict[str, CollectiveTotal] = {}
+    for node in local.graph.nodes:
+        if is_collective(node):
+            kind, sent = collective_bytes(node, local)
+            before = totals.get(kind, CollectiveTotal(0, 0))
+            totals[kind] = CollectiveTotal(before.count + 1, before.bytes + sent)
+    return totals
+
+
+def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
+    """Kind of a collective and the bytes a rank sends for it."""
+    kind = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor").rstrip("_")
+    n = local.mesh.axis_size(str(node.args[-1]))
+    whole = meta.tensor(node.args[0])  # type: ignore[arg-type]
+    assert whole is not None, f"{node.name} has no input shape"
+    size_bytes = whole.size_bytes * (n if kind == "all_gather" else 1)
+    return kind, size_bytes * (n - 1) * (2 if kind == "all_reduce" else 1) // n

@@ -1,0 +1,77 @@
+"""The invariants of the two graphs, checked."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..errors import GraphError
+from . import meta
+from .graph import Input, LocalGraph, Output, Role, TrainGraph
+
+COLLECTIVES = "_c10d_functional"
+
+
+def check_train_graph(train: TrainGraph) -> None:
+    """Raise GraphError naming the node when `train` breaks an invariant of TrainGraph."""
+    _check_ends(train.graph, train.inputs, train.outputs)
+    for node in train.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise GraphError(f"%{node.name} is a {node.op} node", "placeholders, calls and one output")
+        if node.op == "call_function" and is_mutating(node):
+            raise GraphError(f"%{node.name} ({node.target}) changes its inputs", "functional operations only", where=meta.source_line(node))
+        if node.op == "placeholder" and meta.tensor(node) is None:
+            raise GraphError(f"%{node.name} does not know its shape", "a recorded value on every input")
+
+
+def check_local_graph(local: LocalGraph) -> None:
+    """Raise GraphError naming the node when `local` breaks an invariant of LocalGraph."""
+    _check_ends(local.graph, local.inputs, local.outputs)
+    local.graph.lint()
+    for given, layout in zip(local.inputs, local.layouts, strict=True):
+        layout.check(given.meta.shape, local.mesh, given.name)
+    for node in local.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not node.users and not is_mutating(node):
+            raise GraphError(f"%{node.name} ({node.target}) is dead", "no node whose value nothing uses", "remove it in the pass that left it")
+        if is_collective(node) and not all(is_wait(user) for user in node.users):
+            user = next(u for u in node.users if not is_wait(u))
+            raise GraphError(f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users")
+
+
+def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> None:
+    nodes = list(graph.nodes)
+    given = [n for n in nodes if n.op == "placeholder"]
+    if len(given) != len(inputs):
+        raise GraphError(f"the graph has {len(given)} placeholders for {len(inputs)} inputs", "one for each")
+    if not nodes or nodes[-1].op != "output" or len(nodes[-1].args[0]) != len(outputs):  # type: ignore[arg-type]
+        raise GraphError("the graph does not end in one output for each named output", f"{len(outputs)} values: {[o.target for o in outputs]}")
+    names = [i.name for i in inputs]
+    repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise GraphError(f"two inputs are called {repeated[0]!r}", "distinct names")
+    made = {o.target for o in outputs if o.kind == "update"} - set(names)
+    stray = sorted(t for t in made if "/" not in t)
+    if stray:
+        raise GraphError(f"an output updates {stray[0]!r}, which is no input", "inputs, or state that the step creates")
+
+
+def is_mutating(node: Node) -> bool:
+    """True for an op that writes into one of its inputs."""
+    return isinstance(node.target, _torch.OpOverload) and _torch.schema_of(node.target).is_mutable
+
+
+def is_collective(node: Node) -> bool:
+    """True for a node that communicates."""
+    return getattr(node.target, "namespace", "") == COLLECTIVES and not is_wait(node)
+
+
+def is_wait(node: Node) -> bool:
+    """True for the node that waits for a collective."""
+    return getattr(node.target, "namespace", "") == COLLECTIVES and "wait_tensor" in str(node.target)
+
+
+def mutable_roles() -> frozenset[Role]:
+    """Roles whose tensors a step may overwrite in place."""
+    return frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})

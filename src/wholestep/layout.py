@@ -1,0 +1,144 @@
+"""Where one tensor rests on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .errors import LayoutError
+from .mesh import Mesh
+
+PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
+
+
+@dataclass(frozen=True)
+class AxisState:
+    """A layout as one mesh axis sees it.
+
+    `R` same everywhere; `S` sharded along `dim`; `P` partial, reduced by `op`; `V` varies, with no global meaning.
+    """
+
+    kind: Literal["R", "S", "P", "V"]
+    dim: int = -1
+    op: str = ""
+
+    def __str__(self) -> str:
+        return {"S": f"S({self.dim})", "P": f"P({self.op})"}.get(self.kind, self.kind)
+
+
+REPLICATED, VARIES = AxisState("R"), AxisState("V")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes that shard each tensor dim (outermost first), axes that hold partial values, axes along which the value varies.
+
+    Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial` and `varies`.
+
+    Example:
+        >>> Layout((("tp", "dp"), ()), partial=(), varies=()).show((4096, 512))
+        '4096@tp,dp 512'
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+    varies: tuple[str, ...] = ()
+
+    def state(self, axis: str) -> AxisState:
+        """What `axis` does to the tensor."""
+        for dim, axes in enumerate(self.dims):
+            if axis in axes:
+                return AxisState("S", dim)
+        for name, op in self.partial:
+            if name == axis:
+                return AxisState("P", op=op)
+        return VARIES if axis in self.varies else REPLICATED
+
+    def put(self, axis: str, state: AxisState) -> Layout:
+        """This layout with `axis` in another state; a new shard goes innermost."""
+        if self.state(axis) == state:
+            return self
+        dims = tuple(tuple(a for a in axes if a != axis) for axes in self.dims)
+        partial = tuple(p for p in self.partial if p[0] != axis)
+        varies = tuple(a for a in self.varies if a != axis)
+        if state.kind == "S":
+            dims = tuple((*axes, axis) if d == state.dim else axes for d, axes in enumerate(dims))
+        elif state.kind == "P":
+            partial = tuple(sorted((*partial, (axis, state.op))))
+        elif state.kind == "V":
+            varies = tuple(sorted((*varies, axis)))
+        return Layout(dims, partial, varies)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes along which the tensor is not replicated."""
+        return frozenset((*(a for axes in self.dims for a in axes), *(a for a, _ in self.partial), *self.varies))
+
+    @property
+    def is_replicated(self) -> bool:
+        """True when every rank holds the whole, final value."""
+        return not self.axes
+
+    @property
+    def is_sharded(self) -> bool:
+        """True when some axis shards a dim."""
+        return any(self.dims)
+
+    def shard_axes(self) -> tuple[str, ...]:
+        """Axes that shard some dim, by dim, outermost first."""
+        return tuple(a for axes in self.dims for a in axes)
+
+    def without_partial(self) -> Layout:
+        """This layout with every partial axis reduced to replicated."""
+        return replace(self, partial=())
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the piece at `coordinate` of a tensor of global `shape`."""
+        out: list[int] = []
+        for size, axes in zip(shape, self.dims, strict=True):
+            for axis in axes:
+                size = chunk_range(size, mesh.axis_size(axis), coordinate[axis])[1]
+            out.append(size)
+        return tuple(out)
+
+    def check(self, shape: Sequence[int], mesh: Mesh, name: str = "tensor") -> None:
+        """Raise LayoutError when the layout does not fit a tensor of `shape` on `mesh`."""
+        if len(self.dims) != len(shape):
+            raise LayoutError(f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}", "one entry per tensor dim")
+        used = [*self.shard_axes(), *(a for a, _ in self.partial), *self.varies]
+        for axis in used:
+            mesh.axis_size(axis)
+            if used.count(axis) > 1:
+                raise LayoutError(f"{name}: axis {axis!r} appears twice in {self}", "each axis at most once")
+        for _, op in self.partial:
+            if op not in PARTIAL_OPS:
+                raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
+
+    def show(self, shape: Sequence[int]) -> str:
+        """`33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""
+        parts = [f"{n}@{','.join(axes)}" if axes else str(n) for n, axes in zip(shape, self.dims, strict=True)]
+        parts = parts or ["()"]
+        parts += [f"+{a}({op})" for a, op in self.partial]
+        parts += [f"~{a}" for a in self.varies]
+        return " ".join(parts)
+
+    def __str__(self) -> str:
+        return self.show(tuple("_" for _ in self.dims))  # type: ignore[arg-type]
+
+
+def replicated(ndim: int) -> Layout:
+    """The layout of a tensor that is whole on every rank."""
+    return Layout(((),) * ndim)
+
+
+def sharded(ndim: int, dim: int, *axes: str) -> Layout:
+    """Dim `dim` split by `axes`, outermost first."""
+    return Layout(tuple(axes if d == dim else () for d in range(ndim)))
+
+
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and length of piece `index`, as `torch.chunk` cuts: 11 over 8 gives 2,2,2,2,2,1,0,0."""
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(step, size - start)

@@ -1,0 +1,107 @@
+"""A mesh of ranks: named axes and their sizes. A pure value; no process group is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from .errors import MeshError
+
+_AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\d+)")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of a mesh."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named axes, outermost first: ranks are numbered row-major over them.
+
+    Example:
+        >>> Mesh("dp=4,tp=2").coordinate(5)
+        {'dp': 2, 'tp': 1}
+
+    Raises:
+        MeshError: the text is not `name=size,...`, a name repeats, or a size is not positive.
+    """
+
+    axes: tuple[Axis, ...]
+
+    def __init__(self, spec: str | tuple[Axis, ...]) -> None:
+        axes = parse(spec) if isinstance(spec, str) else tuple(spec)
+        names = [axis.name for axis in axes]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise MeshError(f"mesh {spec!r} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them")
+        empty = [axis for axis in axes if axis.size < 1]
+        if empty:
+            raise MeshError(f"axis {empty[0].name!r} has size {empty[0].size}", "a size of at least 1", "drop the axis or give it ranks")
+        object.__setattr__(self, "axes", axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    def axis_size(self, name: str) -> int:
+        """Size of the axis called `name`.
+
+        Raises:
+            MeshError: there is no such axis.
+        """
+        for axis in self.axes:
+            if axis.name == name:
+                return axis.size
+        raise MeshError(f"mesh {self} has no axis {name!r}", f"one of {', '.join(map(repr, self.names))}", "correct the axis name or the mesh")
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of `rank` along each axis."""
+        out: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, out[axis.name] = divmod(rank, axis.size)
+        return dict(reversed(out.items()))
+
+    def rank(self, coordinate: dict[str, int]) -> int:
+        """The rank at a position (inverse of `coordinate`)."""
+        rank = 0
+        for axis in self.axes:
+            rank = rank * axis.size + coordinate[axis.name]
+        return rank
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The rank groups that talk to each other along axis `name`, in a fixed order."""
+        size = self.axis_size(name)
+        others = [range(1) if axis.name == name else range(axis.size) for axis in self.axes]
+
+        def group(corner: tuple[int, ...]) -> Iterator[int]:
+            for i in range(size):
+                yield self.rank({axis.name: i if axis.name == name else c for axis, c in zip(self.axes, corner, strict=True)})
+
+        return tuple(tuple(group(corner)) for corner in product(*others))
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
+
+
+def parse(text: str) -> tuple[Axis, ...]:
+    """Read `"dp=4,tp=2"`."""
+    axes: list[Axis] = []
+    for part in text.split(","):
+        found = _AXIS.fullmatch(part.strip())
+        if not found:
+            raise MeshError(f"mesh {text!r}: cannot read {part.strip()!r}", 'axes as name=size, e.g. "dp=4,tp=2"', "correct the text")
+        axes.append(Axis(found[1], int(found[2])))
+    return tuple(axes)

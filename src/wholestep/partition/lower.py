@@ -1,0 +1,218 @@
+"""The partition stage: a graph of one device and a plan -> what one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, TrainGraph, operands
+from ..graph.meta import TensorMeta
+from ..graph.ops import GRAD_READY
+from ..graph.verify import check_local_graph
+from ..layout import Layout, replicated
+from ..plan.plan import Decision, Plan
+from ..reshard import reshard
+from .collectives import Emitter, contiguous
+from .regions import Regions, find_regions
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+_Key = tuple[Node, Layout, int]
+
+
+def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
+    """Rewrite `graph` for one rank: local operands, explicit collectives, each resharding done once.
+
+    Collectives on gradients start where the gradient is complete and are waited for at the first use.
+
+    Raises:
+        PlanError: the plan was not made for this graph.
+    """
+    plan.check(graph)
+    lowering = _Lowering(graph, plan, find_regions(graph, plan))
+    local = lowering.run()
+    check_local_graph(local)
+    return local
+
+
+@dataclass
+class _Lowering:
+    train: TrainGraph
+    plan: Plan
+    regions: Regions
+    graph: Graph = field(default_factory=Graph)
+    at: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
+    layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
+    moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
+
+    def __post_init__(self) -> None:
+        self.emit = Emitter(self.graph, self.plan.mesh)
+
+    def run(self) -> LocalGraph:
+        for given, node in self.train.placeholders():
+            self._placeholder(node, self.plan.rest[given.name])
+        for node in self.train.graph.nodes:
+            if node.op == "call_function" and node not in self.regions.on_demand:
+                self._place(node, 0)
+        made = [self._result(output.kind, output.target, node) for output, node in self.train.results()]
+        self.graph.output(tuple(made))
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        rest = tuple(self.plan.rest[i.name] for i in self.train.inputs)
+        return LocalGraph(self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants)
+
+    # -- nodes ------------------------------------------------------------------------
+    def _placeholder(self, node: Node, layout: Layout) -> None:
+        new = self.graph.placeholder(node.name)
+        meta.copy(node, new)
+        meta.set_tensors(new, (self._local(node, layout),))
+        self.at[node, 0], self.layouts[node] = new, (layout,)
+        given = next(i for i, n in self._inputs() if n is node) if self.plan.options.broadcast_buffers else None
+        if given is not None and given.role is Role.BUFFER:
+            self._from_first(node, new)
+
+    def _inputs(self) -> list[tuple[object, Node]]:
+        return list(self.train.placeholders())
+
+    def _from_first(self, node: Node, new: Node) -> None:
+        """Every rank starts from the first rank's buffer, axis by axis."""
+        made = meta.tensor(new)
+        assert made is not None, "a buffer is one tensor"
+        for axis in self.plan.mesh.axes:
+            if axis.size > 1:
+                begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), made, new)
+                new = self.emit.call(funcol.wait_tensor.default, (begun,), made, new)
+        self.at[node, 0] = new
+
+    def _place(self, node: Node, region: int) -> Node:
+        """Emit `node` for a region of the step, once."""
+        key = (node, self.regions.of(node, region))
+        if key in self.at:
+            return self.at[key]
+        decision = self.plan.decisions[node.name]
+        if _torch.is_getitem(node.target):
+            new = self._getitem(node, region)
+        elif node.target is GRAD_READY:
+            new = self._place(node.args[0], region) if node.args[0] in self.regions.on_demand else self.at[node.args[0], 0]  # type: ignore[arg-type, index]
+        else:
+            new = self._call(node, decision, region)
+        self.at[key], self.layouts[node] = new, decision.outputs
+        if decision.settle is not None:
+            self.at[key] = self._settle(node, decision.settle)
+            self.layouts[node] = (decision.settle,)
+        else:
+            self._start_early(node)
+        return self.at[key]
+
+    def _call(self, node: Node, decision: Decision, region: int) -> Node:
+        here = region if node in self.regions.on_demand else self.regions.at(node)
+        ready = iter([self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
+        new = self.graph.call_function(node.target, args, kwargs)
+        meta.copy(node, new)
+        made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
+        meta.set_tensors(new, made)
+        return new
+
+    def _getitem(self, node: Node, region: int) -> Node:
+        source, index = node.args
+        made = self._place(source, region)  # type: ignore[arg-type]
+        new = self.graph.call_function(node.target, (made, index))
+        meta.copy(node, new)
+        layouts = self.plan.decisions[node.name].outputs
+        meta.set_tensors(new, [self._shape(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
+        return new
+
+    def _result(self, kind: str, target: str, node: Node) -> Node:
+        """Outputs: updates come to rest; results are whole, or the rank's own."""
+        have = self._layout(node)
+        if kind == "update" and target in self.plan.rest:
+            want = self.plan.rest[target]
+            want = replace(want, varies=have.varies) if have.varies else want
+        elif kind == "update":
+            want = self.plan.created[target]
+        else:
+            want = Layout(((),) * len(have.dims), (), have.varies)
+        return self._bring(node, want, self.regions.last)
+
+    # -- layouts -------------------------------------------------------------------------
+    def _layout(self, node: Node) -> Layout:
+        if node in self.layouts:
+            return self.layouts[node][0]
+        return self.plan.decisions[node.name].given[0]
+
+    def _bring(self, node: Node, want: Layout, region: int) -> Node:
+        """`node` laid out as `want`, resharded once for each region that asks."""
+        at = self._place(node, region) if node in self.regions.on_demand else self.at[node, 0]
+        have = self._layout(node)
+        if have == want:
+            return at
+        key = (node, want, self.regions.of(node, region, gathers=have.is_sharded and not want.is_sharded))
+        if key not in self.moved:
+            self.moved[key] = self._begin(node, at, have, want)
+        done = self.moved[key]()
+        self.moved[key] = lambda: done
+        return done
+
+    def _settle(self, node: Node, target: Layout) -> Node:
+        at, have = self.at[node, self.regions.of(node, 0)], self.layouts[node][0]
+        return self._begin(node, at, have, target)()
+
+    def _start_early(self, node: Node) -> None:
+        """Reductions that a later node asks for start now."""
+        have = self.layouts[node][0] if self.layouts[node] else None
+        if have is None or not have.partial or len(self.layouts[node]) > 1:
+            return
+        for want in dict.fromkeys(self._wanted(node)):
+            if want != have and not (want.partial and set(want.partial) <= set(have.partial)):
+                self.moved[node, want, 0] = self._begin(node, self.at[node, 0], have, want)
+
+    def _wanted(self, node: Node) -> list[Layout]:
+        found: list[Layout] = []
+        for user in node.users:
+            if user.op == "call_function" and not _torch.is_getitem(user.target):
+                wants = self.plan.decisions[user.name].operands
+                found += [want for n, want in zip(operands(user), wants, strict=True) if n is node]
+        return found
+
+    def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
+        whole = meta.tensor(node)
+        assert whole is not None, f"%{node.name} is one tensor"
+        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh)
+        reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
+        other = self._reduce_dtype(whole) if reduces and whole.shape else None
+        if other is None:
+            return self.emit.start(path, at, whole)[1]
+        local = meta.tensor(at)
+        assert local is not None, "a gradient is one tensor"
+        cast = self._cast(at, other, replace(local, dtype=other))
+        finish = self.emit.start(path, cast, replace(whole, dtype=other))[1]
+
+        def finish_and_cast_back() -> Node:
+            made = finish()
+            return self._cast(made, whole.dtype, replace(meta.tensor(made) or local, dtype=whole.dtype))
+
+        return finish_and_cast_back
+
+    def _cast(self, node: Node, dtype: torch.dtype, made: TensorMeta) -> Node:
+        new = self.emit.call(aten._to_copy.default, (node,), made, node)
+        new.kwargs = {"dtype": dtype}
+        return new
+
+    def _reduce_dtype(self, whole: TensorMeta) -> torch.dtype | None:
+        name = self.plan.options.reduce_dtype
+        dtype = getattr(torch, name) if name and whole.dtype.is_floating_point else None
+        return None if dtype == whole.dtype else dtype
+
+    def _local(self, node: Node, layout: Layout) -> TensorMeta | None:
+        return self._shape(meta.tensor(node), layout)
+
+    def _shape(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+        if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
+            return whole
+        return contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)

@@ -1,0 +1,202 @@
+"""Updates in place again: functional ops whose operand dies become in-place ops, and new state lands in the old storage.
+
+Bitwise the same. What cannot be updated in place is copied at the end, so a parameter keeps its storage for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph, Output, Role, copy_graph, operands
+from ..graph.verify import is_collective, is_mutating, is_wait
+from ..partition.pieces import MAY_ALIAS
+
+aten = torch.ops.aten
+_OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
+_END = 1 << 60
+
+
+@dataclass(frozen=True)
+class Reinplace:
+    """Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates."""
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        graph = copy_graph(local.graph)
+        work = _Work(replace(local, graph=graph))
+        work.run()
+        outputs = work.finish()
+        return replace(local, graph=graph, outputs=outputs)
+
+
+@dataclass
+class _Work:
+    local: LocalGraph
+    index: dict[Node, int] = field(default_factory=dict[Node, int])
+    root: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    members: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
+    last_use: dict[Node, int] = field(default_factory=dict[Node, int])
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.local.graph
+        self.index = {node: i for i, node in enumerate(self.graph.nodes)}
+        self.updates = {o.target: n for o, n in self.local.results() if o.kind == "update"}
+        self.owned = {n for i, n in self.local.placeholders() if i.role in _OWNED and i.name in self.updates}
+        for node in self.graph.nodes:
+            self._join(node)
+            for given in operands(node):
+                self._use(given, _END if node.op == "output" else self._until(node))
+
+    # -- aliases ------------------------------------------------------------------------
+    def _join(self, node: Node) -> None:
+        source = _aliased(node)
+        root = self.root[source] if source is not None else node
+        self.root[node] = root
+        self.members.setdefault(root, []).append(node)
+
+    def _until(self, node: Node) -> int:
+        """A collective reads its operand until it is waited for."""
+        waits = [self.index[user] for user in node.users if is_wait(user)] if is_collective(node) else []
+        return max([self.index[node], *waits])
+
+    def _use(self, node: Node, when: int) -> None:
+        root = self.root[node]
+        self.last_use[root] = max(self.last_use.get(root, -1), when)
+
+    def _dies_at(self, node: Node, user: Node) -> bool:
+        """True when nothing reads the storage of `node` after `user`, and we may write there."""
+        root = self.root[node]
+        return (root in self.owned or root.op == "call_function") and self.last_use.get(root, -1) <= self.index[user]
+
+    def _merge(self, made: Node, into: Node) -> None:
+        """From here on `made` lives in the storage of `into`."""
+        old, new = self.root[made], self.root[into]
+        if old is new:
+            return
+        for node in self.members.pop(old, []):
+            self.root[node] = new
+            self.members[new].append(node)
+        self.last_use[new] = max(self.last_use.get(new, -1), self.last_use.pop(old, -1))
+
+    # -- nodes ---------------------------------------------------------------------------
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload) or is_mutating(node):
+                continue
+            inplace = inplace_form(node.target)
+            if inplace is None:
+                continue
+            if isinstance(node.args[0], (list, tuple)):
+                self._lists(node, inplace)
+            elif isinstance(node.args[0], Node) and self._can_hold(node.args[0], node, meta.tensor(node)):
+                node.target = inplace
+                self._merge(node, node.args[0])
+
+    def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
+        here = meta.tensor(given)
+        fits = here is not None and made is not None and (here.shape, here.dtype, here.device) == (made.shape, made.dtype, made.device)
+        fits = fits and not (here and any(size > 1 and stride == 0 for size, stride in zip(here.shape, here.stride, strict=True)))
+        alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
+        return fits and alone and self._dies_at(given, node)
+
+    def _lists(self, node: Node, inplace: Any) -> None:
+        """foreach and fused ops: in place for all their lists, or not at all."""
+        written = [a.name for a in _torch.schema_of(inplace).arguments if a.alias_info is not None and a.alias_info.is_write]
+        names = [a.name for a in _torch.schema_of(inplace).arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        lists: list[list[Node]] = [list(given[name]) for name in written]  # type: ignore[call-overload]
+        takers = _takers(node, nested=len(_torch.schema_of(node.target).returns) > 1)
+        for position, (name, entries) in enumerate(zip(written, lists, strict=True)):
+            unread = name == "grads" and given.get("grad_scale") is None and not any(p == position for p, _ in takers)
+            if not unread and not all(self._can_hold(n, node, meta.tensor(n)) for n in entries):
+                return
+        node.target = inplace
+        for (position, i), taker in takers.items():
+            taker.replace_all_uses_with(lists[position][i])
+            self._merge(taker, lists[position][i])
+        for user in list(node.users):
+            for inner in list(user.users):
+                self.graph.erase_node(inner)
+            self.graph.erase_node(user)
+
+    # -- the end --------------------------------------------------------------------------
+    def finish(self) -> tuple[Output, ...]:
+        """Copy what did not land in its own storage; keep results and created state as outputs."""
+        placeholders = {i.name: n for i, n in self.local.placeholders()}
+        output = next(iter(reversed(self.graph.nodes)))
+        kept: list[tuple[Output, Node]] = []
+        copies: list[tuple[Node, Node]] = []
+        with self.graph.inserting_before(output):
+            for out, node in self.local.results():
+                if out.kind == "update" and out.target in placeholders:
+                    target = placeholders[out.target]
+                    if not (self.root[node] is target and self._is_whole(node, target)):
+                        copies.append((target, self._safe(node, target)))
+                else:
+                    kept.append((out, self._safe(node, None)))
+            for target, value in copies:
+                new = self.graph.call_function(aten.copy_.default, (target, value))
+                meta.copy(target, new)
+        output.args = (tuple(node for _, node in kept),)
+        return tuple(out for out, _ in kept)
+
+    def _is_whole(self, node: Node, target: Node) -> bool:
+        """True when `node` is the storage of `target` itself and no view of it."""
+        while node is not target:
+            if node.target in MAY_ALIAS or not (is_mutating(node) or is_wait(node)):
+                return False
+            node = operands(node)[0]
+        return True
+
+    def _safe(self, node: Node, target: Node | None) -> Node:
+        """A value to be read while inputs are overwritten: apart from any input's storage."""
+        root = self.root.get(node, node)
+        if root.op != "placeholder" or root is target:
+            return node
+        new = self.graph.call_function(aten.clone.default, (node,))
+        meta.copy(node, new)
+        return new
+
+
+def _takers(node: Node, nested: bool) -> dict[tuple[int, int], Node]:
+    """The getitem nodes that pick entry i of list p out of a multi-list op: (p, i) -> node."""
+    found: dict[tuple[int, int], Node] = {}
+    for user in node.users:
+        if not nested:
+            found[0, user.args[1]] = user  # type: ignore[index]
+            continue
+        for inner in user.users:
+            found[user.args[1], inner.args[1]] = inner  # type: ignore[index]
+    return found
+
+
+def _aliased(node: Node) -> Node | None:
+    """The operand whose storage `node` may share."""
+    given = operands(node)
+    if node.op != "call_function" or not given:
+        return None
+    if node.target in MAY_ALIAS or is_wait(node):
+        return given[0]
+    if _torch.is_getitem(node.target):
+        return given[0] if _aliased(given[0]) is not None else None
+    if isinstance(node.target, _torch.OpOverload):
+        schema = _torch.schema_of(node.target)
+        if any(r.alias_info is not None for r in schema.returns):
+            return given[0]
+    return None
+
+
+def inplace_form(target: Any) -> Any:
+    """The in-place overload of a functional op that takes the same arguments, if there is one."""
+    packet = getattr(target, "_overloadpacket", None)
+    other = getattr(getattr(torch.ops, target.namespace), f"{packet.__name__}_", None) if packet else None
+    overload = getattr(other, target._overloadname, None) if other else None
+    if overload is None or target.namespace != "aten":
+        return None
+    ours, theirs = ([a.name for a in _torch.schema_of(t).arguments] for t in (target, overload))
+    return overload if ours == theirs else None

@@ -1,0 +1,135 @@
+"""A Plan: where every tensor rests, what each operation takes and gives, and why. A value; JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, cast
+
+from ..errors import PlanError
+from ..graph.graph import Input, Role, TrainGraph
+from ..layout import Layout
+from ..mesh import Mesh
+
+FORMAT = "wholestep.plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Layouts that one node takes its operands in (in order, lists opened) and gives its outputs in, and what decided it.
+
+    `settle` is set where a partial result is reduced at once, to that layout.
+    """
+
+    operands: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    why: str
+    settle: Layout | None = None
+
+    @property
+    def given(self) -> tuple[Layout, ...]:
+        """The layouts that users of the node see."""
+        return self.outputs if self.settle is None else (self.settle,)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of a plan that are not layouts.
+
+    `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are gathered
+    again (0: all are, None: none is). `reduce_dtype` is the dtype of gradient reductions, None for the gradient's own.
+    """
+
+    keep_gathered_bytes: int | None = None
+    reduce_dtype: str | None = None
+    broadcast_buffers: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every tensor rests on a mesh.
+
+    `created` lays out state that the step makes at its first call.
+    Invariants (`check`): one layout per input, each fits its shape and the mesh; every call of the graph has a decision.
+    """
+
+    mesh: Mesh
+    strategy: str
+    inputs: tuple[Input, ...]
+    rest: Mapping[str, Layout]
+    decisions: Mapping[str, Decision]
+    options: Options = Options()
+    notes: tuple[str, ...] = ()
+    created: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+
+    def check(self, graph: TrainGraph) -> None:
+        """Raise PlanError naming what differs when the plan was not made for `graph`."""
+        ours = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
+        theirs = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
+        differing = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
+        if differing:
+            name = differing[0]
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            raise PlanError(
+                f"the plan has {name!r} as {_about(ours.get(name))}, the graph as {_about(theirs.get(name))}{more}",
+                "a plan made for this model, optimizer and batch",
+                "plan this graph again",
+            )
+        for given in self.inputs:
+            self.rest[given.name].check(given.meta.shape, self.mesh, given.name)
+        missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
+        if missing:
+            raise PlanError(f"the plan says nothing about %{missing[0]}", "a decision for every operation", "plan this graph again")
+
+    def bytes_at_rest(self, role: str | None = None) -> int:
+        """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all of these."""
+        roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
+        first = self.mesh.coordinate(0)
+        total = 0
+        for given in self.inputs:
+            if given.role in roles:
+                shape = self.rest[given.name].local_shape(given.meta.shape, self.mesh, first)
+                total += prod(shape) * given.meta.dtype.itemsize
+        return total
+
+    def with_notes(self, *notes: str) -> Plan:
+        """This plan with more notes for the reader."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def __str__(self) -> str:
+        from .show import show_plan
+
+        return show_plan(self)
+
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads back to an equal plan."""
+        from .file import encode
+
+        return json.dumps({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: not a plan, of another version, or malformed; names the field.
+        """
+        from .file import decode
+
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is not JSON: {error}", "text made by Plan.to_json", "write the plan again") from error
+        if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
+            raise PlanError("field 'format': this JSON is no wholestep plan", f"format {FORMAT!r}", "give a file written by Plan.to_json")
+        fields = cast(dict[str, Any], data)
+        if fields.get("version") != VERSION:
+            raise PlanError(f"field 'version': found {fields.get('version')!r}", f"version {VERSION}", "write the plan again with this wholestep")
+        return decode(fields)
+
+
+def _about(found: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if found is None else f"{found[1].removeprefix('torch.')}{list(found[0])}"

@@ -1,0 +1,237 @@
+"""Completes a plan: from layouts at rest, node by node, to the layout of every value.
+
+Per axis, a value that varies makes the result vary and asks for whole operands; otherwise the op's rule offers its factors,
+and the cheapest way to bring the operands together wins. A partial value stays partial through linear ops and is reduced,
+where it must be, to the layout its parameter's optimizer state rests in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from .. import _torch
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import Input, Role, TrainGraph, operands
+from ..graph.meta import TensorMeta
+from ..graph.ops import GRAD_READY
+from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
+from ..mesh import Mesh
+from ..reshard import reshard
+from ..rules.registry import is_random, rule_for
+from ..rules.rule import BoundRule, Group
+from .plan import Decision
+
+_PRODUCER = "producer"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What propagation starts from. `homes` is where a parameter's reduced gradient belongs; `scatter` reduces each at once."""
+
+    graph: TrainGraph
+    mesh: Mesh
+    axes: tuple[str, ...]
+    rest: Mapping[str, Layout]
+    homes: Mapping[str, Layout]
+    reduce_op: str
+    scatter: bool = False
+
+
+def propagate(situation: Situation) -> dict[str, Decision]:
+    """A decision for every call of the graph.
+
+    Raises:
+        PlanError: a parameter or its state would be given values that differ between ranks.
+    """
+    run = _Propagation(situation)
+    for node in situation.graph.graph.nodes:
+        if node.op == "call_function":
+            run.decide(node)
+    run.check_updates()
+    return run.decisions
+
+
+@dataclass
+class _Propagation:
+    situation: Situation
+    decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
+    layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
+    homes: dict[Node, Layout] = field(default_factory=dict[Node, Layout])
+
+    def __post_init__(self) -> None:
+        for given, node in self.situation.graph.placeholders():
+            self.layouts[node] = (self.situation.rest[given.name],)
+
+    def decide(self, node: Node) -> None:
+        if _torch.is_getitem(node.target):
+            decision = self._pick(node)
+        elif node.target is GRAD_READY:
+            decision = self._gradient(node)
+        else:
+            decision = self._call(node)
+        if any(layout.partial for layout in decision.outputs):
+            decision = self._settled(node, decision)
+        self.decisions[node.name] = decision
+        self.layouts[node] = decision.given
+
+    # -- the three kinds of node ----------------------------------------------------
+    def _pick(self, node: Node) -> Decision:
+        source, index = node.args
+        assert isinstance(source, Node) and isinstance(index, int), "getitem picks one output"
+        items = meta.value(source)
+        sizes = [meta.flat_length(item) for item in items]
+        start = sum(sizes[:index])
+        picked = self.layouts[source][start : start + sizes[index]]
+        if source in self.homes:
+            self.homes[node] = self.homes[source]
+        return Decision((), picked, _PRODUCER)
+
+    def _gradient(self, node: Node) -> Decision:
+        """The mark on a gradient: what varied becomes a partial value with a meaning, the mean or sum over ranks."""
+        source, param = node.args
+        layout = self.layouts[source][0]  # type: ignore[index]
+        partial = layout
+        for axis in self._active():
+            if layout.state(axis) == VARIES:
+                partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
+        self.homes[node] = self.situation.homes[str(param)]
+        return Decision((layout,), (partial,), f"gradient of {param}")
+
+    def _call(self, node: Node) -> Decision:
+        given = operands(node)
+        have = [self.layouts[n][0] for n in given]
+        made = meta.tensors(node)
+        wanted, outputs = list(have), [replicated(len(m.shape)) if m else Layout(()) for m in made]
+        rule: BoundRule | None = None
+        why = "no operand is cut"
+        for axis in self._active():
+            states = [layout.state(axis) for layout in have]
+            if all(s == REPLICATED for s in states) and not is_random(node):
+                continue
+            if VARIES in states or is_random(node):
+                why = "varies"
+                wanted = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(wanted, states, strict=True)]
+                outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, made, strict=True)]
+                continue
+            rule = rule or rule_for(node)
+            why = "rule" if rule else "no rule"
+            takes, gives = self._choose(node, axis, given, states, rule)
+            wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
+            outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
+        homes = [self.homes[n] for n in given if n in self.homes]
+        same = [h for h in homes if made and made[0] and len(h.dims) == len(made[0].shape)]
+        if same:
+            self.homes[node] = same[0]
+        return Decision(tuple(wanted), tuple(outputs), why)
+
+    def _settled(self, node: Node, decision: Decision) -> Decision:
+        """A partial value that several places read is reduced once, where it is made."""
+        users = [u for u in node.users if not _torch.is_getitem(u.target)]
+        at_once = self.situation.scatter and node.target is GRAD_READY
+        if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
+            return decision
+        home = self.homes.get(node) or decision.outputs[0].without_partial()
+        return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(decision.outputs[0], home))
+
+    # -- choosing one axis ---------------------------------------------------------------
+    def _active(self) -> Iterator[str]:
+        return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
+
+    def _choose(
+        self, node: Node, axis: str, given: Sequence[Node], states: Sequence[AxisState], rule: BoundRule | None
+    ) -> tuple[list[AxisState], dict[int, AxisState]]:
+        takes, gives = [REPLICATED] * len(given), dict[int, AxisState]()
+        if rule is None:
+            return takes, gives
+        for i in rule.by_shape:
+            takes[i] = states[i]
+        for group in rule.groups:
+            options = list(self._options(group, given, states, axis))
+            free = [o for o in options if all(self._allowed(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)]
+            costs = [sum(self._cost(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape) for o in free]
+            best = free[min(range(len(free)), key=costs.__getitem__)]
+            for i, state in best[0].items():
+                takes[i] = states[i] if i in rule.by_shape else state
+            gives |= best[1]
+        return takes, gives
+
+    def _options(
+        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str
+    ) -> Iterator[tuple[dict[int, AxisState], dict[int, AxisState]]]:
+        """Ways to run a group along one axis, the least communicating kind first: partial through, cut by a factor, whole."""
+        for through in group.partial:
+            ops = {states[i].op for i in through.operands if states[i].kind == "P"}
+            if len(ops) == 1 and ops <= through.ops:
+                partial = AxisState("P", op=ops.pop())
+                yield {i: partial if i in through.operands else REPLICATED for i in group.operands}, dict.fromkeys(group.outputs, partial)
+        for factor in self._factors(group, given, states, axis):
+            takes = {i: _at(term, factor) for i, term in group.operands.items()}
+            left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
+            yield takes, {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
+        yield dict.fromkeys(group.operands, REPLICATED), dict.fromkeys(group.outputs, REPLICATED)
+
+    def _factors(self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str) -> list[str]:
+        found: dict[str, None] = {}
+        for i in group.operands:
+            home = self.homes.get(given[i])
+            state = home.state(axis) if states[i].kind == "P" and home else states[i]
+            factor = group.factors_at(i, state.dim) if state.kind == "S" else None
+            if factor:
+                found[factor] = None
+        return list(found)
+
+    def _allowed(self, node: Node, have: AxisState, want: AxisState, axis: str) -> bool:
+        """A partial value is reduced to its home and nowhere else."""
+        if have.kind != "P" or want.kind == "P":
+            return True
+        home = self.homes.get(node)
+        return True if home is None else want in (home.state(axis), REPLICATED)
+
+    def _cost(self, node: Node, have: AxisState, want: AxisState, axis: str) -> float:
+        if have == want:
+            return 0.0
+        made = meta.tensor(node) or TensorMeta((), (), _torch.torch.float32, "cpu")
+        plain = replicated(len(made.shape))
+        return reshard(plain.put(axis, have), plain.put(axis, want), made.shape, made.dtype.itemsize, self.situation.mesh).cost_us
+
+    # -- the end -----------------------------------------------------------------------------
+    def check_updates(self) -> None:
+        """Parameters, their state and gradients must not be given values that vary between ranks."""
+        inputs = {i.name: i for i in self.situation.graph.inputs}
+        for output, node in self.situation.graph.results():
+            given = inputs.get(output.target)
+            role = given.role if given else Role.STATE
+            if output.kind != "update" or role not in (Role.PARAM, Role.STATE, Role.GRAD):
+                continue
+            layout = self.layouts[node][0]
+            if layout.varies:
+                raise PlanError(
+                    f"{output.target!r} would be given a value that differs between ranks",
+                    "parameters and their state to follow from gradients that autograd reduced, from each other, and from numbers",
+                    "average what it depends on over ranks, or let autograd make the gradient (loss.backward())",
+                    meta.source_line(node),
+                )
+
+
+def _at(term: Sequence[str | None], factor: str) -> AxisState:
+    return AxisState("S", list(term).index(factor)) if factor in term else REPLICATED
+
+
+def _reduced(partial: Layout, home: Layout) -> Layout:
+    """`partial` with its partial axes in the state that `home` gives them."""
+    out = partial
+    for axis in [a for axes in home.dims for a in axes] + [a for a, _ in partial.partial]:
+        if partial.state(axis).kind == "P":
+            state = home.state(axis)
+            out = out.put(axis, state if state.kind == "S" else REPLICATED)
+    return out
+
+
+def batch_layout(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
+    """Batches and buffers: each rank has its own."""
+    varying = tuple(sorted(a for a in axes if mesh.axis_size(a) > 1))
+    return Layout(((),) * len(given.meta.shape), varies=varying)

@@ -1,0 +1,109 @@
+"""What a captured program took for granted, checked at each call: a miss captures again, nothing stale ever runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.find import Structure
+from ..capture.state import StepState
+
+
+@dataclass(frozen=True)
+class TensorGuard:
+    """Shape, stride, dtype, device and requires_grad of a tensor argument."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def fits(self, value: Any) -> bool:
+        """True when `value` is such a tensor."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.shape == self.shape
+            and value.dtype is self.dtype
+            and value.stride() == self.stride
+            and value.device == self.device
+            and value.requires_grad == self.requires_grad
+        )
+
+
+def guard_of(leaf: Any) -> Any:
+    """What a later leaf must be: such a tensor, or an equal value, or the same object."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorGuard(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    return leaf
+
+
+def ambient(device: str) -> tuple[Any, ...]:
+    """Settings of torch that a trace depends on."""
+    kind = torch.device(device).type
+    autocast = torch.is_autocast_enabled(kind)
+    return torch.is_grad_enabled(), autocast, torch.get_autocast_dtype(kind) if autocast else None, torch.get_default_dtype()
+
+
+@dataclass
+class Guards:
+    """Everything a program was captured under. `check` names the first thing that differs now, or returns ''."""
+
+    structure: Structure
+    leaves: Sequence[Any]
+    names: Sequence[str]
+    modes: Sequence[tuple[nn.Module, bool]]
+    trainable: Sequence[tuple[torch.Tensor, bool, str]]
+    numbers: Sequence[tuple[Mapping[str, Any], str, Any]]
+    groups: Sequence[tuple[list[Any], int]]
+    grads: Sequence[bool] | None
+    ambient: tuple[Any, ...]
+
+    def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
+        """The first difference as text, for a log; empty when the program may run."""
+        if structure != self.structure:
+            return "the arguments have another structure"
+        for leaf, guard, name in zip(leaves, self.leaves, self.names, strict=True):
+            if isinstance(guard, TensorGuard):
+                if not guard.fits(leaf):
+                    return f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}"
+            elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
+                return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
+        return self._check_held() or ("autocast, grad mode or default dtype changed" if now != self.ambient else "")
+
+    def _check_held(self) -> str:
+        for module, training in self.modes:
+            if module.training is not training:
+                return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
+        for param, requires_grad, name in self.trainable:
+            if param.requires_grad is not requires_grad:
+                return f"requires_grad of {name} is {param.requires_grad}"
+        for group, key, value in self.numbers:
+            if group.get(key) is not value and group.get(key) != value:
+                return f"option {key!r} of a parameter group is {group.get(key)!r}, it was {value!r}"
+        for params, count in self.groups:
+            if len(params) != count:
+                return f"a parameter group has {len(params)} parameters, it had {count}"
+        if self.grads is not None:
+            for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
+                if (param.grad is not None) is not had:
+                    return f"the gradient of {name} is {'set' if param.grad is not None else 'None'}"
+        return ""
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _about(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} {value.dtype}"
+    return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+
+
+def all_modes(state: StepState) -> list[tuple[nn.Module, bool]]:
+    """Training flags of every module."""
+    return [(m, m.training) for root in state.modules.values() for m in root.modules()]

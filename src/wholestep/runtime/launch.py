@@ -1,0 +1,51 @@
+"""Joins the job this process was started in: process group, device, device mesh. Any c10d launcher will do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import MeshError
+from ..mesh import Mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one)."""
+
+    mesh: Mesh
+    rank: int
+    device: str
+    devices: DeviceMesh | None
+    groups: dict[str, str]
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Position of this rank along each axis."""
+        return self.mesh.coordinate(self.rank)
+
+
+def join(mesh: Mesh | None, device: str) -> World:
+    """Use the process group there is, or make it from the launcher's environment (RANK, WORLD_SIZE); else a world of one.
+
+    Raises:
+        MeshError: the mesh does not have as many ranks as the job.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = mesh or Mesh(f"dp={size}")
+    if mesh.size != size:
+        found = f"mesh {mesh} has {mesh.size} ranks, the job has {size}"
+        raise MeshError(found, f"axis sizes whose product is {size}", f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})')
+    if not dist.is_initialized():
+        return World(mesh, 0, device, None, {})
+    devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
+    groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
+    return World(mesh, dist.get_rank(), device, devices, groups)

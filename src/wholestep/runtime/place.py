@@ -1,0 +1,160 @@
+"""Puts what a step holds where its plan says, and finds the local tensors again at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch, dtensor
+from ..capture import state as held_state
+from ..capture.state import Held, StepState
+from ..errors import StateError
+from ..graph.graph import Input, Role
+from ..layout import Layout
+from ..plan.plan import Plan
+from .launch import World
+
+
+def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
+    """Shard parameters and optimizer state as planned; `sync` starts from the first rank's values.
+
+    What is placed already stays. Parameters on `meta` are made here, one module at a time.
+    """
+    materialize(state, world.device)
+    shared = sync and world.mesh.size > 1
+    sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
+    for name, held in state.params.items():
+        if name in plan.rest and not isinstance(held.tensor, DTensor):
+            if shared:
+                dist.broadcast(held.tensor.detach(), 0)
+            if name in sharded:
+                _shard_param(state, held, plan.rest[name], world)
+    for held in state.buffers.values():
+        if shared:
+            dist.broadcast(held.tensor, 0)
+    _prime(state, plan, world, shared)
+
+
+def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> None:
+    old = held.tensor
+    new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
+    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
+    if old.grad is not None:
+        new.grad = shard(old.grad, layout, world)
+    held_state.put(held, new)
+    held_state.rekey(state.optimizers.values(), old, new)
+
+
+def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
+    """This rank's piece of a whole tensor, as a DTensor that owns its storage."""
+    assert world.devices is not None, "only a world of several ranks shards"
+    piece, coordinate = tensor, world.coordinate
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            from ..layout import chunk_range
+
+            start, length = chunk_range(piece.shape[dim], world.mesh.axis_size(axis), coordinate[axis])
+            piece = piece.narrow(dim, start, length)
+    owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
+    return dtensor.wrap(owned, layout, world.mesh, world.devices, tensor.shape)
+
+
+def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
+    """Create the optimizer state that the graph takes, on this rank's pieces; place what exists."""
+    wanted = {(i.optimizer, i.owner): i for i in plan.inputs if i.role is Role.STATE}
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = state.param_name(param)
+                if (o, name) in wanted and not optimizer.state.get(param):
+                    held_state.prime(optimizer, param, group)
+                elif shared:
+                    for value in _plain_tensors(optimizer.state.get(param, {}).values()):
+                        dist.broadcast(value, 0)
+                place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
+
+
+def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:
+    """Shard the state tensors of one parameter as planned; those the plan does not name rest as their siblings do."""
+    for key, value in entry.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        name = held_state.state_input(owner, key, value, number, label).name
+        layout = plan.rest.get(name)
+        if layout is not None and layout.is_sharded:
+            entry[key] = shard(value, layout, world)
+
+
+def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
+
+
+def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
+    """Container and key that hold an input now.
+
+    Raises:
+        StateError: it is gone.
+    """
+    if given.role is Role.PARAM:
+        return state.params[given.name].places[0]
+    if given.role is Role.BUFFER:
+        return state.buffers[given.name].places[0]
+    owner = state.params[given.owner].tensor
+    entry = list(state.optimizers.values())[given.optimizer].state.get(owner, {})
+    if given.key not in entry:
+        raise StateError(
+            f"optimizer state {given.key!r} of parameter {given.owner!r} is gone",
+            f"the state that the compiled step updates (found {sorted(entry) or 'nothing'})",
+            "load a whole optimizer state, or compile the step again",
+        )
+    return entry, given.key
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """The tensor the program works on."""
+    return _torch.local_tensor(value)
+
+
+def materialize(state: StepState, device: str) -> None:
+    """Make parameters and buffers that are on `meta`, and initialize them by their modules' own `reset_parameters`.
+
+    Raises:
+        StateError: a module has parameters on `meta` and no way to initialize them.
+    """
+    homeless = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
+    if not homeless:
+        return
+    for name, held in homeless.items():
+        old = held.tensor
+        new = torch.empty_like(old, device=device)
+        new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        held_state.put(held, new)
+        held_state.rekey(state.optimizers.values(), old, new)
+        del name
+    ours = {id(h.tensor) for h in homeless.values()}
+    for prefix, root in state.modules.items():
+        for path, module in root.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(id(t) in ours for t in own):
+                _initialize(root, module, ".".join(p for p in (prefix, path) if p))
+
+
+def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    of_root = getattr(root, "_init_weights", None)
+    with torch.no_grad():
+        if of_root is not None:
+            of_root(module)
+        elif reset is not None:
+            reset()
+        else:
+            raise StateError(
+                f"module {name or type(module).__name__!r} ({type(module).__name__}) is on 'meta' and has no reset_parameters()",
+                "a way to initialize its parameters",
+                "give it a reset_parameters() method, or build the model on a real device",
+            )

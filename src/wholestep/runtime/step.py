@@ -1,0 +1,283 @@
+"""CompiledStep: called like the user's function, runs the program of this rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import _torch
+from ..backend.bind import bind
+from ..backend.eager import WaitClock, eager
+from ..backend.inductor import inductor
+from ..capture.capture import Capture, capture_step, find_state
+from ..capture.find import Call, leaf_names, take_apart
+from ..capture.overrides import overridden
+from ..capture.state import Hyper, StepState, baked_numbers, find_hypers
+from ..errors import BackendError, CaptureError, StateError, WholestepError
+from ..graph.graph import LocalGraph, TrainGraph
+from ..mesh import Mesh
+from ..partition.lower import partition
+from ..passes.base import Pass, run_passes
+from ..passes.reinplace import Reinplace
+from ..plan.data_parallel import DataParallel
+from ..plan.make import plan
+from ..plan.plan import Plan
+from .agree import agree, program_lines
+from .guards import Guards, all_modes, ambient, guard_of
+from .launch import World, join
+from .place import place
+from .program import Program
+
+Progress = Callable[[str, str, float], None]
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is compiled; see `wholestep.compile` for each field."""
+
+    parallel: DataParallel = field(default_factory=DataParallel)
+    mesh: Mesh | None = None
+    backend: str = "eager"
+    extra: Mapping[str, nn.Module | Optimizer] = field(default_factory=dict[str, nn.Module | Optimizer])
+    module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    graph_transform: Pass | None = None
+    keep_grads: bool = False
+    measure: bool = False
+    progress: Progress | None = None
+    agree_timeout_s: float = 120.0
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise BackendError(f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name")
+
+
+class CompiledStep:
+    """A training step for one device, run by this rank of a mesh.
+
+    The first call captures, plans and compiles, and moves parameters and optimizer state to where the plan says.
+    Later calls run the program; a call of another kind (a batch of another shape, `model.eval()`, other options) is
+    captured again. Returned tensors carry no gradient.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
+        self.fn, self.options = fn, options
+        self.programs: list[Program] = []
+        self.calls, self.captures, self.waited_seconds = 0, 0, 0.0
+        self.misses: list[str] = []
+        self.world: World | None = None
+        self.state: StepState | None = None
+        self.on_placed: list[Callable[[CompiledStep], None]] = []
+        self._clock = WaitClock() if options.measure else None
+        self._agreed: list[list[str]] = []
+        self._label, self._round = "", 0
+        self._promoted: set[str] = {"lr"}
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__doc__ = fn.__doc__
+
+    # -- calling ----------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; returns what the function returns."""
+        call = take_apart((args, kwargs))
+        program = self._program(call, args, kwargs)
+        if self._clock is not None:
+            self._clock.seconds = 0.0
+        result = program(call.leaves)
+        if self._clock is not None:
+            self.waited_seconds = self._clock.seconds
+        self.calls += 1
+        return result
+
+    def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+        why = ""
+        if self.programs:
+            now = ambient(self.programs[-1].world.device)
+            for i in range(len(self.programs) - 1, -1, -1):
+                why = self.programs[i].guards.check(call.structure, call.leaves, now)
+                if not why:
+                    if i != len(self.programs) - 1:
+                        self.programs.append(self.programs.pop(i))
+                    return self.programs[-1]
+            self.misses.append(self.programs[-1].guards.check(call.structure, call.leaves, now))
+        return self._build(args, kwargs)
+
+    # -- what was made -----------------------------------------------------------------
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the program that ran last; None before the first call."""
+        return self.programs[-1].plan if self.programs else None
+
+    @property
+    def train_graph(self) -> TrainGraph | None:
+        """The graph of one device, as captured for the program that ran last."""
+        return self.programs[-1].capture.graph if self.programs else None
+
+    @property
+    def local_graph(self) -> LocalGraph | None:
+        """What this rank runs."""
+        return self.programs[-1].local if self.programs else None
+
+    # -- compiling -----------------------------------------------------------------------
+    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+        failure, made, world = "", None, None
+        try:
+            state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
+            world = self.world = self.world or join(self.options.mesh, self.options.device or _device_of(state))
+            self._label = self._label or _next_label(world, self.__name__)
+            made = self._compile(args, kwargs, world)
+        except WholestepError as error:
+            failure = str(error).splitlines()[0]
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if world is not None and (failure or made is not None):
+                self._agree(made, failure)
+        assert made is not None, "compiled or raised"
+        return self._install(made, args, kwargs, world)
+
+    def _agree(self, made: _Made | None, failure: str) -> None:
+        lines = program_lines(made.local, made.plan) if made is not None else []
+        if not failure and lines in self._agreed:
+            return
+        with self._stage("agree"):
+            self._round += 1
+            agree(f"{self._label}/{self._round}", lines, failure, self.options.agree_timeout_s, self._tell_waiting)
+        self._agreed.append(lines)
+
+    def _tell_waiting(self, ranks: list[int]) -> None:
+        if self.options.progress:
+            self.options.progress(f"agree: waiting for ranks {ranks}", "start", 0.0)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> _Made:
+        options = self.options
+        with self._stage("capture"):
+            captured = self._capture(args, kwargs, world)
+        self.captures += 1
+        self._dump("1-train-graph", captured.graph)
+        with self._stage("plan"):
+            planned = plan(captured.graph, world.mesh, options.parallel)
+        self._dump("2-plan", planned)
+        with self._stage("partition"):
+            local = partition(captured.graph, planned)
+            self._dump("3-local-graph", local)
+            first: list[Pass] = [options.graph_transform] if options.graph_transform else []
+            local = run_passes(local, [*first, Reinplace()])
+        self._dump("4-final-graph", local)
+        return _Made(captured, planned, local)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Capture:
+        """Numbers that changed between calls become inputs; where the optimizer needs them as Python numbers, they are baked in."""
+        options = self.options
+        state, *_ = find_state(self.fn, args, kwargs, options.extra)
+        self._promote_changed()
+        hypers = find_hypers(state, sorted(self._promoted))
+        tries: list[Sequence[Hyper]] = [hypers, find_hypers(state, ["lr"]), []]
+        error: CaptureError | None = None
+        for numbers in tries:
+            try:
+                with overridden(state, options.module_overrides):
+                    return capture_step(
+                        self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
+                        precision=options.parallel.mixed_precision, keep_grads=options.keep_grads,
+                    )  # fmt: skip
+            except CaptureError as failed:
+                error = error or failed
+                if not _about_numbers(failed) or not numbers:
+                    break
+        assert error is not None, "a capture returned or raised"
+        raise error
+
+    def _promote_changed(self) -> None:
+        if self.programs and self.misses and self.misses[-1].startswith("option "):
+            key = self.misses[-1].split("'")[1]
+            value = next((g[key] for o in self.programs[-1].capture.state.optimizers.values() for g in o.param_groups if key in g), None)
+            if isinstance(value, float) or (isinstance(value, tuple) and all(isinstance(v, float) for v in value)):
+                self._promoted.add(key)
+
+    def _install(self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Program:
+        state = made.capture.state
+        with self._stage("place"):
+            place(state, made.plan, world, self.options.parallel.sync_state and not self.programs)
+        self.state = state
+        for call_back in self.on_placed:
+            call_back(self)
+        self.on_placed.clear()
+        call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
+        with self._stage("backend"):
+            program = Program(made.capture, made.plan, made.local, world, self._guards(made, call, names, world), _not_yet, names)
+            graph = bind(made.local, world.coordinate, world.groups)
+            inputs = program.gather_inputs(call.leaves)
+            program.run = inductor(graph, inputs) if self.options.backend == "inductor" else eager(graph, self._clock)
+        self.programs.append(program)
+        return program
+
+    def _guards(self, made: _Made, call: Call, names: Sequence[str], world: World) -> Guards:
+        state, capture = made.capture.state, made.capture
+        params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
+        groups = [(g["params"], len(g["params"])) for o in state.optimizers.values() for g in o.param_groups]
+        grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
+        return Guards(
+            call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
+            baked_numbers(state, capture.hypers), groups, grads, ambient(world.device),
+        )  # fmt: skip
+
+    # -- small things ------------------------------------------------------------------------
+    @contextmanager
+    def _stage(self, name: str) -> Generator[None]:
+        tell, start = self.options.progress, time.perf_counter()
+        if tell:
+            tell(name, "start", 0.0)
+        yield
+        if tell:
+            tell(name, "done", time.perf_counter() - start)
+
+    def _dump(self, name: str, value: object) -> None:
+        folder = os.environ.get("WHOLESTEP_DUMP")
+        if folder:
+            rank = self.world.rank if self.world else 0
+            path = Path(folder) / f"rank{rank}" / f"{self.__name__}-{self.captures}-{name}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A program before it is installed."""
+
+    capture: Capture
+    plan: Plan
+    local: LocalGraph
+
+
+def _not_yet(inputs: Sequence[Any]) -> list[Any]:
+    raise StateError("the program is not compiled yet")
+
+
+def _about_numbers(error: CaptureError) -> bool:
+    """True when a capture failed in the optimizer's step on a scheduled number."""
+    return "shape ()" in error.found or "scalar" in error.found.lower() or "float" in error.found
+
+
+def _device_of(state: StepState) -> str:
+    kinds = [h.tensor.device for h in state.params.values() if not h.tensor.is_meta]
+    return str(kinds[0]) if kinds else "cpu"
+
+
+def _next_label(world: World, name: str) -> str:
+    """The same on every rank for the same compiled step: ranks count their steps in the store."""
+    if world.mesh.size == 1 or not torch.distributed.is_initialized():
+        return name
+    number = _torch.default_store().add(f"wholestep/steps/{world.rank}", 1)
+    return f"wholestep/{number}"
