@@ -27,7 +27,12 @@ import torch.autograd
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -39,7 +44,9 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 _aten = torch.ops.aten
 
 
-def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
     """`native_batch_norm` writes its running statistics without its schema saying so; this form says it. Same kernel."""
     if mean is None:
         return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
@@ -59,7 +66,9 @@ def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tu
     return pytree.tree_flatten(value, is_leaf=is_leaf)
 
 
-def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[str, Any]], TreeSpec]:
+def tree_flatten_with_path(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], TreeSpec]:
     """Like `tree_flatten`, each leaf with its path as text."""
     leaves, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
     return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
@@ -73,7 +82,9 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 def fake_mode() -> FakeTensorMode:
     """A fake mode with static shapes in which scalars read by optimizers stay symbolic."""
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+    return FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
+    )
 
 
 def is_fake(value: object) -> bool:
@@ -109,7 +120,9 @@ def noted(key: str) -> Any:
 
 
 @contextlib.contextmanager
-def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], on_zero_grad: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+def patched_for_tracing(
+    on_backward: Callable[[Sequence[Any]], None], on_zero_grad: Callable[[Sequence[Any]], None]
+) -> Iterator[None]:
     """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
 
     Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
@@ -198,7 +211,9 @@ def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.
         def run(*args: Any) -> Any:
             return _Replay(module).run(*args)
 
-        return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        return make_fx(
+            torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*inputs)
 
 
 def untracked(value: torch.Tensor) -> torch.Tensor:
@@ -230,7 +245,9 @@ def inductor_compile(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     try:
         from torch._inductor import compile as compile_graph
     except ImportError as error:
-        raise BackendError(f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"') from error
+        raise BackendError(
+            f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
+        ) from error
     return compile_graph(module, list(example_inputs))
 
 

@@ -47,4 +47,6 @@ def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, s
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    return DTensor.from_local(local, devices, placements(layout, mesh), run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+    return DTensor.from_local(
+        local, devices, placements(layout, mesh), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )

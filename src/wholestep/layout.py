@@ -105,7 +105,10 @@ class Layout:
     def check(self, shape: Sequence[int], mesh: Mesh, name: str = "tensor") -> None:
         """Raise LayoutError when the layout does not fit a tensor of `shape` on `mesh`."""
         if len(self.dims) != len(shape):
-            raise LayoutError(f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}", "one entry per tensor dim")
+            raise LayoutError(
+                f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}",
+                "one entry per tensor dim",
+            )
         used = [*self.shard_axes(), *(a for a, _ in self.partial), *self.varies]
         for axis in used:
             mesh.axis_size(axis)

@@ -40,10 +40,16 @@ class Mesh:
         names = [axis.name for axis in axes]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise MeshError(f"mesh {spec!r} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them")
+            raise MeshError(
+                f"mesh {spec!r} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them"
+            )
         empty = [axis for axis in axes if axis.size < 1]
         if empty:
-            raise MeshError(f"axis {empty[0].name!r} has size {empty[0].size}", "a size of at least 1", "drop the axis or give it ranks")
+            raise MeshError(
+                f"axis {empty[0].name!r} has size {empty[0].size}",
+                "a size of at least 1",
+                "drop the axis or give it ranks",
+            )
         object.__setattr__(self, "axes", axes)
 
     @property
@@ -65,7 +71,11 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
-        raise MeshError(f"mesh {self} has no axis {name!r}", f"one of {', '.join(map(repr, self.names))}", "correct the axis name or the mesh")
+        raise MeshError(
+            f"mesh {self} has no axis {name!r}",
+            f"one of {', '.join(map(repr, self.names))}",
+            "correct the axis name or the mesh",
+        )
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of `rank` along each axis."""
@@ -88,7 +98,9 @@ class Mesh:
 
         def group(corner: tuple[int, ...]) -> Iterator[int]:
             for i in range(size):
-                yield self.rank({axis.name: i if axis.name == name else c for axis, c in zip(self.axes, corner, strict=True)})
+                yield self.rank(
+                    {axis.name: i if axis.name == name else c for axis, c in zip(self.axes, corner, strict=True)}
+                )
 
         return tuple(tuple(group(corner)) for corner in product(*others))
 
@@ -102,6 +114,10 @@ def parse(text: str) -> tuple[Axis, ...]:
     for part in text.split(","):
         found = _AXIS.fullmatch(part.strip())
         if not found:
-            raise MeshError(f"mesh {text!r}: cannot read {part.strip()!r}", 'axes as name=size, e.g. "dp=4,tp=2"', "correct the text")
+            raise MeshError(
+                f"mesh {text!r}: cannot read {part.strip()!r}",
+                'axes as name=size, e.g. "dp=4,tp=2"',
+                "correct the text",
+            )
         axes.append(Axis(found[1], int(found[2])))
     return tuple(axes)

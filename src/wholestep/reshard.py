@@ -58,7 +58,9 @@ def reshard(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: in
             continue
         done.add(at)
         for step, after in _moves(at, target):
-            price = collective_us(step.kind, _whole_bytes(step, at, after, shape, itemsize, mesh), mesh.axis_size(step.axis))
+            price = collective_us(
+                step.kind, _whole_bytes(step, at, after, shape, itemsize, mesh), mesh.axis_size(step.axis)
+            )
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
 

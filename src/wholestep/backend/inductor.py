@@ -20,8 +20,14 @@ def inductor(graph: Graph, example_inputs: Sequence[Any]) -> Run:
     Raises:
         BackendError: there is no C++ compiler, or Inductor refuses the graph.
     """
-    if all(not (isinstance(t, torch.Tensor) and t.is_cuda) for t in example_inputs) and not (shutil.which("g++") or shutil.which("clang++")):
-        raise BackendError("backend 'inductor' needs a C++ compiler and found none", "g++ or clang++ on the PATH", 'install one, or use backend="eager"')
+    if all(not (isinstance(t, torch.Tensor) and t.is_cuda) for t in example_inputs) and not (
+        shutil.which("g++") or shutil.which("clang++")
+    ):
+        raise BackendError(
+            "backend 'inductor' needs a C++ compiler and found none",
+            "g++ or clang++ on the PATH",
+            'install one, or use backend="eager"',
+        )
     try:
         with torch.no_grad():
             compiled = _torch.inductor_compile(GraphModule({}, graph), example_inputs)

@@ -90,4 +90,8 @@ def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any]
     if wrong:
         name, found = wrong[0]
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise CaptureError(f"{name!r} is on device {found}{more}", f"everything on {kind!r}, where this step runs", f"move it: .to({kind!r})")
+        raise CaptureError(
+            f"{name!r} is on device {found}{more}",
+            f"everything on {kind!r}, where this step runs",
+            f"move it: .to({kind!r})",
+        )

@@ -18,7 +18,13 @@ from ..graph.verify import check_train_graph
 from .trace import Traced
 
 aten = torch.ops.aten
-_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.detach_.default}
+_SAME = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.detach_.default,
+}
 _TRANSPOSES = {aten.t.default}
 
 
@@ -142,13 +148,17 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
     values: list[Any] = list(node.args[0])
     held = traced.stand_ins.inputs
     count = len(values) - len(held) - len(traced.created)
-    outputs = [Output("result", str(i)) for i in range(count)] + [Output("update", i.name) for i in (*held, *traced.created)]
+    outputs = [Output("result", str(i)) for i in range(count)] + [
+        Output("update", i.name) for i in (*held, *traced.created)
+    ]
     own = dict(zip((i.name for i in held), [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     roles = {i.name: i.role for i in (*held, *traced.created)}
     kept: list[tuple[Output, Node]] = []
     for output, made in zip(outputs, values, strict=True):
         unchanged = output.kind == "update" and made is own.get(output.target)
-        dropped = output.kind == "update" and roles[output.target] is Role.GRAD and traced.fresh_grads and not keep_grads
+        dropped = (
+            output.kind == "update" and roles[output.target] is Role.GRAD and traced.fresh_grads and not keep_grads
+        )
         if not unchanged and not dropped:
             kept.append((output, made))
     node.args = (tuple(made for _, made in kept),)
@@ -160,7 +170,11 @@ def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> li
     updated = {o.target for o in outputs}
     kept: list[Input] = []
     for given, node in zip(inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-        if given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and given.name not in updated:
+        if (
+            given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST)
+            and not node.users
+            and given.name not in updated
+        ):
             graph.erase_node(node)
         else:
             kept.append(given)

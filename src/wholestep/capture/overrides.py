@@ -29,7 +29,8 @@ def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generato
             stray = [n for n, p in replacement.named_parameters() if id(p) not in known]
             if not found or stray:
                 raise CaptureError(
-                    f"module override {pattern!r} " + (f"has a parameter of its own, {stray[0]!r}" if stray else "matches no submodule"),
+                    f"module override {pattern!r} "
+                    + (f"has a parameter of its own, {stray[0]!r}" if stray else "matches no submodule"),
                     "a path of the model, and a replacement that works on the model's own parameters",
                     "correct the path, or build the replacement around the module that it replaces",
                 )

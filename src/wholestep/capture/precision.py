@@ -28,7 +28,11 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
 
     Parameters are cast where a module tree is entered from outside, once for each entry, and put back where it is left.
     """
-    paths = {id(m): ".".join(p for p in (prefix, path) if p) for prefix, root in roots.items() for path, m in root.named_modules()}
+    paths = {
+        id(m): ".".join(p for p in (prefix, path) if p)
+        for prefix, root in roots.items()
+        for path, m in root.named_modules()
+    }
     owner = {id(m): root for root in roots.values() for m in root.modules()}
     stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
     depth: dict[int, int] = {}

@@ -48,7 +48,9 @@ class StandIns:
         return {i.name: f for i, f in zip(self.inputs, self.fakes, strict=True)}
 
 
-def stand_ins(state: StepState, hypers: Sequence[Hyper], names: Sequence[str], leaves: Sequence[Any], device: str) -> StandIns:
+def stand_ins(
+    state: StepState, hypers: Sequence[Hyper], names: Sequence[str], leaves: Sequence[Any], device: str
+) -> StandIns:
     """Stand-ins for parameters, buffers, optimizer state (as it is, or as the first step creates it), gradients, numbers, batch."""
     out = StandIns(device)
     for held in [*state.params.values(), *state.buffers.values()]:

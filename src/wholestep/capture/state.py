@@ -110,7 +110,11 @@ def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
-    wrapped = [type(m).__name__ for m in root.modules() if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")]
+    wrapped = [
+        type(m).__name__
+        for m in root.modules()
+        if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+    ]
     if wrapped:
         raise StateError(
             f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
@@ -120,7 +124,10 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
 
 
 def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state: StepState) -> None:
-    for container, role, table in ((module._parameters, Role.PARAM, state.params), (module._buffers, Role.BUFFER, state.buffers)):
+    for container, role, table in (
+        (module._parameters, Role.PARAM, state.params),
+        (module._buffers, Role.BUFFER, state.buffers),
+    ):
         for key, tensor in container.items():
             if tensor is None:
                 continue
@@ -197,7 +204,9 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -
 
 
 @contextlib.contextmanager
-def put_in_place(state: StepState, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def put_in_place(
+    state: StepState, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
     """Inside, modules and optimizers hold the given tensors; afterwards everything is as it was, groups and state included."""
     helds = [*state.params.values(), *state.buffers.values()]
     before = [(held, held.tensor) for held in helds]

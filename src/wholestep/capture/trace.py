@@ -103,13 +103,23 @@ class _Run:
             self._fill_state(given, plain)
             numbers = _set_numbers(state, request.hypers, given)
             self._mark_gradients(given)
-            leaves = tuple(given[n] if isinstance(v, torch.Tensor) else v for n, v in zip(request.names, request.leaves, strict=True))
+            leaves = tuple(
+                given[n] if isinstance(v, torch.Tensor) else v
+                for n, v in zip(request.names, request.leaves, strict=True)
+            )
             args, kwargs = put_together(request.structure, leaves)
             with modules_seen(state.modules, request.precision), _Watch(swap, self.saw_zero_grad):
                 call = take_apart(request.fn(*args, **kwargs))
             _refuse_changed(numbers, state, plain)
-            self.results, self.result_leaves = call.structure, [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves]
-            return [*(v.detach() for v in call.leaves if isinstance(v, torch.Tensor)), *self._finals(given), *self._new_state(given)]
+            self.results, self.result_leaves = (
+                call.structure,
+                [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves],
+            )
+            return [
+                *(v.detach() for v in call.leaves if isinstance(v, torch.Tensor)),
+                *self._finals(given),
+                *self._new_state(given),
+            ]
 
     # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
@@ -168,7 +178,9 @@ class _Run:
         for o, (label, optimizer) in enumerate(state.optimizers.items()):
             for name, held in state.params.items():
                 for key, value in optimizer.state.get(held.tensor, {}).items():
-                    made = held_state.state_input(name, key, value, o, label) if isinstance(value, torch.Tensor) else None
+                    made = (
+                        held_state.state_input(name, key, value, o, label) if isinstance(value, torch.Tensor) else None
+                    )
                     if made and made.name not in given:
                         self.created.append(made)
                         out.append(value.detach())
@@ -224,7 +236,9 @@ def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tenso
     return tensor.double() if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() else tensor
 
 
-def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, Any]]:
+def _set_numbers(
+    state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor]
+) -> list[tuple[dict[str, Any], str, Any]]:
     """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
     optimizers, touched = list(state.optimizers.values()), list[tuple[dict[str, Any], str]]()
     for group in (g for o in optimizers for g in o.param_groups if "capturable" in g):
@@ -232,12 +246,16 @@ def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, tor
     for hyper in hypers:
         group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], given[hyper.name]
         old = group[hyper.key]
-        group[hyper.key] = tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
+        group[hyper.key] = (
+            tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
+        )
         touched.append((group, hyper.key))
     return [(group, key, group[key]) for group, key in touched]
 
 
-def _refuse_changed(numbers: list[tuple[dict[str, Any], str, Any]], state: StepState, plain: list[dict[Any, dict[str, Any]]]) -> None:
+def _refuse_changed(
+    numbers: list[tuple[dict[str, Any], str, Any]], state: StepState, plain: list[dict[Any, dict[str, Any]]]
+) -> None:
     """Python numbers that the step itself changes would be frozen in the graph."""
     for group, key, value in numbers:
         if group[key] is not value:

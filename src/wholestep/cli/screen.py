@@ -95,19 +95,18 @@ class LiveScreen(Screen):
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=32), TimeElapsedColumn()
         )
         self._training: TaskID | None = None
-        self._running: dict[str, TaskID] = {}
+        self._running: list[TaskID] = []
         self._live = Live(self._progress, console=console, transient=True)
         self._live.start()
 
     def stage(self, name: str, done: bool, seconds: float, detail: str = "") -> None:
         """A spinner while it runs, a line when it is done."""
         label = STAGES.get(name, name)
-        if not done:
-            self._running[name] = self._progress.add_task(label, total=None)
-            return
-        if name in self._running:
-            self._progress.remove_task(self._running.pop(name))
-        self._finished(label, f"{seconds:.2f} s {detail}")
+        for row in self._running:  # stages do not overlap
+            self._progress.remove_task(row)
+        self._running = [] if done else [self._progress.add_task(label, total=None)]
+        if done:
+            self._finished(label, f"{seconds:.2f} s {detail}")
 
     def step(self, now: Progressed) -> None:
         """The bar moves on."""

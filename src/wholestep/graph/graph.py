@@ -31,7 +31,8 @@ class Role(enum.Enum):
 @dataclass(frozen=True)
 class Input:
     """One input of a graph. `owner` is the parameter a state or gradient belongs to, `key` its name in the state
-    of the optimizer numbered `optimizer`."""
+    of the optimizer numbered `optimizer`.
+    """
 
     name: str
     role: Role

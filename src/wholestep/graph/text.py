@@ -28,7 +28,10 @@ def show_train_graph(train: TrainGraph) -> str:
     """The graph of one device."""
     roles = Counter(i.role.value for i in train.inputs)
     head = "train_graph  " + ", ".join(f"{n} {role}" for role, n in roles.items())
-    rows = [f"  {node.name}: {_typed(node)}  {given.role.value}{_alias(given, node)}" for given, node in train.placeholders()]
+    rows = [
+        f"  {node.name}: {_typed(node)}  {given.role.value}{_alias(given, node)}"
+        for given, node in train.placeholders()
+    ]
     return "\n".join([head, *rows, *_body(train.graph), *_returns(train)])
 
 

@@ -19,7 +19,11 @@ def check_train_graph(train: TrainGraph) -> None:
         if node.op not in ("placeholder", "call_function", "output"):
             raise GraphError(f"%{node.name} is a {node.op} node", "placeholders, calls and one output")
         if node.op == "call_function" and is_mutating(node):
-            raise GraphError(f"%{node.name} ({node.target}) changes its inputs", "functional operations only", where=meta.source_line(node))
+            raise GraphError(
+                f"%{node.name} ({node.target}) changes its inputs",
+                "functional operations only",
+                where=meta.source_line(node),
+            )
         if node.op == "placeholder" and meta.tensor(node) is None:
             raise GraphError(f"%{node.name} does not know its shape", "a recorded value on every input")
 
@@ -34,10 +38,16 @@ def check_local_graph(local: LocalGraph) -> None:
         if node.op != "call_function":
             continue
         if not node.users and not is_mutating(node):
-            raise GraphError(f"%{node.name} ({node.target}) is dead", "no node whose value nothing uses", "remove it in the pass that left it")
+            raise GraphError(
+                f"%{node.name} ({node.target}) is dead",
+                "no node whose value nothing uses",
+                "remove it in the pass that left it",
+            )
         if is_collective(node) and not all(is_wait(user) for user in node.users):
             user = next(u for u in node.users if not is_wait(u))
-            raise GraphError(f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users")
+            raise GraphError(
+                f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users"
+            )
 
 
 def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> None:
@@ -46,7 +56,10 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     if len(given) != len(inputs):
         raise GraphError(f"the graph has {len(given)} placeholders for {len(inputs)} inputs", "one for each")
     if not nodes or nodes[-1].op != "output" or len(nodes[-1].args[0]) != len(outputs):  # type: ignore[arg-type]
-        raise GraphError("the graph does not end in one output for each named output", f"{len(outputs)} values: {[o.target for o in outputs]}")
+        raise GraphError(
+            "the graph does not end in one output for each named output",
+            f"{len(outputs)} values: {[o.target for o in outputs]}",
+        )
     names = [i.name for i in inputs]
     repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if repeated:

@@ -49,7 +49,11 @@ class Emitter:
         def finish() -> Node:
             node = self._end(todo[0], begun, whole)
             for move in todo[1:]:
-                node = self._end(move, self._begin(move, node, whole), whole) if move[0].communicates else self._local(move, node, whole)
+                node = (
+                    self._end(move, self._begin(move, node, whole), whole)
+                    if move[0].communicates
+                    else self._local(move, node, whole)
+                )
             return node
 
         return begun, finish
@@ -90,9 +94,13 @@ class Emitter:
         moved = [padded[step.dim], *padded[: step.dim], *padded[step.dim + 1 :]]
         if step.kind == "all_gather":
             moved[0] = chunk * parts
-            return self.call(funcol.all_gather_into_tensor.default, (at, parts, step.axis), contiguous(moved, whole), at)
+            return self.call(
+                funcol.all_gather_into_tensor.default, (at, parts, step.axis), contiguous(moved, whole), at
+            )
         moved[0] = chunk
-        return self.call(funcol.reduce_scatter_tensor.default, (at, step.op, parts, step.axis), contiguous(moved, whole), at)
+        return self.call(
+            funcol.reduce_scatter_tensor.default, (at, step.op, parts, step.axis), contiguous(moved, whole), at
+        )
 
     def _first(self, at: Node, dim: int, shape: list[int], whole: TensorMeta) -> Node:
         """Collectives join and cut dim 0 of contiguous tensors: bring `dim` there."""
@@ -112,8 +120,15 @@ class Emitter:
         assert here is not None, "a collective makes one tensor"
         node = self.call(funcol.wait_tensor.default, (begun,), here, begun)
         if step.kind == "all_reduce":
-            return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), here, node) if step.op.startswith("norm") else node
-        parts, size = self.mesh.axis_size(step.axis), self._made(after if step.kind == "all_gather" else before, whole).shape[step.dim]
+            return (
+                self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), here, node)
+                if step.op.startswith("norm")
+                else node
+            )
+        parts, size = (
+            self.mesh.axis_size(step.axis),
+            self._made(after if step.kind == "all_gather" else before, whole).shape[step.dim],
+        )
         if step.dim:
             back = list(range(1, step.dim + 1)) + [0] + list(range(step.dim + 1, len(here.shape)))
             node = self.call(aten.permute.default, (node, back), contiguous([here.shape[d] for d in back], whole), node)

@@ -98,7 +98,11 @@ class _Lowering:
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
         elif node.target is GRAD_READY:
-            new = self._place(node.args[0], region) if node.args[0] in self.regions.on_demand else self.at[node.args[0], 0]  # type: ignore[arg-type, index]
+            new = (
+                self._place(node.args[0], region)
+                if node.args[0] in self.regions.on_demand
+                else self.at[node.args[0], 0]
+            )  # type: ignore[arg-type, index]
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs

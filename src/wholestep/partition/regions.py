@@ -70,12 +70,16 @@ def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
 
 def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
     """Sharded parameters, and the views and casts made of one of them alone, with the parameter each comes from."""
-    source = {node: node for given, node in graph.placeholders() if given.role is Role.PARAM and plan.rest[given.name].is_sharded}
+    source = {
+        node: node
+        for given, node in graph.placeholders()
+        if given.role is Role.PARAM and plan.rest[given.name].is_sharded
+    }
     for node in graph.graph.nodes:
         given = operands(node)
-        if node.op == "call_function" and node.target in _CHEAP and len(given) == 1 and given[0] in source:
-            source[node] = source[given[0]]
-        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and given[0] in source:
+        if (node.op == "call_function" and node.target in _CHEAP and len(given) == 1 and given[0] in source) or (
+            node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and given[0] in source
+        ):
             source[node] = source[given[0]]
     return source
 

@@ -21,9 +21,17 @@ def run_passes(local: LocalGraph, passes: Sequence[Pass]) -> LocalGraph:
         name = getattr(one, "__name__", type(one).__name__)
         local = one(local)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GraphError(f"pass {name} returned {type(local).__name__}", "a LocalGraph", "return the graph you were given or a changed copy")
+            raise GraphError(
+                f"pass {name} returned {type(local).__name__}",
+                "a LocalGraph",
+                "return the graph you were given or a changed copy",
+            )
         try:
             check_local_graph(local)
         except (WholestepError, RuntimeError) as error:
-            raise GraphError(f"pass {name} left a malformed graph: {error}", "a graph that keeps LocalGraph's invariants", "mend the pass") from error
+            raise GraphError(
+                f"pass {name} left a malformed graph: {error}",
+                "a graph that keeps LocalGraph's invariants",
+                "mend the pass",
+            ) from error
     return local

@@ -99,14 +99,22 @@ class _Work:
 
     def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
         here = meta.tensor(given)
-        fits = here is not None and made is not None and (here.shape, here.dtype, here.device) == (made.shape, made.dtype, made.device)
-        fits = fits and not (here and any(size > 1 and stride == 0 for size, stride in zip(here.shape, here.stride, strict=True)))
+        fits = (
+            here is not None
+            and made is not None
+            and (here.shape, here.dtype, here.device) == (made.shape, made.dtype, made.device)
+        )
+        fits = fits and not (
+            here and any(size > 1 and stride == 0 for size, stride in zip(here.shape, here.stride, strict=True))
+        )
         alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
         return fits and alone and self._dies_at(given, node)
 
     def _lists(self, node: Node, inplace: Any) -> None:
-        """foreach and fused ops: in place for all their lists, or not at all."""
-        written = [a.name for a in _torch.schema_of(inplace).arguments if a.alias_info is not None and a.alias_info.is_write]
+        """Foreach and fused ops: in place for all their lists, or not at all."""
+        written = [
+            a.name for a in _torch.schema_of(inplace).arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
         names = [a.name for a in _torch.schema_of(inplace).arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         lists: list[list[Node]] = [list(given[name]) for name in written]  # type: ignore[call-overload]

@@ -57,7 +57,11 @@ class DataParallel:
         choices = {"style": tuple(STYLES), "semantics": ("per_rank",), "reduce": ("mean", "sum")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise PlanError(f"DataParallel({name}={getattr(self, name)!r})", f"{name} one of {', '.join(map(repr, allowed))}", "correct the name")
+                raise PlanError(
+                    f"DataParallel({name}={getattr(self, name)!r})",
+                    f"{name} one of {', '.join(map(repr, allowed))}",
+                    "correct the name",
+                )
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes used on `mesh`.
@@ -70,7 +74,11 @@ class DataParallel:
         for name in names:
             mesh.axis_size(name)
         if self.style == "hybrid" and len(names) < 2:
-            raise PlanError(f"style 'hybrid' on mesh {mesh} with axes {', '.join(names)}", "two axes: one to replicate on and one to shard on", 'give mesh="replicate=2,shard=2"')
+            raise PlanError(
+                f"style 'hybrid' on mesh {mesh} with axes {', '.join(names)}",
+                "two axes: one to replicate on and one to shard on",
+                'give mesh="replicate=2,shard=2"',
+            )
         return names
 
     def resting(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Resting]:

@@ -26,18 +26,40 @@ def encode(plan: Plan) -> dict[str, Any]:
     rest = {name: number(layout) for name, layout in plan.rest.items()}
     created = {name: number(layout) for name, layout in plan.created.items()}
     decisions = {
-        name: [[number(x) for x in d.operands], [number(x) for x in d.outputs], d.why, None if d.settle is None else number(d.settle)]
+        name: [
+            [number(x) for x in d.operands],
+            [number(x) for x in d.outputs],
+            d.why,
+            None if d.settle is None else number(d.settle),
+        ]
         for name, d in plan.decisions.items()
     }
     layouts = [[list(map(list, x.dims)), list(map(list, x.partial)), list(x.varies)] for x in table]
-    options = {"keep_gathered_bytes": plan.options.keep_gathered_bytes, "reduce_dtype": plan.options.reduce_dtype, "broadcast_buffers": plan.options.broadcast_buffers}
+    options = {
+        "keep_gathered_bytes": plan.options.keep_gathered_bytes,
+        "reduce_dtype": plan.options.reduce_dtype,
+        "broadcast_buffers": plan.options.broadcast_buffers,
+    }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
 
 def _encode_input(given: Input) -> dict[str, Any]:
-    meta = {"shape": list(given.meta.shape), "stride": list(given.meta.stride), "dtype": str(given.meta.dtype).removeprefix("torch."), "device": given.meta.device}
-    return {"name": given.name, "role": given.role.value, "owner": given.owner, "key": given.key, "trainable": given.trainable, "optimizer": given.optimizer, **meta}
+    meta = {
+        "shape": list(given.meta.shape),
+        "stride": list(given.meta.stride),
+        "dtype": str(given.meta.dtype).removeprefix("torch."),
+        "device": given.meta.device,
+    }
+    return {
+        "name": given.name,
+        "role": given.role.value,
+        "owner": given.owner,
+        "key": given.key,
+        "trainable": given.trainable,
+        "optimizer": given.optimizer,
+        **meta,
+    }
 
 
 def decode(data: Mapping[str, Any]) -> Plan:
@@ -63,20 +85,33 @@ def _field(data: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> An
         return read(data[name])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PlanError(f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again") from error
+        raise PlanError(
+            f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again"
+        ) from error
 
 
 def _layout(value: Any) -> Layout:
     dims, partial, varies = value
-    return Layout(tuple(tuple(map(str, axes)) for axes in dims), tuple((str(a), str(op)) for a, op in partial), tuple(map(str, varies)))
+    return Layout(
+        tuple(tuple(map(str, axes)) for axes in dims),
+        tuple((str(a), str(op)) for a, op in partial),
+        tuple(map(str, varies)),
+    )
 
 
 def _decision(value: Any, layouts: list[Layout]) -> Decision:
     operands, outputs, why, settle = value
-    return Decision(tuple(layouts[i] for i in operands), tuple(layouts[i] for i in outputs), str(why), None if settle is None else layouts[settle])
+    return Decision(
+        tuple(layouts[i] for i in operands),
+        tuple(layouts[i] for i in outputs),
+        str(why),
+        None if settle is None else layouts[settle],
+    )
 
 
 def _decode_input(value: Any) -> Input:
     dtype = getattr(torch, value["dtype"])
     meta = TensorMeta(tuple(value["shape"]), tuple(value["stride"]), dtype, value["device"])
-    return Input(value["name"], Role(value["role"]), meta, value["owner"], value["key"], value["trainable"], value["optimizer"])
+    return Input(
+        value["name"], Role(value["role"]), meta, value["owner"], value["key"], value["trainable"], value["optimizer"]
+    )

@@ -67,7 +67,9 @@ def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
     """Axes of one rank cut nothing."""
-    return Layout(tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies)
+    return Layout(
+        tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies
+    )
 
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:

@@ -82,7 +82,9 @@ class Plan:
             self.rest[given.name].check(given.meta.shape, self.mesh, given.name)
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
-            raise PlanError(f"the plan says nothing about %{missing[0]}", "a decision for every operation", "plan this graph again")
+            raise PlanError(
+                f"the plan says nothing about %{missing[0]}", "a decision for every operation", "plan this graph again"
+            )
 
     def bytes_at_rest(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all of these."""
@@ -122,12 +124,22 @@ class Plan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"the plan is not JSON: {error}", "text made by Plan.to_json", "write the plan again") from error
+            raise PlanError(
+                f"the plan is not JSON: {error}", "text made by Plan.to_json", "write the plan again"
+            ) from error
         if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
-            raise PlanError("field 'format': this JSON is no wholestep plan", f"format {FORMAT!r}", "give a file written by Plan.to_json")
+            raise PlanError(
+                "field 'format': this JSON is no wholestep plan",
+                f"format {FORMAT!r}",
+                "give a file written by Plan.to_json",
+            )
         fields = cast(dict[str, Any], data)
         if fields.get("version") != VERSION:
-            raise PlanError(f"field 'version': found {fields.get('version')!r}", f"version {VERSION}", "write the plan again with this wholestep")
+            raise PlanError(
+                f"field 'version': found {fields.get('version')!r}",
+                f"version {VERSION}",
+                "write the plan again with this wholestep",
+            )
         return decode(fields)
 
 

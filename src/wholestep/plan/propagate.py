@@ -151,8 +151,15 @@ class _Propagation:
             takes[i] = states[i]
         for group in rule.groups:
             options = list(self._options(group, given, states, axis))
-            free = [o for o in options if all(self._allowed(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)]
-            costs = [sum(self._cost(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape) for o in free]
+            free = [
+                o
+                for o in options
+                if all(self._allowed(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)
+            ]
+            costs = [
+                sum(self._cost(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)
+                for o in free
+            ]
             best = free[min(range(len(free)), key=costs.__getitem__)]
             for i, state in best[0].items():
                 takes[i] = states[i] if i in rule.by_shape else state
@@ -167,7 +174,10 @@ class _Propagation:
             ops = {states[i].op for i in through.operands if states[i].kind == "P"}
             if len(ops) == 1 and ops <= through.ops:
                 partial = AxisState("P", op=ops.pop())
-                yield {i: partial if i in through.operands else REPLICATED for i in group.operands}, dict.fromkeys(group.outputs, partial)
+                yield (
+                    {i: partial if i in through.operands else REPLICATED for i in group.operands},
+                    dict.fromkeys(group.outputs, partial),
+                )
         for factor in self._factors(group, given, states, axis):
             takes = {i: _at(term, factor) for i, term in group.operands.items()}
             left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
@@ -196,7 +206,9 @@ class _Propagation:
             return 0.0
         made = meta.tensor(node) or TensorMeta((), (), _torch.torch.float32, "cpu")
         plain = replicated(len(made.shape))
-        return reshard(plain.put(axis, have), plain.put(axis, want), made.shape, made.dtype.itemsize, self.situation.mesh).cost_us
+        return reshard(
+            plain.put(axis, have), plain.put(axis, want), made.shape, made.dtype.itemsize, self.situation.mesh
+        ).cost_us
 
     # -- the end -----------------------------------------------------------------------------
     def check_updates(self) -> None:

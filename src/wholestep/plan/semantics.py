@@ -9,7 +9,15 @@ from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 
 aten = torch.ops.aten
-_SCALE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten._to_copy.default, aten.add.Tensor}
+_SCALE = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten._to_copy.default,
+    aten.add.Tensor,
+}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _BATCH_NORM = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 
@@ -22,7 +30,9 @@ def differences(graph: TrainGraph) -> tuple[str, ...]:
         reason = _loss_reason(by_name[name], graph)
         if reason:
             found[f"{reason[0]} at {meta.source_line(reason[1]) or '%' + reason[1].name}: {reason[2]}"] = None
-    norms = [n for n in by_name.values() if any(k in str(n.target) for k in _BATCH_NORM) and "backward" not in str(n.target)]
+    norms = [
+        n for n in by_name.values() if any(k in str(n.target) for k in _BATCH_NORM) and "backward" not in str(n.target)
+    ]
     training = [n for n in norms if True in n.args and not any(k in str(n.target) for k in ("no_training",))]
     if training:
         where = meta.source_line(training[0]) or "%" + training[0].name
@@ -36,12 +46,24 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[str, Node, str] | None:
     while isinstance(node, Node) and seen < 16:
         seen += 1
         if node.target in _SUMS:
-            return ("summed loss", node, "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch")
+            return (
+                "summed loss",
+                node,
+                "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch",
+            )
         if node.target is aten.div.Tensor and isinstance(node.args[1], Node) and _depends_on_batch(node.args[1], graph):
-            return ("weighted mean", node, "each rank divides by its own count: ranks with fewer tokens weigh more for each token")
+            return (
+                "weighted mean",
+                node,
+                "each rank divides by its own count: ranks with fewer tokens weigh more for each token",
+            )
         if getattr(node.target, "_overloadpacket", None) is aten.nll_loss_forward:
             if node.args[3] == 2:
-                return ("summed loss", node, "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch")
+                return (
+                    "summed loss",
+                    node,
+                    "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch",
+                )
             if node.args[2] is not None:
                 return ("class-weighted mean", node, "each rank divides by the weight of its own batch")
             return None

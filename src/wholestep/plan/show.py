@@ -16,18 +16,37 @@ def show_plan(plan: Plan) -> str:
     for p in params:
         big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]
         layout = plan.rest[big[0].name].show(p.meta.shape) if big else "-"
-        rows.append((p.name, plan.rest[p.name].show(p.meta.shape), human(_bytes(plan, p)), layout, human(sum(_bytes(plan, s) for s in states[p.name]))))
+        rows.append(
+            (
+                p.name,
+                plan.rest[p.name].show(p.meta.shape),
+                human(_bytes(plan, p)),
+                layout,
+                human(sum(_bytes(plan, s) for s in states[p.name])),
+            )
+        )
     widths = [max(len(r[c]) for r in rows) for c in range(5)]
-    body = ["  " + "  ".join(cell.ljust(w) if c in (0, 1, 3) else cell.rjust(w) for c, (cell, w) in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows]
+    body = [
+        "  "
+        + "  ".join(
+            cell.ljust(w) if c in (0, 1, 3) else cell.rjust(w)
+            for c, (cell, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
+        for r in rows
+    ]
     whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
     rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
     lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *body]
-    lines.append(f"  at rest per rank: {human(plan.bytes_at_rest('param'))} parameters + {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})")
+    lines.append(
+        f"  at rest per rank: {human(plan.bytes_at_rest('param'))} parameters + {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})"
+    )
     lines += [f"  {line}" for line in _movement(plan)]
     lines += [f"  note: {note}" for note in plan.notes]
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
-        lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {', '.join(ruleless[:5])}{' ...' if len(ruleless) > 5 else ''}")
+        lines.append(
+            f"  {len(ruleless)} operations without a rule take whole operands: {', '.join(ruleless[:5])}{' ...' if len(ruleless) > 5 else ''}"
+        )
     return "\n".join(lines)
 
 
@@ -35,7 +54,13 @@ def _movement(plan: Plan) -> list[str]:
     kept = plan.options.keep_gathered_bytes
     if not any(plan.rest[i.name].is_sharded for i in plan.inputs if i.role is Role.PARAM):
         return []
-    text = "kept from forward to backward" if kept is None else f"kept from forward to backward up to {human(kept)}, gathered again beyond" if kept else "gathered again for the backward"
+    text = (
+        "kept from forward to backward"
+        if kept is None
+        else f"kept from forward to backward up to {human(kept)}, gathered again beyond"
+        if kept
+        else "gathered again for the backward"
+    )
     return [f"gathered parameters are {text}"]
 
 

@@ -55,13 +55,21 @@ def _pass_through(name: str, positions: Sequence[int], ranks: Sequence[int]) -> 
     if name in _ADDITIVE:
         return (PassThrough(frozenset(positions)),) if len(positions) > 1 else ()
     if name in _SCALING:
-        return tuple(PassThrough(frozenset({p})) for p in dict.fromkeys(positions)) if len(set(positions)) == len(positions) else ()
+        return (
+            tuple(PassThrough(frozenset({p})) for p in dict.fromkeys(positions))
+            if len(set(positions)) == len(positions)
+            else ()
+        )
     return (first,) if name in _FIRST_ONLY and positions.count(positions[0]) == 1 else ()
 
 
 def indexed(node: Node) -> BoundRule:
-    """foreach and fused ops: entry i of every list is computed from entry i of the others; single tensors are shared."""
-    lists = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and any(isinstance(x, Node) for x in a)]
+    """Foreach and fused ops: entry i of every list is computed from entry i of the others; single tensors are shared."""
+    lists = [
+        a
+        for a in (*node.args, *node.kwargs.values())
+        if isinstance(a, (list, tuple)) and any(isinstance(x, Node) for x in a)
+    ]
     count = len(lists[0]) if lists else 0
     members: list[dict[int, Term]] = [{} for _ in range(count)]
     position = 0
@@ -72,7 +80,9 @@ def indexed(node: Node) -> BoundRule:
             if isinstance(entry, Node):
                 if isinstance(argument, (list, tuple)):
                     shape = _shape(entry)
-                    members[i][position] = _aligned(shape, main[i]) if len(shape) <= len(main[i]) else (None,) * len(shape)
+                    members[i][position] = (
+                        _aligned(shape, main[i]) if len(shape) <= len(main[i]) else (None,) * len(shape)
+                    )
                 position += 1
     made, name = meta.tensors(node), base_name(node)
     groups: list[Group] = []
@@ -105,7 +115,9 @@ def vector_norm(node: Node) -> BoundRule | None:
 
 def _norm_group(operand: int, output: int, ndim: int, op: str) -> Group:
     term = tuple(f"d{i}" for i in range(ndim))
-    return Group({operand: term}, {output: ()}, dict.fromkeys(term, op), (PassThrough(frozenset({operand}), frozenset({op})),))
+    return Group(
+        {operand: term}, {output: ()}, dict.fromkeys(term, op), (PassThrough(frozenset({operand}), frozenset({op})),)
+    )
 
 
 def stack(node: Node) -> BoundRule:
@@ -114,7 +126,9 @@ def stack(node: Node) -> BoundRule:
     whole = {i: (None,) * len(_shape(n)) for i, n in enumerate(given)}
     made = meta.tensor(node)
     assert made is not None, "stack makes one tensor"
-    return BoundRule((Group(whole, {0: (None,) * len(made.shape)}, partial=(PassThrough(frozenset(whole), ANY_PARTIAL),)),))
+    return BoundRule(
+        (Group(whole, {0: (None,) * len(made.shape)}, partial=(PassThrough(frozenset(whole), ANY_PARTIAL),)),)
+    )
 
 
 def like(node: Node) -> BoundRule:

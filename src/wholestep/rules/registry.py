@@ -30,7 +30,11 @@ def _one_for_each(node: Node) -> bool:
         return False
     shapes = [m.shape if m else None for m in (meta.tensor(n) for n in first if isinstance(n, Node))]
     made = [m.shape for m in meta.tensors(node) if m is not None]
-    return bool(made) and len(made) % len(shapes) == 0 and all(shape == shapes[i % len(shapes)] or not shape for i, shape in enumerate(made))
+    return (
+        bool(made)
+        and len(made) % len(shapes) == 0
+        and all(shape == shapes[i % len(shapes)] or not shape for i, shape in enumerate(made))
+    )
 
 
 def is_random(node: Node) -> bool:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import RankMismatchError
+from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.text import short_dtype, show_call
 from ..graph.verify import is_collective
-from ..graph import meta
 from ..plan.plan import Plan
 
 
@@ -23,16 +23,22 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     lines = [f"mesh {plan.mesh}; {plan.strategy}"]
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER):
-            lines.append(f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]")
+            lines.append(
+                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]"
+            )
     for node in local.graph.nodes:
         if is_collective(node):
             source = meta.tensor(node.args[0])  # type: ignore[arg-type]
             shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
-            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({', '.join(map(str, node.args[1:-1]))})")
+            lines.append(
+                f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({', '.join(map(str, node.args[1:-1]))})"
+            )
     return lines
 
 
-def agree(label: str, lines: list[str], failure: str, timeout_s: float, waiting: Callable[[list[int]], None] | None = None) -> None:
+def agree(
+    label: str, lines: list[str], failure: str, timeout_s: float, waiting: Callable[[list[int]], None] | None = None
+) -> None:
     """Post this rank's program (or why it has none) and compare it with every other rank's.
 
     Raises:
@@ -47,13 +53,19 @@ def agree(label: str, lines: list[str], failure: str, timeout_s: float, waiting:
     others = _collect(store, label, rank, size, timeout_s, waiting)
     for other, said in sorted(others.items()):
         if said["failure"]:
-            raise RankMismatchError(f"rank {other} could not compile its step: {said['failure']}", "a step that every rank can compile", f"read rank {other}'s own error")
+            raise RankMismatchError(
+                f"rank {other} could not compile its step: {said['failure']}",
+                "a step that every rank can compile",
+                f"read rank {other}'s own error",
+            )
     for other, said in sorted(others.items()):
         if said["lines"] != lines:
             _explain(rank, lines, other, said["lines"])
 
 
-def _collect(store: Any, label: str, rank: int, size: int, timeout_s: float, waiting: Callable[[list[int]], None] | None) -> dict[int, Any]:
+def _collect(
+    store: Any, label: str, rank: int, size: int, timeout_s: float, waiting: Callable[[list[int]], None] | None
+) -> dict[int, Any]:
     found: dict[int, Any] = {}
     end = time.monotonic() + timeout_s
     told = time.monotonic() + 5.0

@@ -46,7 +46,12 @@ def ambient(device: str) -> tuple[Any, ...]:
     """Settings of torch that a trace depends on."""
     kind = torch.device(device).type
     autocast = torch.is_autocast_enabled(kind)
-    return torch.is_grad_enabled(), autocast, torch.get_autocast_dtype(kind) if autocast else None, torch.get_default_dtype()
+    return (
+        torch.is_grad_enabled(),
+        autocast,
+        torch.get_autocast_dtype(kind) if autocast else None,
+        torch.get_default_dtype(),
+    )
 
 
 @dataclass

@@ -43,7 +43,11 @@ def join(mesh: Mesh | None, device: str) -> World:
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
         found = f"mesh {mesh} has {mesh.size} ranks, the job has {size}"
-        raise MeshError(found, f"axis sizes whose product is {size}", f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})')
+        raise MeshError(
+            found,
+            f"axis sizes whose product is {size}",
+            f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})',
+        )
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {})
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)

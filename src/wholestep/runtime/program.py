@@ -54,7 +54,11 @@ class Program:
         self._last: list[Any] = [None] * len(live)
         self._count = sum(o.kind == "result" for o in self.local.outputs)
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
-        self._single = list(self.capture.result_leaves) == [TensorLeaf] and not self.capture.results.opened and self.capture.results.spec.num_nodes == 1
+        self._single = (
+            list(self.capture.result_leaves) == [TensorLeaf]
+            and not self.capture.results.opened
+            and self.capture.results.spec.num_nodes == 1
+        )
         self._params = [h.tensor for h in self.capture.state.params.values()] if self.capture.fresh_grads else []
         self.bind_state()
 
@@ -101,7 +105,9 @@ class Program:
         if self._single:
             return out[0]
         results = iter(out)
-        return put_together(self.capture.results, [next(results) if leaf is TensorLeaf else leaf for leaf in self.capture.result_leaves])
+        return put_together(
+            self.capture.results, [next(results) if leaf is TensorLeaf else leaf for leaf in self.capture.result_leaves]
+        )
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

@@ -59,7 +59,9 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise BackendError(f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name")
+            raise BackendError(
+                f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"
+            )
 
 
 class CompiledStep:
@@ -202,7 +204,15 @@ class CompiledStep:
     def _promote_changed(self) -> None:
         if self.programs and self.misses and self.misses[-1].startswith("option "):
             key = self.misses[-1].split("'")[1]
-            value = next((g[key] for o in self.programs[-1].capture.state.optimizers.values() for g in o.param_groups if key in g), None)
+            value = next(
+                (
+                    g[key]
+                    for o in self.programs[-1].capture.state.optimizers.values()
+                    for g in o.param_groups
+                    if key in g
+                ),
+                None,
+            )
             if isinstance(value, float) or (isinstance(value, tuple) and all(isinstance(v, float) for v in value)):
                 self._promoted.add(key)
 
@@ -216,7 +226,9 @@ class CompiledStep:
         self.on_placed.clear()
         call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
         with self._stage("backend"):
-            program = Program(made.capture, made.plan, made.local, world, self._guards(made, call, names, world), _not_yet, names)
+            program = Program(
+                made.capture, made.plan, made.local, world, self._guards(made, call, names, world), _not_yet, names
+            )
             graph = bind(made.local, world.coordinate, world.groups)
             inputs = program.gather_inputs(call.leaves)
             program.run = inductor(graph, inputs) if self.options.backend == "inductor" else eager(graph, self._clock)
