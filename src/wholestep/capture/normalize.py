@@ -13,7 +13,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph
-from ..graph.ops import LOSS
+from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .trace import Traced
 
@@ -41,6 +41,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _drop_input_copies(graph)
     losses = _take_losses(graph)
     _drop_noise(graph)
+    _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
@@ -102,6 +103,23 @@ def _drop_noise(graph: Graph) -> None:
             if same is not None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+
+
+def _share_views(graph: Graph, inputs: list[Input]) -> None:
+    """Equal views and casts of one parameter (autocast makes one for each use) are made once."""
+    made: dict[tuple[object, ...], Node] = {}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    derived = {n for n, i in zip(placeholders, inputs, strict=False) if i.role is Role.PARAM}
+    for node in list(graph.nodes):
+        given = node.all_input_nodes
+        if node.target in CHEAP and len(given) == 1 and given[0] in derived:
+            key = (node.target, repr(node.args), repr(node.kwargs))
+            if key in made:
+                node.replace_all_uses_with(made[key])
+                graph.erase_node(node)
+            else:
+                made[key] = node
+                derived.add(node)
 
 
 def _same_as(node: Node) -> Node | None:

@@ -1,4 +1,4 @@
-"""The ops wholestep adds to a captured graph: marks on complete gradients and on the value a backward starts from."""
+"""Ops that stages know by name: the marks wholestep adds to a captured graph, and those that cost next to nothing."""
 
 from __future__ import annotations
 
@@ -38,3 +38,23 @@ def _(value: Tensor) -> Tensor:
 
 
 LOSS = torch.ops.wholestep.loss.default
+
+_aten = torch.ops.aten
+CHEAP = frozenset(
+    {
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.expand.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.split.Tensor,
+        _aten._to_copy.default,
+    }
+)
+"""Views and casts: cheaper to make again than to keep or to send."""

@@ -30,7 +30,8 @@ class Emitter:
 
     def call(self, target: object, args: tuple[object, ...], made: TensorMeta, like: Node) -> Node:
         """One call node that makes one tensor, at the place in the user's code of `like`."""
-        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        name = str(getattr(target, "__name__", target)).split(".")[0].removesuffix("_tensor").removesuffix("_into")
+        node = self.graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
         meta.copy(like, node)
         meta.set_value(node, None)
         meta.set_tensors(node, (made,))

@@ -117,7 +117,7 @@ class _Lowering:
         here = region if node in self.regions.on_demand else self.regions.at(node)
         ready = iter([self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)])
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
-        new = self.graph.call_function(node.target, args, kwargs)
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         meta.copy(node, new)
         made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
@@ -126,7 +126,7 @@ class _Lowering:
     def _getitem(self, node: Node, region: int) -> Node:
         source, index = node.args
         made = self._place(source, region)  # type: ignore[arg-type]
-        new = self.graph.call_function(node.target, (made, index))
+        new = self.graph.create_node("call_function", node.target, (made, index), name=node.name)
         meta.copy(node, new)
         layouts = self.plan.decisions[node.name].outputs
         meta.set_tensors(new, [self._shape(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])

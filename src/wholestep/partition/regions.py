@@ -9,30 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph, operands
+from ..graph.ops import CHEAP
 from ..plan.plan import Plan
-
-aten = torch.ops.aten
-_CHEAP = {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten._to_copy.default,
-}
-
 
 @dataclass
 class Regions:
@@ -77,7 +59,7 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
     }
     for node in graph.graph.nodes:
         given = operands(node)
-        if (node.op == "call_function" and node.target in _CHEAP and len(given) == 1 and given[0] in source) or (
+        if (node.op == "call_function" and node.target in CHEAP and len(given) == 1 and given[0] in source) or (
             node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and given[0] in source
         ):
             source[node] = source[given[0]]
