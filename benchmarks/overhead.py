@@ -1,0 +1,155 @@
+"""What calling a compiled step costs over running its program: target 100 us + 0.1 us per state tensor.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py [--parameters 200] [--rounds 300]
+
+The step has many tiny parameters, so computing takes as little of it as it can. Four things take turns, call by call, so
+that a busy moment of the machine meets all of them alike:
+
+    eager      the step as written, on one device, without any communication
+    compiled   the compiled step
+    bare       the generated function alone, on inputs gathered beforehand
+    hollow     the compiled step with its generated function replaced by one that returns earlier results
+
+Overhead is the median of (compiled - bare) over turns. With several ranks, hundreds of small collectives make that
+difference noise, so there the overhead is `hollow`: what a call does around the generated function, and nothing else.
+"""
+
+import argparse
+import gc
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.capture.find import take_apart
+
+BASE_US, PER_STATE_TENSOR_US = 100.0, 0.1
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+}
+
+
+class Many(nn.Module):
+    """A sum of `count` scaled vectors: as many parameters as wanted and next to no arithmetic."""
+
+    def __init__(self, count: int, size: int = 4) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.full((size,), 0.01 * i)) for i in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, size) -> (b, size)."""
+        return x * torch.stack(list(self.parts)).sum(0)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def timed_us(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, float]:
+    """Medians in microseconds on this rank."""
+    x = torch.randn(2, 4)
+    model, eager_model = Many(parameters), Many(parameters)
+    optimizer, eager_optimizer = OPTIMIZERS[name](model), OPTIMIZERS[name](eager_model)
+    step = ws.compile(train_step, parallel=ws.DataParallel(style))
+    for _ in range(3):
+        step(model, optimizer, x)
+        train_step(eager_model, eager_optimizer, x)
+    program = step.programs[-1]
+    inputs = program.gather_inputs(take_apart(((model, optimizer, x), {})).leaves)
+    run, results = program.run, program.run(inputs)
+    whole, bare, hollow, eager = [], [], [], []
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        whole.append(timed_us(lambda: step(model, optimizer, x)))
+        bare.append(timed_us(lambda: run(inputs)))
+        program.run = lambda _: results
+        hollow.append(timed_us(lambda: step(model, optimizer, x)))
+        program.run = run
+        eager.append(timed_us(lambda: train_step(eager_model, eager_optimizer, x)))
+    gc.enable()
+    held = parameters + sum(isinstance(v, Tensor) for state in optimizer.state.values() for v in state.values())
+    return {
+        "tensors": held,
+        "step": statistics.median(whole),
+        "bare": statistics.median(bare),
+        "eager": statistics.median(eager),
+        "hollow": statistics.median(hollow),
+        "difference": statistics.median(a - b for a, b in zip(whole, bare, strict=True)),
+    }
+
+
+def report(name: str, style: str, ranks: int, m: dict[str, float]) -> bool:
+    """Print a row; True when the overhead is within the target."""
+    target = BASE_US + PER_STATE_TENSOR_US * m["tensors"]
+    overhead = m["difference"] if ranks == 1 else m["hollow"]
+    cells = [m["tensors"], m["eager"], m["step"], m["bare"], m["hollow"], overhead]
+    row = "".join(f"{cell:9.0f}" for cell in cells) + f"{overhead / m['tensors']:11.2f}{target:8.0f}"
+    print(f"{name:12} {f'{style}, {ranks} ranks':22}{row}  {'ok' if overhead <= target else 'OVER'}", flush=True)
+    return overhead <= target
+
+
+def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace, verdicts: list[bool]) -> None:
+    """All measurements of one world size; rank 0 reports."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in OPTIMIZERS:
+        for style in ("replicate", "fully_shard"):
+            rounds = options.rounds if ranks == 1 else max(10, options.rounds // 10)
+            measured = measure(name, options.parameters, rounds, style)
+            if rank == 0:
+                verdicts.append(report(name, style, ranks, measured))
+    if ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=300, help="turns in a world of 1; a tenth of them with 2 ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--check", action="store_true", help="exit 1 when a world of 1 is over its target")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {options.parameters} parameters, medians in us")
+    heads = "".join(f"{head:>9}" for head in ("tensors", "eager", "compiled", "bare", "hollow", "overhead"))
+    print(f"{'optimizer':12} {'style':22}{heads}{'us / tensor':>11}{'target':>8}")
+    verdicts: list[bool] = []
+    for ranks in options.ranks:
+        if ranks == 1:
+            rank_main(0, 1, 0, options, verdicts)
+        else:
+            mp.spawn(rank_main, args=(ranks, free_port(), options, []), nprocs=ranks)
+    return int(options.check and not all(verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
