@@ -68,6 +68,7 @@ def capture_step(
     device: str = "cpu",
     precision: MixedPrecision | None = None,
     keep_grads: bool = False,
+    fused: bool = True,
 ) -> Capture:
     """Capture `fn(*args, **kwargs)`, forward, backward and optimizer, as one graph; nothing real is computed or changed.
 
@@ -77,7 +78,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision))
+    traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
     graph = normalize(traced, keep_grads)
     return Capture(graph, state, numbers, traced.results, tuple(traced.result_leaves), traced.fresh_grads)
 

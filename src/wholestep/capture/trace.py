@@ -40,7 +40,10 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds."""
+    """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
+
+    Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's own kernels.
+    """
 
     fn: Callable[..., Any]
     structure: Structure
@@ -50,6 +53,7 @@ class Request:
     hypers: Sequence[Hyper]
     device: str
     precision: MixedPrecision | None = None
+    fused: bool = True
 
 
 @dataclass
@@ -100,8 +104,8 @@ class _Run:
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
+            numbers = _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
-            numbers = _set_numbers(state, request.hypers, given)
             self._mark_gradients(given)
             leaves = tuple(
                 given[n] if isinstance(v, torch.Tensor) else v
@@ -237,12 +241,13 @@ def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tenso
 
 
 def _set_numbers(
-    state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor]
+    state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool
 ) -> list[tuple[dict[str, Any], str, Any]]:
     """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
     optimizers, touched = list(state.optimizers.values()), list[tuple[dict[str, Any], str]]()
-    for group in (g for o in optimizers for g in o.param_groups if "capturable" in g):
-        group["capturable"] = True
+    for group in (g for o in optimizers for g in o.param_groups):
+        group.update({"capturable": True} if "capturable" in group else {})
+        group.update({} if fused else {key: False for key in ("fused", "foreach") if key in group})
     for hyper in hypers:
         group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], given[hyper.name]
         old = group[hyper.key]

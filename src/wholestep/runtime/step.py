@@ -193,6 +193,7 @@ class CompiledStep:
                     return capture_step(
                         self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
                         precision=options.parallel.mixed_precision, keep_grads=options.keep_grads,
+                        fused=options.backend != "inductor",
                     )  # fmt: skip
             except CaptureError as failed:
                 error = error or failed
