@@ -1,17 +1,22 @@
 """Every private torch name wholestep uses, and why. Checked with torch 2.11 to 2.15.
 
-| name | why | since | would be replaced by |
-|---|---|---|---|
-| fx.experimental.proxy_tensor.make_fx | traces forward + backward + optimizer into one ATen graph | 1.12 | a public joint tracer |
-| _subclasses.fake_tensor.FakeTensorMode, ShapeEnv | tensors without storage while tracing | 2.0 | torch.fx public fake mode |
-| compiler._is_compiling_flag | selects the tensor-only form of torch.optim | 2.1 | a public "tracing optimizer" switch |
-| autograd.graph._engine_run_backward | marks which nodes were made in a backward | 2.2 | node.meta["autograd_backward"] on every op |
-| _decomp.get_decompositions | batch norm's hidden write into its running statistics | 1.13 | schemas that name every mutation |
-| library.Library("aten"), _dispatch_has_kernel | shape functions that fused optimizers lack | 1.13 | the same in torch |
-| utils._pytree | flattens a step's arguments and results | 1.8 | torch.utils.pytree |
-| _inductor.compile | compiles a local graph with collectives inside | 2.0 | a public graph compiler |
-| distributed.distributed_c10d._get_default_store | ranks compare their programs without a collective | 1.13 | a public store accessor |
-| distributed.tensor.placement_types._StridedShard | FSDP on top of TP on one dim | 2.5 | ordered placements |
+Each entry: the name (the version it is there since), what it is for; what would replace it.
+
+- fx.experimental.proxy_tensor.make_fx (1.12): traces forward + backward + optimizer into one ATen graph; a public joint
+  tracer.
+- _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
+- nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
+- compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
+- autograd.graph._engine_run_backward (2.2): marks which nodes were made in a backward;
+  node.meta["autograd_backward"] on every op.
+- _decomp.get_decompositions (1.13): batch norm's hidden write into its running statistics; schemas that name every
+  mutation.
+- library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
+- utils._pytree (1.8): flattens a step's arguments and results; torch.utils.pytree.
+- _inductor.compile (2.0): compiles a local graph with collectives inside; a public graph compiler.
+- distributed.distributed_c10d._get_default_store (1.13): ranks compare their programs without a collective; a public
+  store accessor.
+- distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 """
 
 # pyright: reportPrivateUsage=false
@@ -19,14 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.autograd
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
-from torch._decomp import get_decompositions
+from torch._decomp import get_decompositions  # pyright: ignore[reportUnknownVariableType]  # torch leaves its result open
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -47,7 +52,7 @@ _aten = torch.ops.aten
 def _batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """`native_batch_norm` writes its running statistics without its schema saying so; this form says it. Same kernel."""
+    """`native_batch_norm` writes its running statistics and its schema hides that; this form says it. Same kernel."""
     if mean is None:
         return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
@@ -56,9 +61,6 @@ def _batch_norm(
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
     return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
-
-
-HIGHER_ORDER = torch._ops.HigherOrderOperator
 
 
 def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
@@ -98,7 +100,7 @@ def known_constant(value: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def tensor_only_optimizers() -> Iterator[None]:
+def tensor_only_optimizers() -> Generator[None]:
     """`torch.compiler.is_compiling()` is true inside, so torch.optim takes its tensor-only form."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -122,13 +124,14 @@ def noted(key: str) -> Any:
 @contextlib.contextmanager
 def patched_for_tracing(
     on_backward: Callable[[Sequence[Any]], None], on_zero_grad: Callable[[Sequence[Any]], None]
-) -> Iterator[None]:
+) -> Generator[None]:
     """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
 
     Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
     `on_zero_grad` the parameters whose gradient is set to None.
     """
-    engine, places = torch.autograd.graph._engine_run_backward, (torch.autograd, torch.autograd.graph)
+    places = cast(tuple[Any, ...], (torch.autograd, torch.autograd.graph))
+    engine = torch.autograd.graph._engine_run_backward
 
     def backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         on_backward(outputs)
@@ -170,12 +173,16 @@ _fused_library = torch.library.Library("aten", "IMPL")
 
 
 def _shapes_for_fused_optimizers() -> None:
-    """Fused optimizers whose learning rate is a tensor have no shape function in torch; in place, there is nothing to do."""
+    """Fused optimizers with a tensor learning rate have no shape function; in place there is nothing to do."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
     for name in _FUSED:
         for overload in getattr(torch.ops.aten, name).overloads():
             full = f"aten::{name}" + (f".{overload}" if overload != "default" else "")
             if not torch._C._dispatch_has_kernel_for_dispatch_key(full, "Meta"):
-                _fused_library.impl(full.removeprefix("aten::"), lambda *args, **kwargs: None, "Meta")
+                _fused_library.impl(full.removeprefix("aten::"), nothing, "Meta")
 
 
 def trace(fn: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
@@ -188,7 +195,7 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule
 
 
 class _Replay(torch.fx.Interpreter):
-    """Runs a graph; fused optimizers run in their functional form, since functionalization refuses their empty lists."""
+    """Runs a graph; fused optimizers in their functional form, since functionalization refuses their empty lists."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
@@ -221,11 +228,6 @@ def untracked(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def group_by_name(name: str) -> Any:
-    """The process group registered under `name`."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
-
-
 def default_store() -> Any:
     """The key-value store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -248,7 +250,7 @@ def inductor_compile(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
         raise BackendError(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
-    return compile_graph(module, list(example_inputs))
+    return cast(Callable[..., Any], compile_graph(module, list(example_inputs)))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -257,15 +259,35 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if inner is None else inner
 
 
+def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
+    """True for one overload of a torch op."""
+    return isinstance(target, OpOverload)
+
+
 def schema_of(target: object) -> Any:
     """The schema of an ATen op.
 
     Raises:
         GraphError: `target` is not an op overload.
     """
-    if not isinstance(target, OpOverload):
+    if not is_op(target):
         raise GraphError(f"{target!r} is not a torch op overload")
     return target._schema
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters a module holds itself, to read and to replace."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers a module holds itself, to read and to replace."""
+    return module._buffers
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The modules a module holds itself, to read and to replace."""
+    return module._modules
 
 
 def is_getitem(target: object) -> bool:

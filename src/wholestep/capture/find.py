@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ def take_apart(value: Any) -> Call:
             flat.append(leaf)
             continue
         inner = take_apart(fields)
-        opened.append((i, type(leaf), tuple(fields), inner.structure))
+        opened.append((i, cast(type[object], type(leaf)), tuple(fields), inner.structure))
         flat.extend(inner.leaves)
     return Call(Structure(spec, tuple(opened)), tuple(flat))
 
@@ -105,10 +105,17 @@ def _fields(value: Any) -> dict[str, Any] | None:
     return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else None
 
 
-def _rebuild(kind: type, fields: dict[str, Any]) -> Any:
+def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `roots` with its full path, each root's once."""
+    for prefix, root in roots.items():
+        for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
+            yield ".".join(part for part in (prefix, path) if part), module
+
+
+def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     if not dataclasses.is_dataclass(kind):
         return kind(fields)
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made
@@ -120,7 +127,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
     found: dict[str, Any] = {}
     if code is None:
         return {}
-    function = cast(Any, inspect.unwrap(fn))
+    function: Any = inspect.unwrap(fn)
     for name in code.co_names:
         found[name] = function.__globals__.get(name)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -128,7 +135,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
         found[name] = cell.cell_contents if with_value else None
     owner = getattr(fn, "__self__", None)
     if owner is not None and not isinstance(owner, nn.Module):
-        found.update(vars(owner) if hasattr(owner, "__dict__") else {})
+        found.update(cast(dict[str, Any], vars(owner)) if hasattr(owner, "__dict__") else {})
     elif owner is not None:
         found["self"] = owner
     return {name: value for name, value in found.items() if isinstance(value, (nn.Module, Optimizer))}

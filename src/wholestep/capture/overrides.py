@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .. import _torch
 from ..errors import CaptureError
+from .find import walk
 from .state import StepState
 
 
@@ -35,20 +37,19 @@ def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generato
                     "correct the path, or build the replacement around the module that it replaces",
                 )
             for parent, name, original in found:
-                parent._modules[name] = replacement
+                _torch.children_of(parent)[name] = replacement
                 undo.append((parent, name, original))
         yield
     finally:
         for parent, name, original in reversed(undo):
-            parent._modules[name] = original
+            _torch.children_of(parent)[name] = original
 
 
 def _find(state: StepState, pattern: str) -> list[tuple[nn.Module, str, nn.Module]]:
     out: list[tuple[nn.Module, str, nn.Module]] = []
-    for prefix, root in state.modules.items():
-        for path, module in root.named_modules():
-            for name, child in module._modules.items():
-                full = ".".join(p for p in (prefix, path, name) if p)
-                if child is not None and fnmatchcase(full, pattern):
-                    out.append((module, name, child))
+    for path, module in walk(state.modules):
+        for name, child in _torch.children_of(module).items():
+            full = f"{path}.{name}" if path else name
+            if child is not None and fnmatchcase(full, pattern):
+                out.append((module, name, child))
     return out

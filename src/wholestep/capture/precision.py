@@ -1,39 +1,37 @@
-"""Mixed precision as FSDP2 defines it: modules see parameters and inputs in a lower dtype, the optimizer keeps the originals."""
+"""Mixed precision as FSDP2 defines it: modules see parameters and inputs in a lower dtype, optimizers the originals."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
+from .find import walk
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtype that modules compute in, and dtype in which gradients are reduced over ranks (None: the dtype they are made in)."""
+    """Dtype that modules compute in, and dtype in which gradients are reduced over ranks (None: as they are made)."""
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
 
 @contextlib.contextmanager
-def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) -> Iterator[None]:
+def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) -> Generator[None]:
     """Traced nodes carry the path of the module that makes them; with `precision`, modules compute in its dtype.
 
     Parameters are cast where a module tree is entered from outside, once for each entry, and put back where it is left.
     """
-    paths = {
-        id(m): ".".join(p for p in (prefix, path) if p)
-        for prefix, root in roots.items()
-        for path, m in root.named_modules()
-    }
+    paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
+    dtype = precision.param if precision else None
     stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
     depth: dict[int, int] = {}
 
@@ -43,16 +41,16 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
         root = owner[id(module)]
         outermost = depth.get(id(root), 0) == 0
         depth[id(root)] = depth.get(id(root), 0) + 1
-        cast = _cast_tree(root, precision.param) if precision and precision.param and outermost else []
-        stack.append((_torch.noted("module"), cast))
+        changed = _cast_tree(root, dtype) if dtype and outermost else []
+        stack.append((_torch.noted("module"), changed))
         _torch.note_on_nodes(module=paths[id(module)])
-        return _cast_inputs(args, precision.param) if cast else None
+        return _cast_inputs(args, dtype) if dtype and changed else None
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if id(module) not in paths:
             return
-        before, cast = stack.pop()
-        for container, key, original in cast:
+        before, changed = stack.pop()
+        for container, key, original in changed:
             container[key] = original
         depth[id(owner[id(module)])] -= 1
         _torch.note_on_nodes(module=before)
@@ -69,12 +67,13 @@ def _cast_tree(root: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any]
     done: list[tuple[dict[str, Any], str, Any]] = []
     casts: dict[int, torch.Tensor] = {}
     for module in root.modules():
-        for key, param in module._parameters.items():
+        held = cast(dict[str, Any], _torch.parameters_of(module))
+        for key, param in held.items():
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 if id(param) not in casts:
                     casts[id(param)] = param.to(dtype)
-                done.append((module._parameters, key, param))
-                module._parameters[key] = casts[id(param)]  # type: ignore[assignment]
+                done.append((held, key, param))
+                held[key] = casts[id(param)]
     return done
 
 
