@@ -1,1 +1,1 @@
-
+"""LocalGraph -> a callable: plain Python, or TorchInductor."""

@@ -1,1 +1,1 @@
-
+"""What communication costs."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -55,8 +55,8 @@ class Output:
 class TrainGraph:
     """Forward, backward and optimizer of one device as one functional ATen graph.
 
-    Invariants (`verify.check_train_graph`): placeholders match `inputs` in order and count; the output node is one flat tuple
-    that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
+    Invariants (`verify.check_train_graph`): placeholders match `inputs` in order and count; the output node is one flat
+    tuple that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
     """
 
     graph: Graph
@@ -94,7 +94,8 @@ class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
-    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for; no dead node.
+    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for; no
+    dead node.
     """
 
     graph: Graph
@@ -129,6 +130,16 @@ def operands(node: Node) -> list[Node]:
 
     map_arg((node.args, node.kwargs), take)
     return found
+
+
+def node_at(node: Node, position: int) -> Node:
+    """The node that `node` reads as its argument `position`."""
+    return cast(Node, node.args[position])
+
+
+def function_of(node: Node) -> Callable[..., Any]:
+    """What a call node calls."""
+    return cast(Callable[..., Any], node.target)
 
 
 def copy_graph(graph: Graph) -> Graph:

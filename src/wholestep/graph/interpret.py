@@ -32,7 +32,10 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
 def run_all(
     local: LocalGraph, inputs: Sequence[Sequence[Tensor]], bind: Callable[[Node, Mapping[str, int]], tuple[Any, Any]]
 ) -> list[list[Value]]:
-    """What every rank computes, in lockstep: `inputs[rank]` in, outputs by rank out. `bind` gives a rank's args and kwargs of a node."""
+    """What every rank computes, in lockstep: `inputs[rank]` in, outputs by rank out.
+
+    `bind` gives a rank's args and kwargs of a node.
+    """
     ranks = range(local.mesh.size)
     nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
     envs: list[dict[Node, Value]] = [dict(zip(nodes, inputs[r], strict=True)) for r in ranks]

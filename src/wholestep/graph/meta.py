@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -73,11 +73,14 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
     stored = node.meta.get("wholestep_tensors")
     if stored is None:
         made = value(node)
-        items = made if isinstance(made, (tuple, list)) else (made,)
-        flat = [x for item in items for x in (item if isinstance(item, (tuple, list)) else (item,))]
+        flat = [x for item in _opened(made) for x in _opened(item)]
         stored = tuple(meta_of(item) if isinstance(item, torch.Tensor) else None for item in flat)
         node.meta["wholestep_tensors"] = stored
     return stored
+
+
+def _opened(item: Any) -> Sequence[Any]:
+    return cast(Sequence[Any], item) if isinstance(item, (tuple, list)) else (item,)
 
 
 def tensor(node: Node) -> TensorMeta | None:
@@ -129,7 +132,7 @@ def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
 
 def flat_length(item: Any) -> int:
     """How many flat outputs one item of a recorded value stands for."""
-    return len(item) if isinstance(item, (tuple, list)) else 1
+    return len(_opened(item))
 
 
 def set_layouts(node: Node, layouts: Sequence[Layout]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
 def grad_ready(grad: Tensor, param: str) -> Tensor:
-    """`grad`, marked as the whole gradient of `param` from one backward. Runs only where a captured graph is run unpartitioned."""
+    """`grad`, marked as the whole gradient of `param` from one backward. Runs only in an unpartitioned graph."""
     return grad.clone()
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from . import meta
-from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph
+from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph, node_at
 from .verify import is_collective
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -84,8 +84,12 @@ def op_name(node: Node) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(map_arg(value, lambda n: _Name(n.name))) if not isinstance(value, Node) else f"%{value.name}"
+    text = repr(map_arg(value, _named)) if not isinstance(value, Node) else f"%{value.name}"
     return text.replace("torch.", "")
+
+
+def _named(node: Node) -> Any:
+    return _Name(node.name)
 
 
 class _Name:
@@ -105,7 +109,10 @@ def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
 
 
 def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
-    """Collectives by kind, with the bytes a rank sends by the ring algorithm: (n-1)/n of the whole, twice for an all-reduce."""
+    """Collectives by kind, with the bytes a rank sends by the ring algorithm.
+
+    That is (n-1)/n of the whole, twice for an all-reduce.
+    """
     totals: dict[str, CollectiveTotal] = {}
     for node in local.graph.nodes:
         if is_collective(node):
@@ -119,7 +126,7 @@ def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     """Kind of a collective and the bytes a rank sends for it."""
     kind = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor").rstrip("_")
     n = local.mesh.axis_size(str(node.args[-1]))
-    whole = meta.tensor(node.args[0])  # type: ignore[arg-type]
+    whole = meta.tensor(node_at(node, 0))
     assert whole is not None, f"{node.name} has no input shape"
     size_bytes = whole.size_bytes * (n if kind == "all_gather" else 1)
     return kind, size_bytes * (n - 1) * (2 if kind == "all_reduce" else 1) // n

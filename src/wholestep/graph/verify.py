@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..errors import GraphError
 from . import meta
-from .graph import Input, LocalGraph, Output, Role, TrainGraph
+from .graph import Input, LocalGraph, Output, TrainGraph
 
 COLLECTIVES = "_c10d_functional"
 
@@ -55,7 +58,7 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     given = [n for n in nodes if n.op == "placeholder"]
     if len(given) != len(inputs):
         raise GraphError(f"the graph has {len(given)} placeholders for {len(inputs)} inputs", "one for each")
-    if not nodes or nodes[-1].op != "output" or len(nodes[-1].args[0]) != len(outputs):  # type: ignore[arg-type]
+    if not nodes or nodes[-1].op != "output" or len(cast(Sequence[object], nodes[-1].args[0])) != len(outputs):
         raise GraphError(
             "the graph does not end in one output for each named output",
             f"{len(outputs)} values: {[o.target for o in outputs]}",
@@ -72,7 +75,7 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
 
 def is_mutating(node: Node) -> bool:
     """True for an op that writes into one of its inputs."""
-    return isinstance(node.target, _torch.OpOverload) and _torch.schema_of(node.target).is_mutable
+    return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
 
 
 def is_collective(node: Node) -> bool:
@@ -83,8 +86,3 @@ def is_collective(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """True for the node that waits for a collective."""
     return getattr(node.target, "namespace", "") == COLLECTIVES and "wait_tensor" in str(node.target)
-
-
-def mutable_roles() -> frozenset[Role]:
-    """Roles whose tensors a step may overwrite in place."""
-    return frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})

@@ -1,1 +1,1 @@
-
+"""LocalGraph -> LocalGraph, one file for each pass."""

@@ -1,1 +1,1 @@
-
+"""TrainGraph, mesh and strategy -> Plan: the layout of every tensor."""

@@ -1,1 +1,1 @@
-
+"""Values as tables and pages for people to read."""

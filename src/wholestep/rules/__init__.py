@@ -1,1 +1,1 @@
-
+"""Sharding rules: which dims of an operation's tensors are cut together."""

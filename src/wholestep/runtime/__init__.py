@@ -1,1 +1,1 @@
-
+"""LocalGraph -> CompiledStep: places the state, guards each call and runs it."""
