@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from ..errors import CaptureError
 from ..graph.graph import TrainGraph
+from ..graph.ops import GRAD_READY
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import normalize
 from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
-from .trace import Request, trace_step
+from .trace import Request, Traced, trace_step
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,20 @@ def capture_step(
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
     traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
+    _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
     return Capture(graph, state, numbers, traced.results, tuple(traced.result_leaves), traced.fresh_grads)
+
+
+def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
+    """Gradients that nothing reads mean that the step lacks its optimizer."""
+    marked = any(node.target is GRAD_READY for node in traced.module.graph.nodes)
+    if marked and traced.fresh_grads and not state.optimizers and not keep_grads:
+        raise CaptureError(
+            "the step computes gradients, and there is no optimizer to use them",
+            "the optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
+            "pass it, or give keep_grads=True to get the gradients in param.grad",
+        )
 
 
 def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:

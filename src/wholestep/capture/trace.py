@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
@@ -75,6 +76,7 @@ def trace_step(request: Request) -> Traced:
         CaptureError: with the user's source line, when the step cannot become one graph.
     """
     run = _Run(request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device))
+    stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad):
             module = _torch.trace(run, run.stand_ins.fakes)
@@ -83,6 +85,8 @@ def trace_step(request: Request) -> Traced:
         raise
     except Exception as error:
         raise _explain(error) from error
+    finally:
+        stranger.remove()
     return Traced(module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset)
 
 
@@ -158,6 +162,14 @@ class _Run:
         held = {id(h.tensor): name for name, h in self.request.state.params.items()}
         names = {held[id(p)] for p in params if id(p) in held}
         self.reset |= names - self.contributed
+
+    def saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if all(optimizer is not known for known in self.request.state.optimizers.values()):
+            raise CaptureError(
+                f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep was not given and did not find",
+                "every optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
+                "pass it to the step, or to wholestep.compile as optimizer=",
+            )
 
     # -- after it -----------------------------------------------------------------------
     def _finals(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:

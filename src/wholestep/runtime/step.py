@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -171,6 +172,7 @@ class CompiledStep:
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel)
         self._dump("2-plan", planned)
+        self._notice(planned, world)
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
@@ -255,6 +257,13 @@ class CompiledStep:
         yield
         if tell:
             tell(name, "done", time.perf_counter() - start)
+
+    def _notice(self, planned: Plan, world: World) -> None:
+        """Say once where averaging over ranks is not what one device would compute on the whole batch."""
+        if planned.notes and world.rank == 0 and world.mesh.size > 1 and not self.programs:
+            lines = "\n".join(f"  {note}" for note in planned.notes)
+            choice = 'This is what DDP computes too. For the sum over ranks give DataParallel(..., reduce="sum").'
+            warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)
 
     def _dump(self, name: str, value: object) -> None:
         folder = os.environ.get("WHOLESTEP_DUMP")
