@@ -1,4 +1,4 @@
-"""What a step holds between calls: parameters, buffers, optimizer state, gradients, scheduled numbers, and where each is kept."""
+"""What a step holds between calls, and where: parameters, buffers, optimizer state, gradients, scheduled numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
+from .find import walk
 
 UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
@@ -42,7 +44,7 @@ class Held:
 
 @dataclass
 class Hyper:
-    """One scheduled number of an optimizer: `optimizer.param_groups[group][key]`, `index` into it when it is a tuple."""
+    """One scheduled number: `optimizer.param_groups[group][key]`, or item `index` of it where it is a tuple."""
 
     name: str
     optimizer: int
@@ -79,15 +81,15 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
         if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
             raise CaptureError(
                 f"optimizer {kind} cannot be captured: {UNSUPPORTED[kind]}",
-                "an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD)",
+                "an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, "
+                "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
                 "use one of those, or call this optimizer outside the compiled step",
             )
     by_id: dict[int, Held] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
-        for path, module in root.named_modules():
-            base = ".".join(part for part in (prefix, path) if part)
-            _collect_module(module, base, by_id, state)
+    for base, module in walk(state.modules):
+        _collect_module(module, base, by_id, state)
     for label, optimizer in optimizers.items():
         for g, group in enumerate(optimizer.param_groups):
             for i, param in enumerate(group["params"]):
@@ -125,8 +127,8 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
 
 def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state: StepState) -> None:
     for container, role, table in (
-        (module._parameters, Role.PARAM, state.params),
-        (module._buffers, Role.BUFFER, state.buffers),
+        (_torch.parameters_of(module), Role.PARAM, state.params),
+        (_torch.buffers_of(module), Role.BUFFER, state.buffers),
     ):
         for key, tensor in container.items():
             if tensor is None:
@@ -153,8 +155,10 @@ def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
                 name = f"{label}.{key}" + (f"[{g}]" if len(optimizer.param_groups) > 1 else "")
                 if _is_number(value):
                     found.append(Hyper(name, o, g, key))
-                elif isinstance(value, tuple) and all(_is_number(v) for v in value):
-                    found += [Hyper(f"{name}.{i}", o, g, key, i) for i in range(len(value))]
+                elif isinstance(value, tuple):
+                    parts = cast(tuple[object, ...], value)
+                    if all(_is_number(v) for v in parts):
+                        found += [Hyper(f"{name}.{i}", o, g, key, i) for i in range(len(parts))]
     return found
 
 
@@ -181,7 +185,7 @@ def optimizer_state(state: StepState) -> list[Held]:
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Give `param` the optimizer state that the first step would create, where that is known to leave the first update exact.
+    """Give `param` the optimizer state that the first step would create, where the first update is known to stay exact.
 
     Only torch.optim's own classes are primed (their `_init_group`); a first step that differs from the later ones
     (SGD with dampening) and any other optimizer is captured twice instead. Returns whether state was created.
@@ -194,7 +198,7 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -
         if momentum:
             optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False).detach()
         return momentum
-    lists = [[] for _ in inspect.signature(init).parameters][1:]
+    lists = [list[Any]() for _ in inspect.signature(init).parameters][1:]
     before, param.grad = param.grad, param.detach()
     try:
         init({**group, "params": [param]}, *lists)
@@ -205,9 +209,9 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def put_in_place(
-    state: StepState, params: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """Inside, modules and optimizers hold the given tensors; afterwards everything is as it was, groups and state included."""
+    state: StepState, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> Generator[None]:
+    """Inside, modules and optimizers hold the given tensors; afterwards all is as it was, groups and state included."""
     helds = [*state.params.values(), *state.buffers.values()]
     before = [(held, held.tensor) for held in helds]
     groups = [(g, dict(g)) for o in state.optimizers.values() for g in o.param_groups]
@@ -244,11 +248,15 @@ def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor)
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """Every option of every parameter group that the trace bakes in: `(group, key, value)`."""
+def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Optimizer, int, str, Any]]:
+    """Every option of every parameter group that the trace bakes in: `(optimizer, group number, key, value)`."""
     live = {(h.optimizer, h.group, h.key) for h in scheduled}
-    out: list[tuple[Mapping[str, Any], str, Any]] = []
+    out: list[tuple[Optimizer, int, str, Any]] = []
     for o, optimizer in enumerate(state.optimizers.values()):
         for g, group in enumerate(optimizer.param_groups):
-            out += [(group, key, value) for key, value in group.items() if key != "params" and (o, g, key) not in live]
+            out += [
+                (optimizer, g, key, value)
+                for key, value in group.items()
+                if key != "params" and (o, g, key) not in live
+            ]
     return out

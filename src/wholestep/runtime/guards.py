@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..capture.find import Structure
 from ..capture.state import StepState
@@ -63,8 +64,8 @@ class Guards:
     names: Sequence[str]
     modes: Sequence[tuple[nn.Module, bool]]
     trainable: Sequence[tuple[torch.Tensor, bool, str]]
-    numbers: Sequence[tuple[Mapping[str, Any], str, Any]]
-    groups: Sequence[tuple[list[Any], int]]
+    numbers: Sequence[tuple[Optimizer, int, str, Any]]
+    groups: Sequence[tuple[Optimizer, list[int]]]
     grads: Sequence[bool] | None
     ambient: tuple[Any, ...]
 
@@ -87,12 +88,14 @@ class Guards:
         for param, requires_grad, name in self.trainable:
             if param.requires_grad is not requires_grad:
                 return f"requires_grad of {name} is {param.requires_grad}"
-        for group, key, value in self.numbers:
-            if group.get(key) is not value and group.get(key) != value:
-                return f"option {key!r} of a parameter group is {group.get(key)!r}, it was {value!r}"
-        for params, count in self.groups:
-            if len(params) != count:
-                return f"a parameter group has {len(params)} parameters, it had {count}"
+        for optimizer, counts in self.groups:
+            now = [len(group["params"]) for group in optimizer.param_groups]
+            if now != counts:
+                return f"the parameter groups have {now} parameters, they had {counts}"
+        for optimizer, number, key, value in self.numbers:
+            found = optimizer.param_groups[number].get(key)
+            if found is not value and found != value:
+                return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:

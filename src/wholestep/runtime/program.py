@@ -36,7 +36,9 @@ class Program:
     run: Run
     names: Sequence[str]
     _held: list[Any] = field(default_factory=list[Any])
-    _slots: list[tuple[Any, Any, Any]] = field(default_factory=list[tuple[Any, Any, Any]])
+    _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
+        default_factory=list[tuple[Callable[[Any], Any], Any, Any]]
+    )
     _states: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class Program:
         used = {i.name for i in inputs if i.role is Role.HYPER}
         optimizers = list(self.capture.state.optimizers.values())
         live = [h for h in self.capture.hypers if h.name in used]
-        self._sources = [(optimizers[h.optimizer].param_groups[h.group], h.key, h.index) for h in live]
+        self._sources = [(optimizers[h.optimizer], h.group, h.key, h.index) for h in live]
         self._last: list[Any] = [None] * len(live)
         self._count = sum(o.kind == "result" for o in self.local.outputs)
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
@@ -59,6 +61,7 @@ class Program:
             and not self.capture.results.opened
             and self.capture.results.spec.num_nodes == 1
         )
+        self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
         self._params = [h.tensor for h in self.capture.state.params.values()] if self.capture.fresh_grads else []
         self.bind_state()
 
@@ -71,23 +74,49 @@ class Program:
             if given.role is Role.STATE and not isinstance(container[key], DTensor):
                 place_entry(container, given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world)
         places = [find_input(given, state) for given in self._kept]
-        self._slots = [(container, key, container[key]) for container, key in places]
+        getters = [c.get if isinstance(c, dict) else c.__getitem__ for c, _ in places]
+        self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
         self._held = [local(tensor) for _, _, tensor in self._slots]
         self._states = [(o, o.state) for o in state.optimizers.values()]
 
-    def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """The flat inputs of `run` for a call with these leaves."""
-        for container, key, tensor in self._slots:
-            if container.get(key) is not tensor:
-                self.bind_state()
+    def refresh(self) -> str:
+        """Find replaced state again; says what came or went, so that the step must be captured again, or ''."""
+        for get, key, tensor in self._slots:
+            if get(key) is not tensor:
                 break
         else:
-            for optimizer, entries in self._states:
-                if optimizer.state is not entries:
-                    self.bind_state()
-                    break
-        for i, (group, key, index) in enumerate(self._sources):
-            value = group[key] if index is None else group[key][index]
+            if not self._makes and all(optimizer.state is entries for optimizer, entries in self._states):
+                return ""
+        changed = self._changed()
+        if not changed:
+            self.bind_state()
+        return changed
+
+    def _changed(self) -> str:
+        state, optimizers = self.capture.state, list(self.capture.state.optimizers.values())
+        for given, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
+            if given.role is Role.PARAM and state.params[given.name].tensor is not tensor:
+                return f"parameter {given.name!r} was replaced"
+            if given.role is Role.STATE:
+                entry = optimizers[given.optimizer].state.get(state.params[given.owner].tensor, {})
+                if given.key not in entry:
+                    return f"optimizer state {given.key!r} of {given.owner!r} is gone"
+        for number, owner, key in self._makes:
+            if key in optimizers[number].state.get(state.params[owner].tensor, {}):
+                return f"optimizer state {key!r} of {owner!r} exists now"
+        return ""
+
+    def _made_by(self, name: str) -> tuple[int, str, str]:
+        """Number of the optimizer, parameter and key of state that the step creates."""
+        owner, _, key = name.rpartition("/")
+        key, _, label = key.partition("@")
+        return list(self.capture.state.optimizers).index(label) if label else 0, owner, key
+
+    def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """The flat inputs of `run` for a call with these leaves."""
+        for i, (optimizer, number, key, index) in enumerate(self._sources):
+            value = optimizer.param_groups[number][key]
+            value = value if index is None else value[index]
             if isinstance(value, torch.Tensor) or value != self._last[i]:
                 self._numbers[i].fill_(float(value))
                 self._last[i] = value
@@ -112,21 +141,19 @@ class Program:
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""
         state = self.capture.state
-        optimizers = list(state.optimizers.items())
+        optimizers = list(state.optimizers.values())
         for name, tensor in made.items():
-            owner, _, key = name.rpartition("/")
-            key, _, label = key.partition("@")
-            held = state.params[owner]
+            number, owner, key = self._made_by(name)
             value: torch.Tensor = tensor
-            like = held.tensor
+            like = state.params[owner].tensor
             layout = self.plan.created[name]
-            if isinstance(like, DTensor) and self.world.devices is not None and (layout.is_sharded or tensor.dim()):
+            as_param = isinstance(like, DTensor) and tensor.dim()
+            if self.world.devices is not None and (layout.is_sharded or as_param):
                 value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, like.shape)
             if key == "grad":
                 like.grad = value
             else:
-                number = next((i for i, (l, _) in enumerate(optimizers) if l == label), 0)
-                optimizers[number][1].state[like][key] = value
+                optimizers[number].state[like][key] = value
 
 
 def input_names(inputs: Sequence[Input]) -> list[str]:

@@ -32,6 +32,7 @@ from ..passes.reinplace import Reinplace
 from ..plan.data_parallel import DataParallel
 from ..plan.make import plan
 from ..plan.plan import Plan
+from . import random_state
 from .agree import agree, program_lines
 from .guards import Guards, all_modes, ambient, guard_of
 from .launch import World, join
@@ -102,16 +103,18 @@ class CompiledStep:
         return result
 
     def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
-        why = ""
         if self.programs:
             now = ambient(self.programs[-1].world.device)
+            newest = ""
             for i in range(len(self.programs) - 1, -1, -1):
-                why = self.programs[i].guards.check(call.structure, call.leaves, now)
+                program = self.programs[i]
+                why = program.guards.check(call.structure, call.leaves, now) or program.refresh()
                 if not why:
                     if i != len(self.programs) - 1:
                         self.programs.append(self.programs.pop(i))
-                    return self.programs[-1]
-            self.misses.append(self.programs[-1].guards.check(call.structure, call.leaves, now))
+                    return program
+                newest = newest or why
+            self.misses.append(newest)
         return self._build(args, kwargs)
 
     # -- what was made -----------------------------------------------------------------
@@ -221,27 +224,37 @@ class CompiledStep:
 
     def _install(self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Program:
         state = made.capture.state
-        with self._stage("place"):
-            place(state, made.plan, world, self.options.parallel.sync_state and not self.programs)
-        self.state = state
-        for call_back in self.on_placed:
-            call_back(self)
-        self.on_placed.clear()
         call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
+        drawn = random_state.take() if self.on_placed else None
+        with self._stage("place"):
+            place(state, made.plan, world, self.options.parallel.sync_state and self.state is None)
+        self.state = state
+        guards = self._guards(made, call, names, world)
+        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names)
+        if drawn is not None:
+            self._tell_placed()
+            random_state.put(drawn)
+            why = guards.check(call.structure, call.leaves, ambient(world.device)) or program.refresh()
+            if why:
+                self.misses.append(why)
+                return self._build(args, kwargs)
         with self._stage("backend"):
-            program = Program(
-                made.capture, made.plan, made.local, world, self._guards(made, call, names, world), _not_yet, names
-            )
             graph = bind(made.local, world.coordinate, world.groups)
             inputs = program.gather_inputs(call.leaves)
             program.run = inductor(graph, inputs) if self.options.backend == "inductor" else eager(graph, self._clock)
         self.programs.append(program)
         return program
 
+    def _tell_placed(self) -> None:
+        """Those that waited for the state to be where it rests may change it now; one that raises is called again."""
+        for call_back in self.on_placed:
+            call_back(self)
+        self.on_placed.clear()
+
     def _guards(self, made: _Made, call: Call, names: Sequence[str], world: World) -> Guards:
         state, capture = made.capture.state, made.capture
         params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
-        groups = [(g["params"], len(g["params"])) for o in state.optimizers.values() for g in o.param_groups]
+        groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
         grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
         return Guards(
             call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
