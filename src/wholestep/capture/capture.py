@@ -37,7 +37,8 @@ def find_state(
 ) -> tuple[StepState, Structure, tuple[Any, ...], list[str]]:
     """What the step holds, and its arguments taken apart.
 
-    Modules and optimizers are found among the arguments (any number, any nesting), in `extra`, and in what `fn` closes over.
+    Modules and optimizers are found among the arguments (any number, any nesting), in `extra`, and in what `fn` closes
+    over.
 
     Raises:
         CaptureError: nothing to train was found.
@@ -71,7 +72,7 @@ def capture_step(
     keep_grads: bool = False,
     fused: bool = True,
 ) -> Capture:
-    """Capture `fn(*args, **kwargs)`, forward, backward and optimizer, as one graph; nothing real is computed or changed.
+    """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
 
     Raises:
         CaptureError: the step cannot become one graph; says where and what to write instead.

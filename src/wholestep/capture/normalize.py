@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.graph import Input, Output, Role, TrainGraph
+from ..graph.graph import Input, Output, Role, TrainGraph, node_at
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .trace import Traced
@@ -59,13 +58,14 @@ def _is_impure(node: Node) -> bool:
 
 def _refuse_mutated_constants(module: GraphModule) -> None:
     for node in module.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+        if node.op != "call_function" or not _torch.is_op(node.target):
             continue
         for argument, given in zip(_torch.schema_of(node.target).arguments, node.args, strict=False):
             mutated = argument.alias_info is not None and argument.alias_info.is_write
             if mutated and isinstance(given, Node) and given.op == "get_attr":
+                shape = tuple(getattr(module, str(given.target)).shape)
                 raise CaptureError(
-                    f"the step changes in place a tensor of shape {tuple(getattr(module, str(given.target)).shape)} that it closes over",
+                    f"the step changes in place a tensor of shape {shape} that it closes over",
                     "tensors that change to be held by the model, by the optimizer, or passed as an argument",
                     "register it as a buffer of the model or pass it to the step",
                     meta.source_line(node),
@@ -126,14 +126,14 @@ def _same_as(node: Node) -> Node | None:
     """The earlier node that has the very value of `node`, if `node` changes nothing."""
     target = node.target
     if target in _SAME:
-        return node.args[0]  # type: ignore[return-value]
+        return node_at(node, 0)
     if target in _TRANSPOSES and isinstance(node.args[0], Node) and node.args[0].target in _TRANSPOSES:
-        return node.args[0].args[0]  # type: ignore[return-value]
+        return node_at(node.args[0], 0)
     if target is aten.copy.default:
-        into, source = meta.tensor(node.args[0]), meta.tensor(node.args[1])  # type: ignore[arg-type]
-        return node.args[1] if into == source else None  # type: ignore[return-value]
+        into, source = meta.tensor(node_at(node, 0)), meta.tensor(node_at(node, 1))
+        return node_at(node, 1) if into == source else None
     if target in (aten.view.default, aten.expand.default, aten._to_copy.default):
-        return node.args[0] if meta.tensor(node.args[0]) == meta.tensor(node) else None  # type: ignore[arg-type, return-value]
+        return node_at(node, 0) if meta.tensor(node_at(node, 0)) == meta.tensor(node) else None
     return None
 
 
@@ -164,7 +164,8 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
 
 def _unknown_parameter(tensor: torch.Tensor, node: Node) -> CaptureError:
     return CaptureError(
-        f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that belongs to no module or optimizer it was given",
+        f"the step uses a trainable tensor of shape {tuple(tensor.shape)} "
+        "that belongs to no module or optimizer it was given",
         "every module of the step as an argument of it, as model=, or as a variable the function closes over",
         "pass its module to the step, or to wholestep.compile as model=",
         next((line for line in (meta.source_line(n) for n in (node, *node.users)) if line), ""),
@@ -172,7 +173,7 @@ def _unknown_parameter(tensor: torch.Tensor, node: Node) -> CaptureError:
 
 
 def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output]:
-    """Name every output and drop those that change nothing; gradients stay only where the step or the user needs them."""
+    """Name every output and drop those that change nothing; gradients stay where the step or the user needs them."""
     node = next(iter(reversed(graph.nodes)))
     values: list[Any] = list(node.args[0])
     held = traced.stand_ins.inputs
@@ -232,8 +233,3 @@ def _rename(graph: Graph, inputs: list[Input]) -> None:
             node.name = fresh(getattr(node.target, "__name__", "op").split(".")[0])
         else:
             node.name = node.op
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Number of elements of a shape."""
-    return math.prod(shape)

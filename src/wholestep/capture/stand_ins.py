@@ -51,7 +51,10 @@ class StandIns:
 def stand_ins(
     state: StepState, hypers: Sequence[Hyper], names: Sequence[str], leaves: Sequence[Any], device: str
 ) -> StandIns:
-    """Stand-ins for parameters, buffers, optimizer state (as it is, or as the first step creates it), gradients, numbers, batch."""
+    """Stand-ins for parameters, buffers, optimizer state, gradients, scheduled numbers and the batch, in this order.
+
+    Optimizer state is as it is, or as the first step creates it.
+    """
     out = StandIns(device)
     for held in [*state.params.values(), *state.buffers.values()]:
         out.add(held.input, held.tensor.requires_grad)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,7 +23,7 @@ from .precision import MixedPrecision, modules_seen
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
 
-_READS = {
+_READS: dict[Any, str] = {
     torch.Tensor.item: "item()",
     torch.Tensor.tolist: "tolist()",
     torch.Tensor.numpy: "numpy()",
@@ -32,6 +32,7 @@ _READS = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
 
@@ -43,7 +44,7 @@ class TensorLeaf:
 class Request:
     """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
 
-    Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's own kernels.
+    Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's kernels do.
     """
 
     fn: Callable[..., Any]
@@ -166,8 +167,10 @@ class _Run:
     def saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if all(optimizer is not known for known in self.request.state.optimizers.values()):
             raise CaptureError(
-                f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep was not given and did not find",
-                "every optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
+                f"the step runs an optimizer ({type(optimizer).__name__}) "
+                "that wholestep was not given and did not find",
+                "every optimizer of the step as an argument of it, as optimizer=, "
+                "or as a variable the function closes over",
                 "pass it to the step, or to wholestep.compile as optimizer=",
             )
 
@@ -226,14 +229,16 @@ class _Watch(TorchFunctionMode):
         read = _READS.get(func)
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
             raise CaptureError(
-                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} while it is being captured",
+                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
+                "while it is being captured",
                 ONE_GRAPH,
                 "return the tensor and read it after the call, or write the choice with torch.where",
             )
         args = [self._stand_in(a) for a in args]
-        if getattr(func, "__name__", "") == "__set__" and func == torch.Tensor.grad.__set__ and args[1] is None:
+        if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
-        return func(*args, **{k: self._stand_in(v) for k, v in (kwargs or {}).items()})
+        named: dict[str, Any] = kwargs or {}
+        return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
 
 
 def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:
@@ -286,7 +291,8 @@ def _refuse_changed(
             for key, value in entry.items():
                 if isinstance(value, (int, float)) and entries.get(param, {}).get(key) != value:
                     raise CaptureError(
-                        f"optimizer {type(optimizer).__name__} keeps the Python number {key!r} in its state and changes it at every step",
+                        f"optimizer {type(optimizer).__name__} keeps the Python number {key!r} in its state "
+                        "and changes it at every step",
                         "optimizer state made of tensors, as torch.optim keeps it",
                         f"store {key!r} as a 0-dim tensor",
                     )
@@ -294,7 +300,7 @@ def _refuse_changed(
 
 def _calling_line() -> tuple[str, int] | None:
     """File and line of the innermost user frame on the stack."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
