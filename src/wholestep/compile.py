@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,10 +17,25 @@ from .plan.data_parallel import DataParallel
 from .runtime.step import CompiledStep, Progress, StepOptions
 
 
+class _Options(TypedDict, total=False):
+    parallel: DataParallel | None
+    mesh: Mesh | str | None
+    backend: str
+    model: nn.Module | Sequence[nn.Module] | None
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    module_overrides: Mapping[str, nn.Module] | None
+    graph_transform: Pass | None
+    keep_grads: bool
+    measure: bool
+    progress: Progress | None
+    agree_timeout: float
+    device: str | None
+
+
 @overload
-def compile(train_step: Callable[..., Any], **options: Any) -> CompiledStep: ...
+def compile(train_step: Callable[..., Any], **options: Unpack[_Options]) -> CompiledStep: ...
 @overload
-def compile(train_step: None = None, **options: Any) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(train_step: None = None, **options: Unpack[_Options]) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(
     train_step: Callable[..., Any] | None = None,
     *,
@@ -49,7 +64,7 @@ def compile(
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
         graph_transform: a function LocalGraph -> LocalGraph, called once after partitioning.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
-        measure: time what the step spends blocked on communication (`step.waited_seconds`, in seconds, of the last call).
+        measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
         progress: called as `progress(stage, "start" | "done", seconds)`.
         agree_timeout: seconds to wait for the other ranks to compile their program.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -59,18 +74,22 @@ def compile(
         >>> loss = step(model, optimizer, batch)
 
     Raises:
-        PlanError, BackendError, MeshError: an option is malformed; what depends on the model is raised at the first call.
+        PlanError, BackendError, MeshError: an option is malformed; what depends on the model comes at the first call.
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
     options = StepOptions(
-        parallel or DataParallel(), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra, module_overrides or {},
-        graph_transform, keep_grads, measure, progress, agree_timeout, device,
+        parallel or DataParallel(), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra,
+        module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout, device,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
     elif options.parallel.style == "hybrid":
         raise MeshError("style 'hybrid' without a mesh", "a mesh of two axes", 'give mesh="replicate=2,shard=2", say')
-    return (lambda fn: CompiledStep(fn, options)) if train_step is None else CompiledStep(train_step, options)
+
+    def decorate(fn: Callable[..., Any]) -> CompiledStep:
+        return CompiledStep(fn, options)
+
+    return decorate if train_step is None else decorate(train_step)
 
 
 def _named(name: str, given: Any, kind: type) -> dict[str, Any]:

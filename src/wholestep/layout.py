@@ -32,7 +32,7 @@ REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes that shard each tensor dim (outermost first), axes that hold partial values, axes along which the value varies.
+    """Axes that shard each tensor dim (outermost first), axes that hold partial values, axes along which it varies.
 
     Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial` and `varies`.
 
@@ -118,7 +118,7 @@ class Layout:
             if op not in PARTIAL_OPS:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
 
-    def show(self, shape: Sequence[int]) -> str:
+    def show(self, shape: Sequence[int | str]) -> str:
         """`33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""
         parts = [f"{n}@{','.join(axes)}" if axes else str(n) for n, axes in zip(shape, self.dims, strict=True)]
         parts = parts or ["()"]
@@ -127,7 +127,7 @@ class Layout:
         return " ".join(parts)
 
     def __str__(self) -> str:
-        return self.show(tuple("_" for _ in self.dims))  # type: ignore[arg-type]
+        return self.show("_" * len(self.dims))
 
 
 def replicated(ndim: int) -> Layout:

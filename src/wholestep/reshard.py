@@ -1,4 +1,7 @@
-"""From one layout to another as the cheapest list of collective steps: a shortest path over layouts, priced by bytes and hops."""
+"""From one layout to another as the cheapest list of collective steps.
+
+A shortest path over layouts, priced by bytes and hops.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def reshard(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: in
     """The cheapest way from `source` to `target` for a tensor of global `shape` with `itemsize` bytes an element.
 
     Raises:
-        LayoutError: there is none: a value that varies has no global meaning, a partial value cannot be made of a shard.
+        LayoutError: there is none: a value that varies has no global meaning, a shard cannot become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()

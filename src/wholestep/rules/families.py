@@ -1,8 +1,9 @@
-"""Rules by family: elementwise ops by their tag, foreach and fused optimizer ops index by index, norms, stacks and factories."""
+"""Rules by family: elementwise ops by their tag, foreach and fused optimizer ops by index, norms, stacks, factories."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.fx import Node
@@ -18,7 +19,7 @@ _ADDITIVE = {"add", "sub", "rsub", "foreach_add", "foreach_sub"}
 _SCALING = {"mul", "foreach_mul"}
 _FIRST_ONLY = {"div", "foreach_div", "neg", "foreach_neg", "_to_copy", "to_copy", "clone", "positive"}
 _ANY_FIRST = {"clone"}
-NORMS = {1: "norm1", 1.0: "norm1", 2: "norm2", 2.0: "norm2", float("inf"): "max"}
+NORMS: dict[object, str] = {1: "norm1", 2: "norm2", float("inf"): "max"}
 
 
 def base_name(node: Node) -> str:
@@ -64,7 +65,7 @@ def _pass_through(name: str, positions: Sequence[int], ranks: Sequence[int]) -> 
 
 
 def indexed(node: Node) -> BoundRule:
-    """Foreach and fused ops: entry i of every list is computed from entry i of the others; single tensors are shared."""
+    """Foreach and fused ops: entry i of each list is computed from entry i of the others; single tensors are shared."""
     lists = [
         a
         for a in (*node.args, *node.kwargs.values())
@@ -73,7 +74,7 @@ def indexed(node: Node) -> BoundRule:
     count = len(lists[0]) if lists else 0
     members: list[dict[int, Term]] = [{} for _ in range(count)]
     position = 0
-    main = [_shape(n) for n in lists[0]] if lists else []
+    main = [_shape(cast(Node, n)) for n in lists[0]] if lists else []
     for argument in (*node.args, *node.kwargs.values()):
         entries = argument if isinstance(argument, (list, tuple)) else [argument]
         for i, entry in enumerate(entries):
@@ -96,7 +97,7 @@ def indexed(node: Node) -> BoundRule:
 def foreach_norm(node: Node) -> BoundRule | None:
     """One norm for each tensor of a list."""
     order = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
-    op = NORMS.get(order)  # type: ignore[arg-type]
+    op = NORMS.get(order)
     if op is None:
         return None
     return BoundRule(tuple(_norm_group(i, i, len(_shape(n)), op) for i, n in enumerate(operands(node))))
@@ -106,7 +107,7 @@ def vector_norm(node: Node) -> BoundRule | None:
     """A norm over all elements; over some dims there is no rule yet."""
     order = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
     dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    op = NORMS.get(order)  # type: ignore[arg-type]
+    op = NORMS.get(order)
     made = meta.tensor(node)
     if op is None or dims or made is None or made.shape:
         return None
@@ -123,7 +124,7 @@ def _norm_group(operand: int, output: int, ndim: int, op: str) -> Group:
 def stack(node: Node) -> BoundRule:
     """Places tensors side by side: whatever they are partial in, the result is."""
     given = operands(node)
-    whole = {i: (None,) * len(_shape(n)) for i, n in enumerate(given)}
+    whole: dict[int, Term] = {i: (None,) * len(_shape(n)) for i, n in enumerate(given)}
     made = meta.tensor(node)
     assert made is not None, "stack makes one tensor"
     return BoundRule(

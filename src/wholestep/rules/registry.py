@@ -16,7 +16,7 @@ def rule_for(node: Node) -> BoundRule | None:
     name = base_name(node)
     if name in BY_NAME:
         return BY_NAME[name](node)
-    if not isinstance(node.target, _torch.OpOverload):
+    if not _torch.is_op(node.target):
         return None
     if name.startswith(("foreach_", "fused_")):
         return indexed(node) if _one_for_each(node) else None
@@ -39,4 +39,4 @@ def _one_for_each(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """True for an op that draws from the random number generator."""
-    return isinstance(node.target, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return _torch.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags

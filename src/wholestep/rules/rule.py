@@ -1,7 +1,8 @@
-"""A sharding rule applied to one call of an op: which dims of which operands are cut together, and what passes through unreduced."""
+"""A rule applied to one call of an op: which dims of which operands are cut together, what may pass unreduced."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Term = tuple[str | None, ...]
@@ -13,7 +14,7 @@ ANY_PARTIAL = frozenset({"sum", "avg", "max", "min", "norm1", "norm2"})
 
 @dataclass(frozen=True)
 class PassThrough:
-    """Operands that may hold partial values of `ops`, all of them together; the outputs are then partial the same way."""
+    """Operands that may hold partial values of `ops`, all of them together; the outputs are then partial likewise."""
 
     operands: frozenset[int]
     ops: frozenset[str] = LINEAR
@@ -27,9 +28,9 @@ class Group:
     `reduces` maps a factor that is missing in the outputs to the partial op that sharding it leaves there.
     """
 
-    operands: dict[int, Term]
-    outputs: dict[int, Term]
-    reduces: dict[str, str] = field(default_factory=dict[str, str])
+    operands: Mapping[int, Term]
+    outputs: Mapping[int, Term]
+    reduces: Mapping[str, str] = field(default_factory=dict[str, str])
     partial: tuple[PassThrough, ...] = ()
 
     def factors_at(self, operand: int, dim: int) -> str | None:
