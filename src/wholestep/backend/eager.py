@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..graph.graph import operands
+from ..graph.graph import function_of, operands
 from ..graph.verify import is_wait
 
 Run = Callable[[Sequence[Any]], list[Any]]
@@ -69,7 +69,7 @@ class _Writer:
             if node.op == "call_function":
                 lines.append(f"    {self._line(node)}")
             elif node.op == "output":
-                lines.append(f"    return {self._value(list(node.args[0]))}")  # type: ignore[arg-type]
+                lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
             if node in dying:
                 lines.append(f"    del {', '.join(sorted(set(dying[node])))}")
         return "\n".join(lines) + "\n"
@@ -78,7 +78,8 @@ class _Writer:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
-            target = self.clock.timed(node.target) if self.clock and is_wait(node) else node.target  # type: ignore[arg-type]
+            target = function_of(node)
+            target = self.clock.timed(target) if self.clock and is_wait(node) else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         return f"{node.name} = {call}" if node.users else call
@@ -87,8 +88,9 @@ class _Writer:
         if isinstance(value, Node):
             return value.name
         if isinstance(value, (list, tuple)):
-            inner = ", ".join(self._value(v) for v in value)
-            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+            items = cast(Sequence[Any], value)
+            inner = ", ".join(self._value(v) for v in items)
+            return f"[{inner}]" if isinstance(items, list) else f"({inner}{',' if len(items) == 1 else ''})"
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
         return self._constant(value, "c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -28,10 +29,10 @@ class Emitter:
     graph: Graph
     mesh: Mesh
 
-    def call(self, target: object, args: tuple[object, ...], made: TensorMeta, like: Node) -> Node:
+    def call(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
         """One call node that makes one tensor, at the place in the user's code of `like`."""
         name = str(getattr(target, "__name__", target)).split(".")[0].removesuffix("_tensor").removesuffix("_into")
-        node = self.graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
+        node = self.graph.create_node("call_function", target, args, name=name)
         meta.copy(like, node)
         meta.set_value(node, None)
         meta.set_tensors(node, (made,))
@@ -64,7 +65,7 @@ class Emitter:
         return contiguous(shape, whole)
 
     def _local(self, move: tuple[Step, Layout, Layout], at: Node, whole: TensorMeta) -> Node:
-        step, before, after = move
+        step, _, after = move
         made = self._made(after, whole)
         if step.kind == "vary" or (step.kind == "mask" and step.op == "avg"):
             return at
@@ -91,7 +92,7 @@ class Emitter:
         padded[step.dim] = chunk if step.kind == "all_gather" else chunk * parts
         if long_shape[step.dim] % parts:
             at = self.call(pad_to, (at, step.dim, padded[step.dim]), contiguous(padded, whole), at)
-        at = self._first(at, step.dim, padded if step.kind == "all_gather" else padded, whole)
+        at = self._first(at, step.dim, padded, whole)
         moved = [padded[step.dim], *padded[: step.dim], *padded[step.dim + 1 :]]
         if step.kind == "all_gather":
             moved[0] = chunk * parts
@@ -131,7 +132,7 @@ class Emitter:
             self._made(after if step.kind == "all_gather" else before, whole).shape[step.dim],
         )
         if step.dim:
-            back = list(range(1, step.dim + 1)) + [0] + list(range(step.dim + 1, len(here.shape)))
+            back = [*range(1, step.dim + 1), 0, *range(step.dim + 1, len(here.shape))]
             node = self.call(aten.permute.default, (node, back), contiguous([here.shape[d] for d in back], whole), node)
         if size % parts == 0:
             return node

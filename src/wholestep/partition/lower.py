@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, TrainGraph, operands
+from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
@@ -72,12 +72,10 @@ class _Lowering:
         meta.copy(node, new)
         meta.set_tensors(new, (self._local(node, layout),))
         self.at[node, 0], self.layouts[node] = new, (layout,)
-        given = next(i for i, n in self._inputs() if n is node) if self.plan.options.broadcast_buffers else None
-        if given is not None and given.role is Role.BUFFER:
-            self._from_first(node, new)
-
-    def _inputs(self) -> list[tuple[object, Node]]:
-        return list(self.train.placeholders())
+        if self.plan.options.broadcast_buffers:
+            given = next(i for i, n in self.train.placeholders() if n is node)
+            if given.role is Role.BUFFER:
+                self._from_first(node, new)
 
     def _from_first(self, node: Node, new: Node) -> None:
         """Every rank starts from the first rank's buffer, axis by axis."""
@@ -98,11 +96,8 @@ class _Lowering:
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
         elif node.target is GRAD_READY:
-            new = (
-                self._place(node.args[0], region)
-                if node.args[0] in self.regions.on_demand
-                else self.at[node.args[0], 0]
-            )  # type: ignore[arg-type, index]
+            grad = node_at(node, 0)
+            new = self._place(grad, region) if grad in self.regions.on_demand else self.at[grad, 0]
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
@@ -124,9 +119,8 @@ class _Lowering:
         return new
 
     def _getitem(self, node: Node, region: int) -> Node:
-        source, index = node.args
-        made = self._place(source, region)  # type: ignore[arg-type]
-        new = self.graph.create_node("call_function", node.target, (made, index), name=node.name)
+        made = self._place(node_at(node, 0), region)
+        new = self.graph.create_node("call_function", node.target, (made, node.args[1]), name=node.name)
         meta.copy(node, new)
         layouts = self.plan.decisions[node.name].outputs
         meta.set_tensors(new, [self._shape(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])

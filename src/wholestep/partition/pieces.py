@@ -1,4 +1,4 @@
-"""The few functions in a local graph that depend on the rank. Until it is bound, `coordinate` names a mesh axis instead."""
+"""The few functions in a local graph that depend on the rank. Until it is bound, `coordinate` names a mesh axis."""
 
 from __future__ import annotations
 

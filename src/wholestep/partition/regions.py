@@ -8,6 +8,7 @@ the parameter and all views and casts of it are made again where the backward ne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch.fx import Node
 
@@ -16,9 +17,10 @@ from ..graph.graph import Role, TrainGraph, operands
 from ..graph.ops import CHEAP
 from ..plan.plan import Plan
 
+
 @dataclass
 class Regions:
-    """`stretch` numbers the alternations of forward and backward; `again` are parameters gathered in each stretch anew."""
+    """`stretch` numbers the alternations of forward and backward; `again` are parameters gathered in each anew."""
 
     stretch: dict[Node, int]
     source: dict[Node, Node]
@@ -67,7 +69,7 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
 
 
 def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
-    """Parameters used whole in several stretches that do not fit the budget; first served is who is needed again first."""
+    """Parameters used whole in several stretches that do not fit the budget; first served is who is needed first."""
     budget = plan.options.keep_gathered_bytes
     if budget is None:
         return set()
@@ -84,7 +86,7 @@ def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], sour
     def idle(param: Node) -> int:
         """How many nodes pass between its last use in one stretch and its first in the next."""
         points = sorted(several[param])
-        return min(b[1] - a[1] for a, b in zip(points, points[1:], strict=False) if a[0] != b[0])
+        return min(b[1] - a[1] for a, b in pairwise(points) if a[0] != b[0])
 
     again: set[Node] = set()
     for param in sorted(several, key=idle):

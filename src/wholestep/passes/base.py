@@ -20,7 +20,7 @@ def run_passes(local: LocalGraph, passes: Sequence[Pass]) -> LocalGraph:
     for one in passes:
         name = getattr(one, "__name__", type(one).__name__)
         local = one(local)
-        if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",
                 "a LocalGraph",

@@ -1,12 +1,13 @@
-"""Updates in place again: functional ops whose operand dies become in-place ops, and new state lands in the old storage.
+"""Updates in place again: functional ops whose operand dies become in-place ops, new state lands in the old storage.
 
 Bitwise the same. What cannot be updated in place is copied at the end, so a parameter keeps its storage for good.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -27,6 +28,7 @@ class Reinplace:
     """Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates."""
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
+        """A changed copy."""
         graph = copy_graph(local.graph)
         work = _Work(replace(local, graph=graph))
         work.run()
@@ -85,8 +87,9 @@ class _Work:
 
     # -- nodes ---------------------------------------------------------------------------
     def run(self) -> None:
+
         for node in list(self.graph.nodes):
-            if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload) or is_mutating(node):
+            if node.op != "call_function" or not _torch.is_op(node.target) or is_mutating(node):
                 continue
             inplace = inplace_form(node.target)
             if inplace is None:
@@ -117,11 +120,13 @@ class _Work:
         ]
         names = [a.name for a in _torch.schema_of(inplace).arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        lists: list[list[Node]] = [list(given[name]) for name in written]  # type: ignore[call-overload]
-        takers = _takers(node, nested=len(_torch.schema_of(node.target).returns) > 1)
+        lists = [list(cast(Sequence[Node], given[name])) for name in written]
+        nested = len(_torch.schema_of(node.target).returns) > 1
+        takers = _takers(node, nested)
         for position, (name, entries) in enumerate(zip(written, lists, strict=True)):
             unread = name == "grads" and given.get("grad_scale") is None and not any(p == position for p, _ in takers)
-            if not unread and not all(self._can_hold(n, node, meta.tensor(n)) for n in entries):
+            made = [meta.tensor(n) for n in entries] if nested else meta.tensors(node)
+            if not unread and not all(self._can_hold(n, node, m) for n, m in zip(entries, made, strict=True)):
                 return
         node.target = inplace
         for (position, i), taker in takers.items():
@@ -176,11 +181,15 @@ def _takers(node: Node, nested: bool) -> dict[tuple[int, int], Node]:
     found: dict[tuple[int, int], Node] = {}
     for user in node.users:
         if not nested:
-            found[0, user.args[1]] = user  # type: ignore[index]
+            found[0, _index(user)] = user
             continue
         for inner in user.users:
-            found[user.args[1], inner.args[1]] = inner  # type: ignore[index]
+            found[_index(user), _index(inner)] = inner
     return found
+
+
+def _index(getitem: Node) -> int:
+    return cast(int, getitem.args[1])
 
 
 def _aliased(node: Node) -> Node | None:
@@ -192,7 +201,7 @@ def _aliased(node: Node) -> Node | None:
         return given[0]
     if _torch.is_getitem(node.target):
         return given[0] if _aliased(given[0]) is not None else None
-    if isinstance(node.target, _torch.OpOverload):
+    if _torch.is_op(node.target):
         schema = _torch.schema_of(node.target)
         if any(r.alias_info is not None for r in schema.returns):
             return given[0]
