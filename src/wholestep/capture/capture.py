@@ -30,6 +30,7 @@ class Capture:
     results: Structure
     result_leaves: tuple[Any, ...]
     fresh_grads: bool
+    cleared_grads: tuple[str, ...] = ()
 
 
 def find_state(
@@ -83,7 +84,15 @@ def capture_step(
     traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
-    return Capture(graph, state, numbers, traced.results, tuple(traced.result_leaves), traced.fresh_grads)
+    return Capture(
+        graph,
+        state,
+        numbers,
+        traced.results,
+        tuple(traced.result_leaves),
+        traced.fresh_grads,
+        tuple(traced.cleared_grads),
+    )
 
 
 def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:

@@ -60,7 +60,10 @@ class Request:
 
 @dataclass
 class Traced:
-    """A raw capture. `module` maps `inputs` to the result tensors, then what each input has become, then `created`."""
+    """A raw capture. `module` maps `inputs` to the result tensors, then what each input has become, then `created`.
+
+    `fresh_grads`: the step resets every gradient before it adds to it. `cleared_grads`: parameters that lose theirs.
+    """
 
     module: torch.fx.GraphModule
     stand_ins: StandIns
@@ -68,6 +71,7 @@ class Traced:
     result_leaves: list[Any]
     created: list[Input]
     fresh_grads: bool
+    cleared_grads: list[str]
 
 
 def trace_step(request: Request) -> Traced:
@@ -88,7 +92,9 @@ def trace_step(request: Request) -> Traced:
         raise _explain(error) from error
     finally:
         stranger.remove()
-    return Traced(module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset)
+    return Traced(
+        module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared
+    )
 
 
 @dataclass
@@ -99,6 +105,7 @@ class _Run:
     stand_ins: StandIns
     contributed: set[str] = field(default_factory=set[str])
     reset: set[str] = field(default_factory=set[str])
+    cleared: list[str] = field(default_factory=list[str])
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
@@ -187,6 +194,8 @@ class _Run:
                 now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
             elif i.role is Role.GRAD:
                 grad = helds[i.owner].tensor.grad
+                if grad is None:
+                    self.cleared.append(i.owner)
                 now = now if grad is None else grad
             finals.append(now.detach().to(i.meta.dtype))
         return finals

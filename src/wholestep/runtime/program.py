@@ -62,7 +62,10 @@ class Program:
             and self.capture.results.spec.num_nodes == 1
         )
         self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
-        self._params = [h.tensor for h in self.capture.state.params.values()] if self.capture.fresh_grads else []
+        params = self.capture.state.params
+        self._params = [
+            h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
+        ]
         self.bind_state()
 
     def bind_state(self) -> None:
