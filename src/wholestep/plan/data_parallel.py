@@ -28,8 +28,9 @@ class DataParallel:
     """Every rank runs the step on its own batch; gradients are averaged over ranks.
 
     Args:
-        style: where parameters and optimizer state rest: `replicate` (DDP), `zero1`, `zero2`, `fully_shard` (ZeRO-3, FSDP),
-            `default` (shard what divides evenly, replicate the rest), `hybrid` (shard on the last axis, replicate on the others).
+        style: where parameters and optimizer state rest: `replicate` (DDP), `zero1`, `zero2`, `fully_shard` (ZeRO-3,
+            FSDP), `default` (shard what divides evenly, replicate the rest), `hybrid` (shard on the last axis,
+            replicate on the others).
         axis: the mesh axis or axes to use; all of them by default.
         reshard_after_forward: gather sharded parameters again for the backward (True), keep them (False), or keep up to
             `keep_gathered_bytes` of them, those that the backward needs first (None).

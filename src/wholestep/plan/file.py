@@ -99,7 +99,7 @@ def _layout(value: Any) -> Layout:
     )
 
 
-def _decision(value: Any, layouts: list[Layout]) -> Decision:
+def _decision(value: tuple[list[int], list[int], str, int | None], layouts: list[Layout]) -> Decision:
     operands, outputs, why, settle = value
     return Decision(
         tuple(layouts[i] for i in operands),

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..layout import Layout, replicated
 from ..mesh import Mesh
-from .data_parallel import DataParallel
+from .data_parallel import DataParallel, Resting
 from .plan import Options, Plan
 from .propagate import Situation, batch_layout, propagate
 from .semantics import differences
 
 
-def plan(graph: TrainGraph, mesh: Mesh | str, parallel: DataParallel | None = None) -> Plan:
+def plan(
+    graph: TrainGraph,
+    mesh: Mesh | str,
+    parallel: DataParallel | None = None,
+    placed: Mapping[str, Layout] | None = None,
+) -> Plan:
     """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+
+    `placed` names inputs that rest somewhere already (another step put them there): they stay.
 
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
@@ -23,7 +32,7 @@ def plan(graph: TrainGraph, mesh: Mesh | str, parallel: DataParallel | None = No
     parallel = parallel or DataParallel()
     axes = parallel.axes(mesh)
     _check_batch_dim(graph, parallel)
-    resting = parallel.resting(graph, mesh)
+    resting = _staying(graph, parallel.resting(graph, mesh), placed or {})
     mutated = {o.target for o in graph.outputs if o.kind == "update"}
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
@@ -53,6 +62,16 @@ def plan(graph: TrainGraph, mesh: Mesh | str, parallel: DataParallel | None = No
     return made
 
 
+def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
+    """The style's choice, but for what is placed already; state that is not follows its parameter."""
+    states = {i.owner: placed[i.name] for i in graph.inputs if i.role is Role.STATE and i.name in placed}
+    out = dict(chosen)
+    for name, resting in chosen.items():
+        param = placed.get(name, resting.param)
+        out[name] = Resting(param, states.get(name, resting.state if param == resting.param else param))
+    return out
+
+
 def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout]) -> dict[str, Layout]:
     """State and gradients that the step makes rest as the state of their parameter would, where they have its shape."""
     shapes = {i.name: i.meta.shape for i in graph.inputs}
@@ -76,8 +95,9 @@ def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
     short = [i for i in batch if not -len(i.meta.shape) <= parallel.input_batch_dim < len(i.meta.shape)]
     if short and len(short) == len(batch):
+        shape = list(short[0].meta.shape)
         raise PlanError(
-            f"input_batch_dim={parallel.input_batch_dim} is out of range for {short[0].name!r} of shape {list(short[0].meta.shape)}",
+            f"input_batch_dim={parallel.input_batch_dim} is out of range for {short[0].name!r} of shape {shape}",
             f"a dim from 0 to {len(short[0].meta.shape) - 1}",
             "correct input_batch_dim",
         )

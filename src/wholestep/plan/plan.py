@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Decision:
-    """Layouts that one node takes its operands in (in order, lists opened) and gives its outputs in, and what decided it.
+    """Layouts one node takes its operands in (in order, lists opened) and gives its outputs in, and what decided it.
 
     `settle` is set where a partial result is reduced at once, to that layout.
     """
@@ -39,8 +39,9 @@ class Decision:
 class Options:
     """Choices of a plan that are not layouts.
 
-    `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are gathered
-    again (0: all are, None: none is). `reduce_dtype` is the dtype of gradient reductions, None for the gradient's own.
+    `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are
+    gathered again (0: all are, None: none is). `reduce_dtype` is the dtype of gradient reductions, None for the
+    gradient's own.
     """
 
     keep_gathered_bytes: int | None = None
@@ -53,7 +54,7 @@ class Plan:
     """Where every tensor rests on a mesh.
 
     `created` lays out state that the step makes at its first call.
-    Invariants (`check`): one layout per input, each fits its shape and the mesh; every call of the graph has a decision.
+    Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
     mesh: Mesh
@@ -87,7 +88,7 @@ class Plan:
             )
 
     def bytes_at_rest(self, role: str | None = None) -> int:
-        """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all of these."""
+        """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
         roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         first = self.mesh.coordinate(0)
         total = 0

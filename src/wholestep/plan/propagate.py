@@ -1,8 +1,8 @@
 """Completes a plan: from layouts at rest, node by node, to the layout of every value.
 
-Per axis, a value that varies makes the result vary and asks for whole operands; otherwise the op's rule offers its factors,
-and the cheapest way to bring the operands together wins. A partial value stays partial through linear ops and is reduced,
-where it must be, to the layout its parameter's optimizer state rests in.
+Per axis, a value that varies makes the result vary and asks for whole operands; otherwise the op's rule offers its
+factors, and the cheapest way to bring the operands together wins. A partial value stays partial through linear ops and
+is reduced, where it must be, to the layout its parameter's optimizer state rests in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Input, Role, TrainGraph, operands
+from ..graph.graph import Input, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
@@ -30,7 +30,7 @@ _PRODUCER = "producer"
 
 @dataclass(frozen=True)
 class Situation:
-    """What propagation starts from. `homes` is where a parameter's reduced gradient belongs; `scatter` reduces each at once."""
+    """What propagation starts from. `homes` is where a parameter's reduced gradient belongs; `scatter`: at once."""
 
     graph: TrainGraph
     mesh: Mesh
@@ -81,7 +81,8 @@ class _Propagation:
     # -- the three kinds of node ----------------------------------------------------
     def _pick(self, node: Node) -> Decision:
         source, index = node.args
-        assert isinstance(source, Node) and isinstance(index, int), "getitem picks one output"
+        assert isinstance(source, Node), "getitem picks an output of a node"
+        assert isinstance(index, int), "getitem picks one output"
         items = meta.value(source)
         sizes = [meta.flat_length(item) for item in items]
         start = sum(sizes[:index])
@@ -92,8 +93,8 @@ class _Propagation:
 
     def _gradient(self, node: Node) -> Decision:
         """The mark on a gradient: what varied becomes a partial value with a meaning, the mean or sum over ranks."""
-        source, param = node.args
-        layout = self.layouts[source][0]  # type: ignore[index]
+        param = node.args[1]
+        layout = self.layouts[node_at(node, 0)][0]
         partial = layout
         for axis in self._active():
             if layout.state(axis) == VARIES:
@@ -105,7 +106,8 @@ class _Propagation:
         given = operands(node)
         have = [self.layouts[n][0] for n in given]
         made = meta.tensors(node)
-        wanted, outputs = list(have), [replicated(len(m.shape)) if m else Layout(()) for m in made]
+        wanted = list(have)
+        outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
         rule: BoundRule | None = None
         why = "no operand is cut"
         for axis in self._active():
@@ -132,10 +134,11 @@ class _Propagation:
         """A partial value that several places read is reduced once, where it is made."""
         users = [u for u in node.users if not _torch.is_getitem(u.target)]
         at_once = self.situation.scatter and node.target is GRAD_READY
+        made = decision.outputs[0]
         if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
             return decision
-        home = self.homes.get(node) or decision.outputs[0].without_partial()
-        return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(decision.outputs[0], home))
+        home = self.homes.get(node) or made.without_partial()
+        return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(made, home))
 
     # -- choosing one axis ---------------------------------------------------------------
     def _active(self) -> Iterator[str]:
@@ -169,7 +172,7 @@ class _Propagation:
     def _options(
         self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str
     ) -> Iterator[tuple[dict[int, AxisState], dict[int, AxisState]]]:
-        """Ways to run a group along one axis, the least communicating kind first: partial through, cut by a factor, whole."""
+        """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for through in group.partial:
             ops = {states[i].op for i in through.operands if states[i].kind == "P"}
             if len(ops) == 1 and ops <= through.ops:
@@ -223,7 +226,8 @@ class _Propagation:
             if layout.varies:
                 raise PlanError(
                     f"{output.target!r} would be given a value that differs between ranks",
-                    "parameters and their state to follow from gradients that autograd reduced, from each other, and from numbers",
+                    "parameters and their state to follow from gradients that autograd reduced, from each other, "
+                    "and from numbers",
                     "average what it depends on over ranks, or let autograd make the gradient (loss.backward())",
                     meta.source_line(node),
                 )

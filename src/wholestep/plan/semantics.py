@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph
+from ..graph.graph import Role, TrainGraph, node_at
 
 aten = torch.ops.aten
 _SCALE = {
@@ -43,7 +43,7 @@ def differences(graph: TrainGraph) -> tuple[str, ...]:
 def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[str, Node, str] | None:
     """Why the gradient of this loss depends on how the batch is cut, by the reduction that ends it."""
     node, seen = loss, 0
-    while isinstance(node, Node) and seen < 16:
+    while isinstance(node, Node) and seen < 16:  # pyright: ignore[reportUnnecessaryIsInstance]  # a list ends it too
         seen += 1
         if node.target in _SUMS:
             return (
@@ -69,7 +69,7 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[str, Node, str] | None:
             return None
         if node.target not in _SCALE and "getitem" not in str(node.target):
             return None
-        node = node.args[0]  # type: ignore[assignment]
+        node = node_at(node, 0)
     return None
 
 

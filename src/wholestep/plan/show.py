@@ -38,15 +38,15 @@ def show_plan(plan: Plan) -> str:
     rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
     lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *body]
     lines.append(
-        f"  at rest per rank: {human(plan.bytes_at_rest('param'))} parameters + {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})"
+        f"  at rest per rank: {human(plan.bytes_at_rest('param'))} parameters "
+        f"+ {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})"
     )
     lines += [f"  {line}" for line in _movement(plan)]
     lines += [f"  note: {note}" for note in plan.notes]
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
-        lines.append(
-            f"  {len(ruleless)} operations without a rule take whole operands: {', '.join(ruleless[:5])}{' ...' if len(ruleless) > 5 else ''}"
-        )
+        some = ", ".join(ruleless[:5]) + (" ..." if len(ruleless) > 5 else "")
+        lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {some}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Ranks compare their programs before the first step, through the job's store: a rank that differs is an error, not a hang."""
+"""Ranks compare their programs before the first step, in the job's store: one that differs is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import RankMismatchError
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role
+from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.text import short_dtype, show_call
 from ..graph.verify import is_collective
 from ..plan.plan import Plan
@@ -28,11 +28,10 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             )
     for node in local.graph.nodes:
         if is_collective(node):
-            source = meta.tensor(node.args[0])  # type: ignore[arg-type]
+            source = meta.tensor(node_at(node, 0))
             shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
-            lines.append(
-                f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({', '.join(map(str, node.args[1:-1]))})"
-            )
+            rest = ", ".join(map(str, node.args[1:-1]))
+            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
     return lines
 
 
@@ -42,7 +41,7 @@ def agree(
     """Post this rank's program (or why it has none) and compare it with every other rank's.
 
     Raises:
-        RankMismatchError: on every rank, naming the ranks and the first difference, or the rank that failed or did not come.
+        RankMismatchError: on every rank, naming the ranks and the first difference, or the rank that failed or is late.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -94,7 +93,8 @@ def _explain(rank: int, ours: list[str], other: int, theirs: list[str]) -> None:
     at = next(i for i in range(length) if ours[i : i + 1] != theirs[i : i + 1])
     here, there = ((x[at] if at < len(x) else "nothing more") for x in (ours, theirs))
     raise RankMismatchError(
-        f"rank {rank} and rank {other} compiled different programs; the first difference is at line {at + 1} of {length}:\n    rank {rank}: {here}\n    rank {other}: {there}",
+        f"rank {rank} and rank {other} compiled different programs; the first difference is at line {at + 1} of "
+        f"{length}:\n    rank {rank}: {here}\n    rank {other}: {there}",
         "the same model, optimizer and options on every rank",
         "look for code that depends on the rank or on its data",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ class World:
     rank: int
     device: str
     devices: DeviceMesh | None
-    groups: dict[str, str]
+    groups: Mapping[str, str]
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -29,8 +30,15 @@ class World:
         return self.mesh.coordinate(self.rank)
 
 
+def job() -> tuple[int, int]:
+    """This rank and the number of ranks, also before there is a process group."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join(mesh: Mesh | None, device: str) -> World:
-    """Use the process group there is, or make it from the launcher's environment (RANK, WORLD_SIZE); else a world of one.
+    """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one.
 
     Raises:
         MeshError: the mesh does not have as many ranks as the job.

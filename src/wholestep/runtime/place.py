@@ -12,12 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, dtensor
 from ..capture import state as held_state
+from ..capture.find import walk
 from ..capture.state import Held, StepState
 from ..errors import StateError
 from ..graph.graph import Input, Role
-from ..layout import Layout
+from ..layout import Layout, chunk_range
 from ..plan.plan import Plan
 from .launch import World
+
+
+_PLACED = "_wholestep_layout"
 
 
 def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
@@ -29,21 +33,37 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
     for name, held in state.params.items():
-        if name in plan.rest and not isinstance(held.tensor, DTensor):
-            if shared:
-                dist.broadcast(held.tensor.detach(), 0)
-            if name in sharded:
-                _shard_param(state, held, plan.rest[name], world)
-    for held in state.buffers.values():
+        if _PLACED in held.tensor.__dict__ or isinstance(held.tensor, DTensor):
+            continue
         if shared:
+            dist.broadcast(held.tensor.detach(), 0)
+        if name in sharded:
+            _shard_param(state, held, plan.rest[name], world)
+        held.tensor.__dict__[_PLACED] = plan.rest[name]
+    for name, held in state.buffers.items():
+        if shared and _PLACED not in held.tensor.__dict__:
             dist.broadcast(held.tensor, 0)
+        held.tensor.__dict__[_PLACED] = plan.rest[name]
     _prime(state, plan, world, shared)
+
+
+def placed(state: StepState, world: World) -> dict[str, Layout]:
+    """Layouts of parameters and optimizer state that another step, or another call, has placed."""
+    out: dict[str, Layout] = {}
+    held = {n: h.tensor for n, h in state.params.items()}
+    held |= {h.input.name: h.tensor for h in held_state.optimizer_state(state)}
+    for name, tensor in held.items():
+        if isinstance(tensor, DTensor):
+            out[name] = dtensor.layout_of(tensor, world.mesh)
+        elif _PLACED in tensor.__dict__:
+            out[name] = tensor.__dict__[_PLACED]
+    return out
 
 
 def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> None:
     old = held.tensor
     new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
-    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
+    vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
     if old.grad is not None:
         new.grad = shard(old.grad, layout, world)
     held_state.put(held, new)
@@ -56,8 +76,6 @@ def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     piece, coordinate = tensor, world.coordinate
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
-            from ..layout import chunk_range
-
             start, length = chunk_range(piece.shape[dim], world.mesh.axis_size(axis), coordinate[axis])
             piece = piece.narrow(dim, start, length)
     owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
@@ -129,19 +147,18 @@ def materialize(state: StepState, device: str) -> None:
     homeless = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
     if not homeless:
         return
-    for name, held in homeless.items():
+    for held in homeless.values():
         old = held.tensor
         new = torch.empty_like(old, device=device)
         new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
         held_state.put(held, new)
         held_state.rekey(state.optimizers.values(), old, new)
-        del name
     ours = {id(h.tensor) for h in homeless.values()}
     for prefix, root in state.modules.items():
-        for path, module in root.named_modules():
+        for path, module in walk({prefix: root}):
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if any(id(t) in ours for t in own):
-                _initialize(root, module, ".".join(p for p in (prefix, path) if p))
+                _initialize(root, module, path)
 
 
 def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
@@ -153,8 +170,9 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
         elif reset is not None:
             reset()
         else:
+            kind = type(module).__name__
             raise StateError(
-                f"module {name or type(module).__name__!r} ({type(module).__name__}) is on 'meta' and has no reset_parameters()",
+                f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()",
                 "a way to initialize its parameters",
                 "give it a reset_parameters() method, or build the model on a real device",
             )
