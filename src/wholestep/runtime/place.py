@@ -20,7 +20,6 @@ from ..layout import Layout, chunk_range
 from ..plan.plan import Plan
 from .launch import World
 
-
 _PLACED = "_wholestep_layout"
 
 
@@ -33,17 +32,17 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
     for name, held in state.params.items():
-        if _PLACED in held.tensor.__dict__ or isinstance(held.tensor, DTensor):
+        if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
             continue
         if shared:
             dist.broadcast(held.tensor.detach(), 0)
         if name in sharded:
             _shard_param(state, held, plan.rest[name], world)
-        held.tensor.__dict__[_PLACED] = plan.rest[name]
+        vars(held.tensor)[_PLACED] = plan.rest[name]
     for name, held in state.buffers.items():
-        if shared and _PLACED not in held.tensor.__dict__:
+        if shared and _PLACED not in vars(held.tensor):
             dist.broadcast(held.tensor, 0)
-        held.tensor.__dict__[_PLACED] = plan.rest[name]
+        vars(held.tensor)[_PLACED] = plan.rest[name]
     _prime(state, plan, world, shared)
 
 
@@ -55,8 +54,8 @@ def placed(state: StepState, world: World) -> dict[str, Layout]:
     for name, tensor in held.items():
         if isinstance(tensor, DTensor):
             out[name] = dtensor.layout_of(tensor, world.mesh)
-        elif _PLACED in tensor.__dict__:
-            out[name] = tensor.__dict__[_PLACED]
+        elif _PLACED in vars(tensor):
+            out[name] = vars(tensor)[_PLACED]
     return out
 
 

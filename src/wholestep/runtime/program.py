@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +14,7 @@ from ..backend.eager import Run
 from ..capture.capture import Capture
 from ..capture.find import put_together
 from ..capture.trace import TensorLeaf
-from ..graph.graph import Input, LocalGraph, Role
+from ..graph.graph import LocalGraph, Role
 from ..plan.plan import Plan
 from .guards import Guards
 from .launch import World
@@ -77,7 +77,7 @@ class Program:
             if given.role is Role.STATE and not isinstance(container[key], DTensor):
                 place_entry(container, given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world)
         places = [find_input(given, state) for given in self._kept]
-        getters = [c.get if isinstance(c, dict) else c.__getitem__ for c, _ in places]
+        getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
         self._held = [local(tensor) for _, _, tensor in self._slots]
         self._states = [(o, o.state) for o in state.optimizers.values()]
@@ -159,9 +159,6 @@ class Program:
                 optimizers[number].state[like][key] = value
 
 
-def input_names(inputs: Sequence[Input]) -> list[str]:
-    """Names of inputs in order."""
-    return [i.name for i in inputs]
-
-
-Progress = Callable[[str, str, float], None]
+def _getter(container: Any) -> Callable[[Any], Any]:
+    """Looks up a key that may be gone; containers are dicts, and lists that do not shrink."""
+    return cast(dict[Any, Any], container).get if isinstance(container, dict) else container.__getitem__
