@@ -22,6 +22,7 @@ from .passes.base import run_passes
 from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
+from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Axis",
     "BackendError",
     "CaptureError",
+    "Checkpoint",
     "CheckpointError",
     "CompiledStep",
     "DataParallel",
@@ -48,7 +50,9 @@ __all__ = [
     "WholestepError",
     "capture",
     "compile",
+    "load",
     "partition",
     "plan",
     "run_passes",
+    "save",
 ]

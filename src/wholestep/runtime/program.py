@@ -14,6 +14,7 @@ from ..backend.eager import Run
 from ..capture.capture import Capture
 from ..capture.find import put_together
 from ..capture.trace import TensorLeaf
+from ..errors import StateError
 from ..graph.graph import LocalGraph, Role
 from ..plan.plan import Plan
 from .guards import Guards
@@ -74,13 +75,26 @@ class Program:
         labels = list(state.optimizers)
         for given in self._kept:
             container, key = find_input(given, state)
-            if given.role is Role.STATE and not isinstance(container[key], DTensor):
+            if given.role is Role.STATE:
                 place_entry(container, given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world)
         places = [find_input(given, state) for given in self._kept]
         getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
         self._held = [local(tensor) for _, _, tensor in self._slots]
+        self._check_pieces()
         self._states = [(o, o.state) for o in state.optimizers.values()]
+
+    def _check_pieces(self) -> None:
+        """Every rank's piece has the shape that the plan gives it."""
+        for given, piece in zip(self._kept, self._held, strict=True):
+            layout = self.plan.rest[given.name]
+            planned = layout.local_shape(given.meta.shape, self.world.mesh, self.world.coordinate)
+            if tuple(piece.shape) != planned:
+                raise StateError(
+                    f"{given.name!r} rests on this rank as {list(piece.shape)}",
+                    f"{list(planned)}: the plan lays it out as {layout.show(given.meta.shape)}",
+                    "leave the placing of what a compiled step holds to wholestep, or load whole tensors",
+                )
 
     def refresh(self) -> str:
         """Find replaced state again; says what came or went, so that the step must be captured again, or ''."""

@@ -27,7 +27,7 @@ def take() -> dict[str, torch.Tensor]:
 def put(states: Mapping[str, torch.Tensor]) -> None:
     """Set every generator that `states` holds; the others stay."""
     torch.set_rng_state(states["torch"])
-    version, words, gauss = _from_tensor(states["python"])
+    version, words, gauss = cast(tuple[int, list[int], float | None], _from_tensor(states["python"]))
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(_from_tensor(states["numpy"])))
     if "cuda" in states and torch.cuda.is_available():
@@ -39,4 +39,4 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 def _from_tensor(value: torch.Tensor) -> Any:
-    return json.loads(bytes(value.tolist()))
+    return json.loads(bytes(cast(list[int], value.tolist())))

@@ -1,0 +1,259 @@
+"""The state of a step as named tensors and plain values, and back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import _torch
+from ..capture.state import StepState
+from . import random_state
+from .launch import job
+from .manifest import Manifest, Saved, SavedOptimizer
+from .together import everyone
+
+IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Options of a parameter group that say how to compute, not what."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a step holds now. `options` are those of each optimizer's groups, `values` its state that is no tensor, by
+    parameter ("" for state of the optimizer as a whole).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    saved: dict[str, Saved]
+    optimizers: dict[str, SavedOptimizer]
+    options: dict[str, list[dict[str, Any]]]
+    values: dict[str, dict[str, dict[Any, Any]]]
+
+
+def take(state: StepState) -> Snapshot:
+    """A snapshot by reference: nothing is copied. Tied parameters appear once."""
+    saved: dict[str, Saved] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for role, table in (("param", state.params), ("buffer", state.buffers)):
+        for name, held in table.items():
+            tensors[name], saved[name] = held.tensor.detach(), _about(role, held.tensor)
+    values: dict[str, dict[str, dict[Any, Any]]] = {}
+    for label, optimizer in state.optimizers.items():
+        entries = cast(dict[Any, Any], optimizer.state)
+        plain = values[label] = {"": {k: v for k, v in entries.items() if not isinstance(k, torch.Tensor)}}
+        for owner, held in state.params.items():
+            for key, value in entries.get(held.tensor, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    plain.setdefault(owner, {})[key] = value
+                    continue
+                name = f"{owner}/{key}" + (f"@{label}" if len(state.optimizers) > 1 else "")
+                tensors[name] = value.detach()
+                saved[name] = _about("state", value, owner, str(key), label)
+    options = {n: [_options(group) for group in o.param_groups] for n, o in state.optimizers.items()}
+    return Snapshot(tensors, saved, _optimizers(state), options, values)
+
+
+def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> Saved:
+    return Saved(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
+
+
+def _optimizers(state: StepState) -> dict[str, SavedOptimizer]:
+    names = {id(held.tensor): name for name, held in state.params.items()}
+    return {
+        label: SavedOptimizer(type(o).__name__, tuple(tuple(names[id(p)] for p in g["params"]) for g in o.param_groups))
+        for label, o in state.optimizers.items()
+    }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in IMPLEMENTATION and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(v) for v in cast(list[Any], value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
+
+
+def add_own(snapshot: Snapshot) -> None:
+    """Add what this rank alone has: its random state, and buffers that differ from the first rank's (collective)."""
+    rank = job()[0]
+    own = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
+    names = [name for name, saved in snapshot.saved.items() if saved.role == "buffer"]
+    sums = {name: _checksum(snapshot.tensors[name]) for name in names}
+    leader = everyone(lambda: sums)[0]
+    for name in names:
+        if sums[name] != leader.get(name):
+            own[name] = snapshot.tensors.pop(name)
+    for name, tensor in own.items():
+        snapshot.tensors[f"rank{rank}/{name}"] = tensor
+        snapshot.saved[f"rank{rank}/{name}"] = _about("rank", tensor)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        return 0
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+# -- comparing ---------------------------------------------------------------------------
+
+
+def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[str, str]:
+    """The saved name of each live optimizer: the same, or whatever it was called where there is one only."""
+    if len(saved) == len(live) == 1:
+        return dict(zip(live, saved, strict=True))
+    return {name: name for name in live if name in saved}
+
+
+def differences(manifest: Manifest, state: StepState) -> list[str]:
+    """What keeps a checkpoint from being loaded into `state`, line by line; optimizers only when `state` has some."""
+    now = take(state)
+    lines = list(_different_names(manifest, now.saved))
+    if not state.optimizers:
+        return lines
+    pairs = pair(manifest.optimizers, now.optimizers)
+    lines += [f"optimizer {n!r} is missing in the checkpoint" for n in now.optimizers if n not in pairs]
+    lines += [f"optimizer {n!r} is missing here" for n in manifest.optimizers if n not in pairs.values()]
+    for label, theirs in pairs.items():
+        before, here = manifest.optimizers[theirs], now.optimizers[label]
+        if before.kind != here.kind:
+            lines.append(f"optimizer {label!r}: {before.kind} in the checkpoint, {here.kind} here")
+        elif before.groups != here.groups:
+            counts = " and ".join(str([len(g) for g in groups]) for groups in (before.groups, here.groups))
+            lines.append(
+                f"optimizer {label!r}: other parameter groups ({counts} parameters in the checkpoint and here)"
+            )
+    ours = {(s.owner, s.key, pairs.get(s.optimizer)): s for s in now.saved.values() if s.role == "state"}
+    for name, saved in manifest.tensors.items():
+        here = ours.get((saved.owner, saved.key, saved.optimizer))
+        if saved.role == "state" and here and str(saved) != str(here):
+            lines.append(f"{name}: {saved} in the checkpoint, {here} here")
+    return lines
+
+
+def _different_names(manifest: Manifest, live: Mapping[str, Saved]) -> Iterator[str]:
+    roles = ("param", "buffer")
+    before = {n: s for n, s in manifest.tensors.items() if s.role in roles}
+    here = {n: s for n, s in live.items() if s.role in roles}
+    for name in {**here, **before}:
+        if name not in before:
+            yield f"{name}: {here[name]} here, missing in the checkpoint"
+        elif name not in here:
+            yield f"{name}: {before[name]} in the checkpoint, missing here"
+        elif str(before[name]) != str(here[name]):
+            yield f"{name}: {before[name]} in the checkpoint, {here[name]} here"
+
+
+# -- back --------------------------------------------------------------------------------
+
+
+@dataclass
+class Restore:
+    """New tensors to read a checkpoint into, laid out as `state` is now; `commit` then changes the live state."""
+
+    manifest: Manifest
+    state: StepState
+    staged: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def __post_init__(self) -> None:
+        for name, held in {**self.state.params, **self.state.buffers}.items():
+            self.staged[self._source(name)] = torch.empty_like(held.tensor.detach())
+        for name, saved, optimizer, param in self._states():
+            live = optimizer.state.get(param, {}).get(saved.key)
+            self.staged[name] = torch.empty_like(live.detach()) if _fits(live, saved) else _new(saved, optimizer, param)
+
+    def _source(self, name: str) -> str:
+        """A buffer that was different on this rank comes from this rank's copy, in a job of as many ranks."""
+        own = own_names(self.manifest)
+        return own.get(name, name)
+
+    def _states(self) -> Iterator[tuple[str, Saved, Optimizer, torch.Tensor]]:
+        theirs = {saved: self.state.optimizers[label] for label, saved in self._pairs().items()}
+        for name, saved in self.manifest.tensors.items():
+            if saved.role == "state" and saved.optimizer in theirs:
+                yield name, saved, theirs[saved.optimizer], self.state.params[saved.owner].tensor
+
+    def _pairs(self) -> dict[str, str]:
+        return pair(self.manifest.optimizers, self.state.optimizers)
+
+    @torch.no_grad()
+    def commit(self, content: Mapping[str, Any], keep_primed: bool) -> None:
+        """Copy into the live state what was read, and the values that are no tensors.
+
+        State that the checkpoint does not have goes; `keep_primed` spares that of parameters it has no state of at all.
+        """
+        for name, held in {**self.state.params, **self.state.buffers}.items():
+            _copy(held.tensor, self.staged[self._source(name)])
+        for label, theirs in self._pairs().items():
+            values = content["values"].get(theirs, {})
+            self._drop(self.state.optimizers[label], theirs, values, keep_primed)
+            for owner, entry in values.items():
+                target = self.state.optimizers[label].state
+                (target[self.state.params[owner].tensor] if owner else target).update(entry)
+            groups = self.state.optimizers[label].param_groups
+            for group, options in zip(groups, content["options"][theirs], strict=True):
+                _set_options(group, options)
+        for name, saved, optimizer, param in self._states():
+            live = optimizer.state.get(param, {}).get(saved.key)
+            if _fits(live, saved):
+                _copy(live, self.staged[name])
+            else:
+                optimizer.state[param][saved.key] = self.staged[name]
+
+    def _drop(self, optimizer: Optimizer, theirs: str, values: Mapping[str, Any], keep_primed: bool) -> None:
+        kept: dict[str, set[str]] = {owner: set(entry) for owner, entry in values.items()}
+        for saved in self.manifest.tensors.values():
+            if saved.role == "state" and saved.optimizer == theirs:
+                kept.setdefault(saved.owner, set()).add(saved.key)
+        for owner, held in self.state.params.items():
+            entry = optimizer.state.get(held.tensor)
+            if not entry or (keep_primed and owner not in kept):
+                continue
+            for key in [key for key in entry if key not in kept.get(owner, ())]:
+                del entry[key]
+            if not entry:
+                del optimizer.state[held.tensor]
+
+
+def own_names(manifest: Manifest) -> dict[str, str]:
+    """What this rank alone had, by plain name -> name in the checkpoint; nothing in a job of another size."""
+    rank, size = job()
+    prefix = f"rank{rank}/"
+    own = [n for n, saved in manifest.tensors.items() if saved.role == "rank" and n.startswith(prefix)]
+    return {n.removeprefix(prefix): n for n in own} if size == manifest.world_size else {}
+
+
+def _fits(live: Any, saved: Saved) -> bool:
+    return isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape
+
+
+def _new(saved: Saved, optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
+    """State that does not exist yet rests as its parameter does; counts stay on the CPU, as in torch.optim."""
+    dtype = getattr(torch, saved.dtype)
+    if saved.shape == tuple(param.shape) and saved.shape:
+        return torch.empty_like(param.detach(), dtype=dtype)
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    counts = saved.key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.empty(saved.shape, dtype=dtype, device="cpu" if counts else param.device)
+
+
+def _copy(live: torch.Tensor, new: torch.Tensor) -> None:
+    target, source = _torch.local_tensor(live), _torch.local_tensor(new)
+    if not torch.equal(target, source):  # an expanded buffer cannot be written, and does not change
+        target.copy_(source)
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """A number that the live group keeps in a tensor stays in that tensor."""
+    for key, value in options.items():
+        live = group.get(key)
+        if isinstance(live, torch.Tensor):
+            live.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value
