@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from . import random_state
 from .agree import agree, program_lines
 from .guards import Guards, all_modes, ambient, guard_of
 from .launch import World, join
-from .place import place
+from .place import place, placed
 from .program import Program
 
 Progress = Callable[[str, str, float], None]
@@ -151,6 +151,7 @@ class CompiledStep:
             if world is not None and (failure or made is not None):
                 self._agree(made, failure)
         assert made is not None, "compiled or raised"
+        assert world is not None, "joined or raised"
         return self._install(made, args, kwargs, world)
 
     def _agree(self, made: _Made | None, failure: str) -> None:
@@ -173,7 +174,7 @@ class CompiledStep:
         self.captures += 1
         self._dump("1-train-graph", captured.graph)
         with self._stage("plan"):
-            planned = plan(captured.graph, world.mesh, options.parallel)
+            planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
         self._dump("2-plan", planned)
         self._notice(planned, world)
         with self._stage("partition"):
@@ -185,7 +186,7 @@ class CompiledStep:
         return _Made(captured, planned, local)
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Capture:
-        """Numbers that changed between calls become inputs; where the optimizer needs them as Python numbers, they are baked in."""
+        """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
         options = self.options
         state, *_ = find_state(self.fn, args, kwargs, options.extra)
         self._promote_changed()
@@ -219,7 +220,8 @@ class CompiledStep:
                 ),
                 None,
             )
-            if isinstance(value, float) or (isinstance(value, tuple) and all(isinstance(v, float) for v in value)):
+            parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+            if all(isinstance(v, float) for v in parts):
                 self._promoted.add(key)
 
     def _install(self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Program:
