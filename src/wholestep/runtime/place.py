@@ -16,7 +16,7 @@ from ..capture.find import walk
 from ..capture.state import Held, StepState
 from ..errors import StateError
 from ..graph.graph import Input, Role
-from ..layout import Layout, chunk_range
+from ..layout import Layout, chunk_range, replicated
 from ..plan.plan import Plan
 from .launch import World
 
@@ -97,14 +97,15 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
 
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:
-    """Shard the state tensors of one parameter as planned; those the plan does not name rest as their siblings do."""
+    """Put the state tensors of one parameter where the plan says; those it does not name stay as they are."""
     for key, value in entry.items():
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        if not isinstance(value, torch.Tensor):
             continue
-        name = held_state.state_input(owner, key, value, number, label).name
-        layout = plan.rest.get(name)
-        if layout is not None and layout.is_sharded:
-            entry[key] = shard(value, layout, world)
+        layout = plan.rest.get(held_state.state_input(owner, key, value, number, label).name)
+        have = dtensor.layout_of(value, world.mesh) if isinstance(value, DTensor) else replicated(value.dim())
+        if layout is not None and layout != have:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            entry[key] = shard(whole, layout, world)
 
 
 def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
