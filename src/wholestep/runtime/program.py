@@ -74,7 +74,7 @@ class Program:
         state = self.capture.state
         labels = list(state.optimizers)
         for given in self._kept:
-            container, key = find_input(given, state)
+            container, _ = find_input(given, state)
             if given.role is Role.STATE:
                 place_entry(container, given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world)
         places = [find_input(given, state) for given in self._kept]
@@ -137,7 +137,7 @@ class Program:
             if isinstance(value, torch.Tensor) or value != self._last[i]:
                 self._numbers[i].fill_(float(value))
                 self._last[i] = value
-        grads = [local(self.capture.state.params[g.owner].tensor.grad) for g in self._grads]  # type: ignore[arg-type]
+        grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
         return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
