@@ -154,6 +154,7 @@ def patched_for_tracing(
         return lambda: setattr(owner, "zero_grad", original)
 
     undo = [
+        _skip_idle_conversions(),
         watch_zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]),
         watch_zero_grad(torch.nn.Module, lambda m: list(m.parameters())),
     ]
@@ -166,6 +167,18 @@ def patched_for_tracing(
             place._engine_run_backward = engine
         for restore in undo:
             restore()
+
+
+def _skip_idle_conversions() -> Callable[[], None]:
+    """`module.to(what it is already)` changes nothing, and fakes cannot be swapped: it is skipped until undone."""
+    original = cast(Callable[..., Any], torch.nn.Module._apply)
+
+    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        held = [*self.parameters(recurse), *self.buffers(recurse)]
+        return self if all(fn(tensor) is tensor for tensor in held) else original(self, fn, recurse)
+
+    torch.nn.Module._apply = apply
+    return lambda: setattr(torch.nn.Module, "_apply", original)
 
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -195,9 +208,17 @@ def trace(fn: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule
 
 
 class _Replay(torch.fx.Interpreter):
-    """Runs a graph; fused optimizers in their functional form, since functionalization refuses their empty lists."""
+    """Runs a graph as functionalization needs it.
+
+    Fused optimizers in their functional form, since it refuses their empty lists; bernoulli_ on a view in memory order,
+    since the functional form fills row by row whatever the strides, and random numbers land where eager puts them.
+    """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is _aten.bernoulli_.float and not args[0].is_contiguous():
+            order = sorted(range(args[0].dim()), key=lambda dim: -args[0].stride(dim))
+            super().call_function(target, (args[0].permute(order), *args[1:]), kwargs)
+            return args[0]
         packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
         if packet not in _FUSED:
             return super().call_function(target, args, kwargs)

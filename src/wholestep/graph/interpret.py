@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from ..errors import GraphError
 from ..mesh import Mesh
-from .graph import LocalGraph, TrainGraph, operands
+from .graph import LocalGraph, TrainGraph, function_of, operands
 from .verify import is_collective, is_wait
 
 Value = Any
@@ -25,7 +25,7 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
     for node in train.graph.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
+            env[node] = function_of(node)(*args, **kwargs)
     return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
 
 
@@ -47,7 +47,7 @@ def run_all(
             continue
         for rank in ranks:
             args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
-            envs[rank][node] = args[0] if is_wait(node) else node.target(*args, **kwargs)
+            envs[rank][node] = args[0] if is_wait(node) else function_of(node)(*args, **kwargs)
     return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
 
 
