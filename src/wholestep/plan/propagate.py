@@ -22,7 +22,7 @@ from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import Mesh
 from ..reshard import reshard
 from ..rules.registry import is_random, rule_for
-from ..rules.rule import BoundRule, Group
+from ..rules.rule import BoundRule, Group, PassThrough
 from .plan import Decision
 
 _PRODUCER = "producer"
@@ -175,7 +175,7 @@ class _Propagation:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for through in group.partial:
             ops = {states[i].op for i in through.operands if states[i].kind == "P"}
-            if len(ops) == 1 and ops <= through.ops:
+            if len(ops) == 1 and ops <= through.ops and all(_is_free(states[i], i, through) for i in group.operands):
                 partial = AxisState("P", op=ops.pop())
                 yield (
                     {i: partial if i in through.operands else REPLICATED for i in group.operands},
@@ -231,6 +231,13 @@ class _Propagation:
                     "average what it depends on over ranks, or let autograd make the gradient (loss.backward())",
                     meta.source_line(node),
                 )
+
+
+def _is_free(state: AxisState, operand: int, through: PassThrough) -> bool:
+    """True when an operand needs no communication for partial values to pass."""
+    if state.kind == "P":
+        return operand in through.operands
+    return state == REPLICATED and (through.mixed or operand not in through.operands)
 
 
 def _at(term: Sequence[str | None], factor: str) -> AxisState:

@@ -37,7 +37,7 @@ def elementwise(node: Node) -> BoundRule:
     group = Group(
         {i: _aligned(shape, out) for i, shape in enumerate(shapes)},
         {i: _aligned(shape, out) for i, shape in enumerate(made)},
-        partial=_pass_through(base_name(node), range(len(given)), [len(s) for s in shapes]),
+        partial=_pass_through(base_name(node), [i for i, n in enumerate(given) if meta.tensor(n) is not None]),
     )
     return BoundRule((group,))
 
@@ -48,8 +48,8 @@ def _aligned(shape: Sequence[int], out: Sequence[int]) -> Term:
     return tuple(f"d{lead + i}" if size == out[lead + i] and size > 1 else None for i, size in enumerate(shape))
 
 
-def _pass_through(name: str, positions: Sequence[int], ranks: Sequence[int]) -> tuple[PassThrough, ...]:
-    positions = list(positions)
+def _pass_through(name: str, positions: Sequence[int]) -> tuple[PassThrough, ...]:
+    """Ways for partial values to pass; `positions` are those of tensors (a number is never partial)."""
     if not positions:
         return ()
     first = PassThrough(frozenset(positions[:1]), ANY_PARTIAL if name in _ANY_FIRST else LINEAR)
@@ -74,7 +74,9 @@ def indexed(node: Node) -> BoundRule:
     count = len(lists[0]) if lists else 0
     members: list[dict[int, Term]] = [{} for _ in range(count)]
     position = 0
-    main = [_shape(cast(Node, n)) for n in lists[0]] if lists else []
+    made, name = meta.tensors(node), base_name(node)
+    outs = [m.shape for m in made if m is not None]
+    main = outs if len(outs) == count else [_shape(cast(Node, n)) for n in lists[0]] if lists else []
     for argument in (*node.args, *node.kwargs.values()):
         entries = argument if isinstance(argument, (list, tuple)) else [argument]
         for i, entry in enumerate(entries):
@@ -85,11 +87,10 @@ def indexed(node: Node) -> BoundRule:
                         _aligned(shape, main[i]) if len(shape) <= len(main[i]) else (None,) * len(shape)
                     )
                 position += 1
-    made, name = meta.tensors(node), base_name(node)
     groups: list[Group] = []
     for i, group_operands in enumerate(members):
         outputs = {j: _aligned(m.shape, main[i]) for j, m in enumerate(made) if m is not None and j % count == i}
-        partial = _pass_through(name, list(group_operands), [len(t) for t in group_operands.values()])
+        partial = _pass_through(name, list(group_operands))
         groups.append(Group(group_operands, outputs, partial=partial if name.startswith("foreach") else ()))
     return BoundRule(tuple(groups))
 
@@ -128,7 +129,11 @@ def stack(node: Node) -> BoundRule:
     made = meta.tensor(node)
     assert made is not None, "stack makes one tensor"
     return BoundRule(
-        (Group(whole, {0: (None,) * len(made.shape)}, partial=(PassThrough(frozenset(whole), ANY_PARTIAL),)),)
+        (
+            Group(
+                whole, {0: (None,) * len(made.shape)}, partial=(PassThrough(frozenset(whole), ANY_PARTIAL, mixed=True),)
+            ),
+        )
     )
 
 

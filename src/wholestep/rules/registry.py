@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch.fx import Node
 
@@ -24,17 +27,23 @@ def rule_for(node: Node) -> BoundRule | None:
 
 
 def _one_for_each(node: Node) -> bool:
-    """True when every output has the shape of its entry in the first list."""
-    first = node.args[0]
-    if not isinstance(first, (list, tuple)) or not first:
-        return False
-    shapes = [m.shape if m else None for m in (meta.tensor(n) for n in first if isinstance(n, Node))]
+    """True when every output has the shape that the entries at its place broadcast to (fused ops: or counts)."""
+    lists = [a for a in node.args if isinstance(a, (list, tuple)) and any(isinstance(x, Node) for x in a)]
+    shapes = [_broadcast(entries) for entries in zip(*lists, strict=False)]
     made = [m.shape for m in meta.tensors(node) if m is not None]
+    fused = base_name(node).startswith("fused_")
     return (
-        bool(made)
+        bool(made and shapes)
         and len(made) % len(shapes) == 0
-        and all(shape == shapes[i % len(shapes)] or not shape for i, shape in enumerate(made))
+        and all(shape == shapes[i % len(shapes)] or (fused and not shape) for i, shape in enumerate(made))
     )
+
+
+def _broadcast(entries: Sequence[object]) -> tuple[int, ...] | None:
+    """The shape that tensors broadcast to; None where one is missing."""
+    given = [meta.tensor(n) if isinstance(n, Node) else None for n in entries]
+    shapes = [m.shape for m in given if m]
+    return None if None in given else tuple(cast(torch.Size, torch.broadcast_shapes(*shapes)))
 
 
 def is_random(node: Node) -> bool:

@@ -14,10 +14,14 @@ ANY_PARTIAL = frozenset({"sum", "avg", "max", "min", "norm1", "norm2"})
 
 @dataclass(frozen=True)
 class PassThrough:
-    """Operands that may hold partial values of `ops`, all of them together; the outputs are then partial likewise."""
+    """Operands that may hold partial values of `ops`, all of them together; the outputs are then partial likewise.
+
+    `mixed`: some of them may be whole instead, and are taken as one rank's share of a partial value.
+    """
 
     operands: frozenset[int]
     ops: frozenset[str] = LINEAR
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
