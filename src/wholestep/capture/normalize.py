@@ -132,6 +132,10 @@ def _same_as(node: Node) -> Node | None:
     if target is aten.copy.default:
         into, source = meta.tensor(node_at(node, 0)), meta.tensor(node_at(node, 1))
         return node_at(node, 1) if into == source else None
+    if target is aten._to_copy.default and node_at(node, 0).target is aten._to_copy.default:
+        source, wide, made = node_at(node_at(node, 0), 0), meta.tensor(node_at(node, 0)), meta.tensor(node)
+        exact = made is not None and made.dtype.is_floating_point and wide is not None and wide.dtype is torch.float64
+        return source if exact and meta.tensor(source) == made else None
     if target in (aten.view.default, aten.expand.default, aten._to_copy.default):
         return node_at(node, 0) if meta.tensor(node_at(node, 0)) == meta.tensor(node) else None
     return None
