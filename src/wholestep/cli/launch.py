@@ -138,11 +138,17 @@ class Ranks:
             other = self._next(left)
             if other and other.event in ("error", "refused", "exit"):
                 found.append(other)
-        first = min(found, key=lambda r: (r.event == "exit" and r.fields["code"] in (0, 1), r.fields["time"]))
+        first = min(found, key=_precedence)
         if first.event != "exit":
             return RankFailed(first.rank, first.fields["text"], refused=first.event == "refused")
         tail = self._settings.files.log(first.rank).read_text().splitlines()[-20:]
         return RankFailed(first.rank, "\n".join([f"the process ended: {_cause(first.fields['code'])}", *tail]))
+
+
+def _precedence(report: Report) -> tuple[int, float]:
+    """Sorts failures: a process that died without a word explains the others, one that ended after a word does not."""
+    died = report.event == "exit" and report.fields["code"] not in (0, 1)
+    return (0 if died else 2 if report.event == "exit" else 1, report.fields["time"])
 
 
 def _cause(code: int) -> str:

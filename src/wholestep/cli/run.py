@@ -20,7 +20,7 @@ from .screen import Progressed, Screen, screen
 
 FAILED = 1
 INTERRUPTED = 130
-PLAN_LINES = 14
+PLAN_LINES = 10
 
 
 def run_demo(settings: Settings) -> int:
@@ -37,7 +37,7 @@ def run_demo(settings: Settings) -> int:
     result: dict[str, Any] = {}
     interrupted: list[int] = []
     try:
-        with Ranks(settings) as ranks, stopping(ranks), files.events.open("a") as log:
+        with Ranks(settings) as ranks, stopping(ranks), files.events.open("a", buffering=1) as log:
             follow(ranks, show, log, plan, result, interrupted)
     except RankFailed as failure:
         show.close()
@@ -53,7 +53,7 @@ def run_demo(settings: Settings) -> int:
         say_interrupted(console, settings, interrupted[0])
         return INTERRUPTED
     files.result.write_text(json.dumps(result, indent=2) + "\n")
-    say_finished(console, settings, plan, result)
+    say_finished(console, settings, "".join(plan), result)
     return 0
 
 
@@ -149,14 +149,19 @@ def say_interrupted(console: Console, settings: Settings, step: int) -> None:
     say(console, text)
 
 
-def say_finished(console: Console, settings: Settings, plan: list[str], result: dict[str, Any]) -> None:
+def shortened(plan: str, file: Path) -> str:
+    """The first lines and the last of the plan's text, and where the others are."""
+    lines = plan.rstrip().splitlines()
+    hidden = len(lines) - PLAN_LINES - 1
+    if hidden < 2:
+        return "\n".join(lines)
+    return "\n".join([*lines[:PLAN_LINES], f"  ... ({hidden} more lines in {file})", lines[-1]])
+
+
+def say_finished(console: Console, settings: Settings, plan: str, result: dict[str, Any]) -> None:
     """The plan in short, the comparison, the files."""
     files = settings.files
-    lines = "\n".join(plan).rstrip().splitlines()
-    short = "\n".join(lines[:PLAN_LINES])
-    if len(lines) > PLAN_LINES:
-        short += f"\n... {len(lines) - PLAN_LINES} more lines in {files.plan}"
-    say(console, f"\nThe plan ({settings.style} on {settings.mesh}):\n{short}\n")
+    say(console, f"\n{shortened(plan, files.plan)}\n")
     console.print(comparison(result, ranks=settings.ranks, backend=settings.backend))
     for what, where in (
         ("checkpoint", files.checkpoint),

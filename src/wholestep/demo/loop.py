@@ -185,12 +185,16 @@ def compare(state: Run) -> None:
         else:
             row |= {"collectives": {}, "sent_bytes": 0}
         rows.append(row)
-    in_graph = {kind: asdict(total) for kind, total in state.step.local_graph.collectives().items()}
+    program, plan = state.step.local_graph, state.step.plan
+    assert program is not None, "the step has run"
+    assert plan is not None, "the step has run"
+    in_graph = {kind: asdict(total) for kind, total in program.collectives().items()}
     state.channel.send(
         "result",
         rows=rows,
         since=state.start.done,
         early_steps=EARLY_STEPS if state.early else 0,
         in_graph=in_graph,
+        planned_rest_bytes=plan.bytes_at_rest("param") + plan.bytes_at_rest("state"),
         parameters=digests,
     )

@@ -1,0 +1,71 @@
+"""The examples as their first lines say: under torchrun, and plainly."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run(name: str, *options: str, ranks: int, timeout: float = 200) -> str:
+    """Standard output of an example that must end well; ranks=0 runs it without a launcher."""
+    launcher = [*TORCHRUN, str(ranks)] if ranks else [sys.executable]
+    command = [*launcher, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses(text: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_mlp_learns(ranks: int) -> None:
+    text = run("mlp.py", "--steps", "10", ranks=ranks)
+    seen = losses(text)
+    assert list(seen) == list(range(1, 11))
+    assert seen[10] < 0.3 * seen[1]
+    assert f"fully_shard on dp, mean over ranks; mesh dp={ranks or 1}" in text
+
+
+def test_styles_of_mlp_agree() -> None:
+    replicate, zero1, sharded = (
+        losses(run("mlp.py", "--steps", "5", "--style", style, ranks=2))
+        for style in ("replicate", "zero1", "fully_shard")
+    )
+    assert zero1 == pytest.approx(replicate, abs=1e-6)
+    assert sharded == pytest.approx(replicate, abs=1e-6)
+
+
+def test_gpt_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = losses(run("gpt.py", "--steps", "4", ranks=2))
+    first = losses(run("gpt.py", "--steps", "2", "--save", str(tmp_path / "saved"), ranks=2))
+    text = run("gpt.py", "--steps", "4", "--load", str(tmp_path / "saved"), "--style", "replicate", ranks=2)
+    assert list(first) == [1, 2]
+    assert list(losses(text)) == [3, 4]
+    assert {**first, **losses(text)} == pytest.approx(whole, abs=1e-5)
+
+
+def test_gpt_alone() -> None:
+    text = run("gpt.py", "--steps", "2", ranks=0)
+    assert list(losses(text)) == [1, 2]
+    assert "mesh dp=1" in text
+
+
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "t5", "vit", "mamba"])
+def test_transformers_models_train(model: str) -> None:
+    text = run("hf.py", "--model", model, "--steps", "3", ranks=2)
+    assert list(losses(text)) == [1, 2, 3]
+    assert "mesh dp=2" in text
+
+
+def test_every_example_says_what_it_takes() -> None:
+    for name in ("mlp.py", "gpt.py", "hf.py"):
+        text = run(name, "--help", ranks=0, timeout=60)
+        assert "torchrun --nproc-per-node 2" in text
+        assert "--style" in text
