@@ -314,3 +314,8 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 def is_getitem(target: object) -> bool:
     """True for the node that picks one output of a multi-output op."""
     return target is operator.getitem
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True after `module.compile()`."""
+    return getattr(module, "_compiled_call_impl", None) is not None

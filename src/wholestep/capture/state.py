@@ -123,6 +123,13 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
             "the plain module, as one device runs it: wholestep adds the communication itself",
             "remove the wrapper",
         )
+    compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
+    if compiled:
+        raise StateError(
+            f"module {prefix or type(root).__name__!r} is compiled by torch.compile",
+            "the plain module: the whole step is compiled, and backend='inductor' runs it through Inductor",
+            "pass the module as it was before torch.compile (`compiled._orig_mod`), or leave out `module.compile()`",
+        )
 
 
 def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state: StepState) -> None:

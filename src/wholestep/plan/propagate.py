@@ -60,7 +60,7 @@ class _Propagation:
     situation: Situation
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
-    homes: dict[Node, Layout] = field(default_factory=dict[Node, Layout])
+    homes: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
 
     def __post_init__(self) -> None:
         for given, node in self.situation.graph.placeholders():
@@ -88,7 +88,7 @@ class _Propagation:
         start = sum(sizes[:index])
         picked = self.layouts[source][start : start + sizes[index]]
         if source in self.homes:
-            self.homes[node] = self.homes[source]
+            self.homes[node] = self.homes[source][start : start + sizes[index]]
         return Decision((), picked, _PRODUCER)
 
     def _gradient(self, node: Node) -> Decision:
@@ -99,7 +99,7 @@ class _Propagation:
         for axis in self._active():
             if layout.state(axis) == VARIES:
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
-        self.homes[node] = self.situation.homes[str(param)]
+        self.homes[node] = (self.situation.homes[str(param)],)
         return Decision((layout,), (partial,), f"gradient of {param}")
 
     def _call(self, node: Node) -> Decision:
@@ -124,11 +124,29 @@ class _Propagation:
             takes, gives = self._choose(node, axis, given, states, rule)
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
-        homes = [self.homes[n] for n in given if n in self.homes]
-        same = [h for h in homes if made and made[0] and len(h.dims) == len(made[0].shape)]
-        if same:
-            self.homes[node] = same[0]
+        self._inherit_homes(node, given)
         return Decision(tuple(wanted), tuple(outputs), why)
+
+    def _inherit_homes(self, node: Node, given: Sequence[Node]) -> None:
+        """Outputs shaped like a gradient belong where it does; list ops take the home of the entry at their place."""
+        made = meta.tensors(node)
+        first = node.args[0] if node.args else None
+        count = len(first) if isinstance(first, (list, tuple)) else 1
+        near: dict[int, list[tuple[TensorMeta | None, Layout]]] = {}
+        for j, n in enumerate(given):
+            known = self._home(n)
+            if known is not None:
+                near.setdefault(j % count, []).append((meta.tensor(n), known))
+
+        def home(i: int, like: TensorMeta | None) -> Layout | None:
+            return next((h for m, h in near.get(i % count, ()) if m and like and m.shape == like.shape), None)
+
+        found = tuple(home(i, m) for i, m in enumerate(made))
+        if any(h is not None for h in found):
+            self.homes[node] = found
+
+    def _home(self, node: Node) -> Layout | None:
+        return self.homes.get(node, (None,))[0]
 
     def _settled(self, node: Node, decision: Decision) -> Decision:
         """A partial value that several places read is reduced once, where it is made."""
@@ -137,7 +155,7 @@ class _Propagation:
         made = decision.outputs[0]
         if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
             return decision
-        home = self.homes.get(node) or made.without_partial()
+        home = self._home(node) or made.without_partial()
         return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(made, home))
 
     # -- choosing one axis ---------------------------------------------------------------
@@ -190,7 +208,7 @@ class _Propagation:
     def _factors(self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str) -> list[str]:
         found: dict[str, None] = {}
         for i in group.operands:
-            home = self.homes.get(given[i])
+            home = self._home(given[i])
             state = home.state(axis) if states[i].kind == "P" and home else states[i]
             factor = group.factors_at(i, state.dim) if state.kind == "S" else None
             if factor:
@@ -201,7 +219,7 @@ class _Propagation:
         """A partial value is reduced to its home and nowhere else."""
         if have.kind != "P" or want.kind == "P":
             return True
-        home = self.homes.get(node)
+        home = self._home(node)
         return True if home is None else want in (home.state(axis), REPLICATED)
 
     def _cost(self, node: Node, have: AxisState, want: AxisState, axis: str) -> float:
