@@ -1,0 +1,107 @@
+"""Runs a captured step for all ranks of a mesh in one process: shards inputs by the plan, joins what comes back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.backend.bind import bound_arguments
+from wholestep.capture import Capture
+from wholestep.capture import state as held_state
+from wholestep.graph.graph import Input, LocalGraph, Role
+from wholestep.graph.interpret import run_all
+from wholestep.layout import Layout, chunk_range
+from wholestep.mesh import Mesh
+from wholestep.plan.plan import Plan
+
+
+def index_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+    """The part of a tensor of global `shape` that `rank` holds."""
+    out: list[slice] = []
+    for size, axes in zip(shape, layout.dims, strict=True):
+        start = 0
+        for axis in axes:
+            begin, size = chunk_range(size, mesh.axis_size(axis), mesh.coordinate(rank)[axis])
+            start += begin
+        out.append(slice(start, start + size))
+    return tuple(out)
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """Each rank's own piece of a tensor."""
+    return [whole[index_of(whole.shape, layout, mesh, r)].clone() for r in range(mesh.size)]
+
+
+def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Tensor:
+    """The tensor of global `shape` whose pieces these are; ranks that hold the same part must hold the same bits."""
+    whole = torch.zeros(tuple(shape), dtype=pieces[0].dtype)
+    for rank, piece in enumerate(pieces):
+        at = index_of(shape, layout, mesh, rank)
+        assert piece.shape == whole[at].shape, f"rank {rank} holds {list(piece.shape)}, planned {list(whole[at].shape)}"
+        whole[at] = piece
+    for rank, piece in enumerate(pieces):
+        assert torch.equal(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
+    return whole
+
+
+@dataclass
+class Simulation:
+    """All ranks of one program. `pieces[name][rank]` is what a rank holds of an input between calls."""
+
+    capture: Capture
+    plan: Plan
+    local: LocalGraph
+    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Take parameters, buffers and optimizer state (as the first step would create it) from the captured step."""
+        for given in self.plan.inputs:
+            if given.role in (Role.PARAM, Role.BUFFER, Role.STATE):
+                whole = self._now(given)
+                self.pieces[given.name] = cut(whole, self.plan.rest[given.name], self.plan.mesh)
+
+    def _now(self, given: Input) -> Tensor:
+        state = self.capture.state
+        if given.role is not Role.STATE:
+            return (state.params.get(given.name) or state.buffers[given.name]).tensor.detach()
+        optimizer, owner = list(state.optimizers.values())[given.optimizer], state.params[given.owner].tensor
+        group = next(g for g in optimizer.param_groups if any(p is owner for p in g["params"]))
+        kept = optimizer.state.get(owner)
+        if not kept:
+            held_state.prime(optimizer, owner, group)
+        value = optimizer.state[owner][given.key]
+        if not kept:
+            del optimizer.state[owner]
+        return value
+
+    def step(self, batches: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
+        """One step with one batch for each rank, by leaf name; returns the results of each rank."""
+        numbers = {h.name: self._number(h) for h in self.capture.hypers}
+        given = [[self._value(i, r, batches[r], numbers) for i in self.plan.inputs] for r in range(self.plan.mesh.size)]
+        made = run_all(self.local, given, bound_arguments)
+        for position, i in enumerate(self.plan.inputs):
+            if i.name in self.pieces:
+                self.pieces[i.name] = [row[position] for row in given]
+        for position, output in enumerate(self.local.outputs):
+            if output.kind == "update":
+                self.pieces[output.target] = [row[position].clone() for row in made]
+        count = sum(o.kind == "result" for o in self.local.outputs)
+        return [row[:count] for row in made]
+
+    def _number(self, hyper: held_state.Hyper) -> float:
+        group = list(self.capture.state.optimizers.values())[hyper.optimizer].param_groups[hyper.group]
+        return float(group[hyper.key] if hyper.index is None else group[hyper.key][hyper.index])
+
+    def _value(self, i: Input, rank: int, batch: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Tensor:
+        if i.role is Role.HYPER:
+            return torch.tensor(numbers[i.name], dtype=torch.float64)
+        if i.role is Role.CONST:
+            return self.local.constants[i.name]
+        return batch[i.name] if i.role is Role.BATCH else self.pieces[i.name][rank]
+
+    def whole(self, name: str) -> Tensor:
+        """An input as one tensor."""
+        given = next(i for i in self.plan.inputs if i.name == name)
+        return join(self.pieces[name], self.plan.rest[name], self.plan.mesh, given.meta.shape)
