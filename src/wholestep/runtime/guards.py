@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,13 +94,18 @@ class Guards:
                 return f"the parameter groups have {now} parameters, they had {counts}"
         for optimizer, number, key, value in self.numbers:
             found = optimizer.param_groups[number].get(key)
-            if found is not value and found != value:
+            if found is not value and found != value and not _same_list(found, value):
                 return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
                     return f"the gradient of {name} is {'set' if param.grad is not None else 'None'}"
         return ""
+
+
+def _same_list(found: object, value: object) -> bool:
+    """Loading a state dict may turn a tuple into a list."""
+    return isinstance(found, list) and tuple(cast(list[Any], found)) == value
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .. import _torch, dtensor
 from ..capture import state as held_state
@@ -31,6 +32,7 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     materialize(state, world.device)
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
+    sharded |= {name.rpartition("/")[0] for name, layout in plan.created.items() if layout.is_sharded}
     for name, held in state.params.items():
         if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
             continue
@@ -94,6 +96,18 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
                     for value in _plain_tensors(optimizer.state.get(param, {}).values()):
                         dist.broadcast(value, 0)
                 place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
+
+
+def gather_before_eager_step(optimizer: Optimizer) -> None:
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again."""
+
+    def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for param, entry in cast(dict[Any, Any], optimizer.state).items():
+            for key, value in entry.items() if isinstance(param, DTensor) else ():
+                if isinstance(value, DTensor) and value.placements != param.placements:
+                    entry[key] = value.redistribute(placements=param.placements)
+
+    optimizer.register_step_pre_hook(gather)
 
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:

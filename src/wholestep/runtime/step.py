@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ from . import random_state
 from .agree import agree, program_lines
 from .guards import Guards, all_modes, ambient, guard_of
 from .launch import World, join
-from .place import place, placed
+from .place import gather_before_eager_step, place, placed
 from .program import Program
 
 Progress = Callable[[str, str, float], None]
@@ -86,6 +87,7 @@ class CompiledStep:
         self._agreed: list[list[str]] = []
         self._label, self._round = "", 0
         self._promoted: set[str] = {"lr"}
+        self._met = WeakSet[Optimizer]()
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -230,6 +232,9 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.sync_state and self.state is None)
+            for optimizer in set(state.optimizers.values()) - set(self._met):
+                gather_before_eager_step(optimizer)
+                self._met.add(optimizer)
         self.state = state
         guards = self._guards(made, call, names, world)
         program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names)
