@@ -131,7 +131,7 @@ class _Propagation:
         """Outputs shaped like a gradient belong where it does; list ops take the home of the entry at their place."""
         made = meta.tensors(node)
         first = node.args[0] if node.args else None
-        count = len(first) if isinstance(first, (list, tuple)) else 1
+        count = len(first) if isinstance(first, (list, tuple)) and first else 1
         near: dict[int, list[tuple[TensorMeta | None, Layout]]] = {}
         for j, n in enumerate(given):
             known = self._home(n)
