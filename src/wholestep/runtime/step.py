@@ -309,7 +309,7 @@ def _not_yet(inputs: Sequence[Any]) -> list[Any]:
 
 def _about_numbers(error: CaptureError) -> bool:
     """True when a capture failed in the optimizer's step on a scheduled number."""
-    return "shape ()" in error.found or "scalar" in error.found.lower() or "float" in error.found
+    return any(word in error.found.lower() for word in ("shape ()", "scalar", "float", "data-dependent"))
 
 
 def _device_of(state: StepState) -> str:
