@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
+from ..graph import meta
 from ..graph.graph import function_of, operands
-from ..graph.verify import is_wait
+from ..graph.verify import is_mutating, is_wait
 
 Run = Callable[[Sequence[Any]], list[Any]]
 
@@ -36,22 +38,60 @@ class WaitClock:
 
 
 def eager(graph: Graph, clock: WaitClock | None = None) -> Run:
-    """Compile `graph` to a Python function from the list of inputs to the list of outputs.
+    """Compile `graph` to a Python function from the list of inputs to the list of outputs."""
+    return _Eager(graph, clock)
 
-    Its source is kept in `run.source`.
+
+class _Eager:
+    """A bound graph as a function; `source` is its text.
+
+    Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
+    functions about them. The first call finds those nodes; from then on their results are copied into shape.
     """
-    writer = _Writer(clock)
-    source = writer.write(graph)
-    scope: dict[str, Any] = dict(writer.constants)
-    exec(compile(source, "<wholestep eager>", "exec"), scope)
-    run = torch.no_grad()(scope["run"])
-    run.source = source
-    return run
+
+    def __init__(self, graph: Graph, clock: WaitClock | None) -> None:
+        self._graph, self._clock = graph, clock
+        self._wrong: list[str] = []
+        self._run = self._compile(first=True)
+        self._checked = False
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        if self._checked:
+            return self._run(inputs)
+        out = self._run(inputs)
+        self._checked, self._run = True, self._compile(first=False)
+        return out
+
+    def _compile(self, first: bool) -> Run:
+        writer = _Writer(self._clock, self._check if first else self._mend)
+        self.source = writer.write(self._graph)
+        scope: dict[str, Any] = dict(writer.constants)
+        exec(compile(self.source, "<wholestep eager>", "exec"), scope)
+        return torch.no_grad()(scope["run"])
+
+    def _check(self, node: Node) -> Callable[[Any], Any] | None:
+        stride = None if node.op != "call_function" or is_mutating(node) or is_wait(node) else meta.traced_stride(node)
+        if stride is None:
+            return None
+
+        def check(made: torch.Tensor) -> torch.Tensor:
+            mended = meta.with_stride(made, stride)
+            if mended is not made:
+                self._wrong.append(node.name)
+            return mended
+
+        return check
+
+    def _mend(self, node: Node) -> Callable[[Any], Any] | None:
+        if node.name not in self._wrong:
+            return None
+        stride = meta.traced_stride(node)
+        return None if stride is None else partial(meta.with_stride, stride=stride)
 
 
 class _Writer:
-    def __init__(self, clock: WaitClock | None) -> None:
-        self.clock = clock
+    def __init__(self, clock: WaitClock | None, mend: Callable[[Node], Callable[[Any], Any] | None]) -> None:
+        self.clock, self.mend = clock, mend
         self.constants: dict[str, Any] = {}
         self.names: dict[int, str] = {}
 
@@ -82,6 +122,8 @@ class _Writer:
             target = self.clock.timed(target) if self.clock and is_wait(node) else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
+        mend = self.mend(node) if node.users else None
+        call = f"{self._constant(mend, 'f')}({call})" if mend else call
         return f"{node.name} = {call}" if node.users else call
 
     def _value(self, value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,10 +13,7 @@ from torch.fx.node import map_arg
 
 from ..layout import Layout
 from ..mesh import Mesh
-from . import meta
 from .meta import TensorMeta
-
-aten = torch.ops.aten
 
 
 class Role(enum.Enum):
@@ -142,20 +138,8 @@ def node_at(node: Node, position: int) -> Node:
 
 
 def function_of(node: Node) -> Callable[..., Any]:
-    """What runs a call node: views also where strides differ from the recorded ones, as those of some kernels do."""
-    if node.target in (aten.view.default, aten._unsafe_view.default):
-        return aten.reshape.default
-    if node.target is aten.as_strided.default:
-        made = meta.tensor(node_at(node, 0))
-        assert made is not None, "as_strided reads one tensor"
-        return partial(_as_strided, made.stride)
+    """What a call node calls."""
     return cast(Callable[..., Any], node.target)
-
-
-def _as_strided(recorded: tuple[int, ...], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    if x.stride() != recorded:
-        x = torch.empty_strided(x.shape, recorded, dtype=x.dtype, device=x.device).copy_(x)
-    return x.as_strided(*args)
 
 
 def copy_graph(graph: Graph) -> Graph:

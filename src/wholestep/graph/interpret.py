@@ -12,8 +12,9 @@ from torch.fx.node import map_arg
 
 from ..errors import GraphError
 from ..mesh import Mesh
+from . import meta
 from .graph import LocalGraph, TrainGraph, function_of, operands
-from .verify import is_collective, is_wait
+from .verify import is_collective, is_mutating, is_wait
 
 Value = Any
 
@@ -25,7 +26,7 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
     for node in train.graph.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = function_of(node)(*args, **kwargs)
+            env[node] = _as_traced(node, function_of(node)(*args, **kwargs))
     return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
 
 
@@ -47,8 +48,14 @@ def run_all(
             continue
         for rank in ranks:
             args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
-            envs[rank][node] = args[0] if is_wait(node) else function_of(node)(*args, **kwargs)
+            envs[rank][node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
     return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
+
+
+def _as_traced(node: Node, made: Value) -> Value:
+    """What a node made, with the strides that later nodes count on."""
+    stride = None if is_mutating(node) else meta.traced_stride(node)
+    return made if stride is None else meta.with_stride(made, stride)
 
 
 def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:

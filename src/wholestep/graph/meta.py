@@ -91,6 +91,20 @@ def tensor(node: Node) -> TensorMeta | None:
     return found[0] if len(found) == 1 else None
 
 
+def traced_stride(node: Node) -> tuple[int, ...] | None:
+    """The strides in the trace of the one tensor `node` makes; None where it makes a piece of that, or another."""
+    traced, here = value(node), tensor(node)
+    same = isinstance(traced, torch.Tensor) and here is not None and tuple(traced.shape) == here.shape
+    return tuple(traced.stride()) if same else None
+
+
+def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """`made` itself if it has these strides (dims of size 1 do not count), else a copy that has them."""
+    if all(a == b or size == 1 for a, b, size in zip(made.stride(), stride, made.shape, strict=True)):
+        return made
+    return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
+
+
 def is_backward(node: Node) -> bool:
     """True for a node that autograd made while running a backward."""
     return bool(node.meta.get("custom", {}).get("backward"))

@@ -106,9 +106,7 @@ class _Work:
             here is not None
             and made is not None
             and (here.shape, here.dtype, here.device) == (made.shape, made.dtype, made.device)
-        )
-        fits = fits and not (
-            here and any(size > 1 and stride == 0 for size, stride in zip(here.shape, here.stride, strict=True))
+            and all(a == b != 0 for a, b, size in zip(here.stride, made.stride, here.shape, strict=True) if size > 1)
         )
         alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
         return fits and alone and self._dies_at(given, node)
