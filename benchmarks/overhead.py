@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py [--parameters 200] [--rounds 300]
 
-The step has many tiny parameters, so computing takes as little of it as it can. Four things take turns, call by call, so
-that a busy moment of the machine meets all of them alike:
+The step has many tiny parameters, so computing takes as little of it as it can. Four things take turns, call by call,
+so that a busy moment of the machine meets all of them alike:
 
     eager      the step as written, on one device, without any communication
     compiled   the compiled step

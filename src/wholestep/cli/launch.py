@@ -65,6 +65,7 @@ class Ranks:
             "WORLD_SIZE": str(settings.ranks),
             "LOCAL_WORLD_SIZE": str(settings.ranks),
             "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",  # ranks share cores: an idle thread must not spin
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         with open(settings.files.log(rank), "w") as log:

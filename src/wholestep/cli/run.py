@@ -150,12 +150,13 @@ def say_interrupted(console: Console, settings: Settings, step: int) -> None:
 
 
 def shortened(plan: str, file: Path) -> str:
-    """The first lines and the last of the plan's text, and where the others are."""
+    """The first lines of the plan's text and its totals and notes, and where the others are."""
     lines = plan.rstrip().splitlines()
-    hidden = len(lines) - PLAN_LINES - 1
+    totals = next((i for i, line in enumerate(lines) if line.lstrip().startswith("at rest")), len(lines) - 1)
+    hidden = totals - PLAN_LINES
     if hidden < 2:
         return "\n".join(lines)
-    return "\n".join([*lines[:PLAN_LINES], f"  ... ({hidden} more lines in {file})", lines[-1]])
+    return "\n".join([*lines[:PLAN_LINES], f"  ... ({hidden} more lines in {file})", *lines[totals:]])
 
 
 def say_finished(console: Console, settings: Settings, plan: str, result: dict[str, Any]) -> None:

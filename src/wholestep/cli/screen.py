@@ -25,17 +25,21 @@ PLAIN_SECONDS = 5.0  # between plain lines
 
 @dataclass(frozen=True)
 class Progressed:
-    """Where training stands after a step; `exposed` is the share of the step spent waiting for other ranks."""
+    """Where training stands after a step.
+
+    `exposed` is the share of the step spent waiting for other ranks; None where the backend does not tell.
+    """
 
     step: int
     steps: int
     loss: float
     tokens_per_second: float
-    exposed: float
+    exposed: float | None
 
     def __str__(self) -> str:
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
-        return f"loss {self.loss:.3f} | {speed} | exposed communication {self.exposed:.0%}"
+        exposed = "not measured" if self.exposed is None else f"{self.exposed:.0%}"
+        return f"loss {self.loss:.3f} | {speed} | exposed communication {exposed}"
 
 
 class Screen(ABC):

@@ -137,7 +137,7 @@ def report(state: Run, done: int, losses: list[float]) -> bool:
             loss=state.peer.loss,
             seconds=seconds,
             tokens_per_second=sizes.rows * sizes.context / seconds,
-            exposed=state.step.waited_seconds / seconds,
+            exposed=state.step.waited_seconds / seconds if state.settings.backend == "eager" else None,
         )
         if state.step.calls == 1:
             show_plan(state)
