@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py [--parameters 200] [--rounds 300]
 
-The step has many tiny parameters, so computing takes as little of it as it can. Four things take turns, call by call,
-so that a busy moment of the machine meets all of them alike:
+The step has many tiny parameters, so computing takes as little of it as it can. The first three take turns, call by
+call, so that a busy moment of the machine meets all of them alike:
 
     eager      the step as written, on one device, without any communication
     compiled   the compiled step
@@ -11,7 +11,8 @@ so that a busy moment of the machine meets all of them alike:
     hollow     the compiled step with its generated function replaced by one that returns earlier results
 
 Overhead is the median of (compiled - bare) over turns. With several ranks, hundreds of small collectives make that
-difference noise, so there the overhead is `hollow`: what a call does around the generated function, and nothing else.
+difference noise, so there the overhead is `hollow`: what a call does around the generated function, and nothing else,
+measured on rank 0 while the others wait.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
@@ -63,6 +65,11 @@ def timed_us(call: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, float]:
     """Medians in microseconds on this rank."""
     x = torch.randn(2, 4)
@@ -75,16 +82,19 @@ def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, fl
     program = step.programs[-1]
     inputs = program.gather_inputs(take_apart(((model, optimizer, x), {})).leaves)
     run, results = program.run, program.run(inputs)
-    whole, bare, hollow, eager = [], [], [], []
+    whole, bare, eager, hollow = [], [], [], [0.0]
     gc.collect()
     gc.disable()
     for _ in range(rounds):
         whole.append(timed_us(lambda: step(model, optimizer, x)))
+        train_step(eager_model, eager_optimizer, x)  # bare finds the caches as compiled does
         bare.append(timed_us(lambda: run(inputs)))
-        program.run = lambda _: results
-        hollow.append(timed_us(lambda: step(model, optimizer, x)))
-        program.run = run
         eager.append(timed_us(lambda: train_step(eager_model, eager_optimizer, x)))
+    program.run = lambda _: results
+    barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        hollow = [timed_us(lambda: step(model, optimizer, x)) for _ in range(max(rounds, 100))]
+    barrier()
     gc.enable()
     held = parameters + sum(isinstance(v, Tensor) for state in optimizer.state.values() for v in state.values())
     return {
@@ -122,8 +132,8 @@ def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace, ver
             if rank == 0:
                 verdicts.append(report(name, style, ranks, measured))
     if ranks > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        barrier()
+        dist.destroy_process_group()
 
 
 def free_port() -> int:
