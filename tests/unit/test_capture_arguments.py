@@ -1,0 +1,331 @@
+"""How a step is given what it needs and gives back what it made: arguments, closures, results."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import wholestep as ws
+from tests.catalogue import CASES
+from tests.eager import batches, same, same_as_eager, same_holder
+
+Made = tuple[nn.Module, Optimizer]
+CALLS = batches((6, 6), (6, 3))
+
+
+def make() -> Made:
+    model = CASES["tiny"].build()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# -- arguments ----------------------------------------------------------------------------
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: Tensor
+    targets: dict[str, list[Tensor]]
+    name: str = "data"
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """A mapping that is no dict, as tokenizers return."""
+
+
+ARGUMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "list": (lambda x, y: [x, [y]], lambda b: (b[0], b[1][0])),
+    "tuple": (lambda x, y: ((x,), y), lambda b: (b[0][0], b[1])),
+    "namedtuple": (Pair, lambda b: (b.x, b.y)),
+    "dataclass": (lambda x, y: Data(x, {"all": [y]}), lambda b: (b.x, b.targets["all"][0])),
+    "mapping": (lambda x, y: Encoding({"x": x, "y": y}), lambda b: (b["x"], b["y"])),
+    "nested": (
+        lambda x, y: {"a": [Data(x, {"t": [y, y]})], "n": None},
+        lambda b: (b["a"][0].x, b["a"][0].targets["t"][1]),
+    ),
+    "ordered": (lambda x, y: collections.OrderedDict(y=y, x=x), lambda b: (b["x"], b["y"])),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_structures(kind: str) -> None:
+    pack, unpack = ARGUMENTS[kind]
+
+    def fn(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+        return train(model, optimizer, *unpack(batch))
+
+    step = same_as_eager(fn, make, [(pack(*call),) for call in CALLS])
+    assert step.captures == 1
+
+
+def test_zero_dim_tensor() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        return train(model, optimizer, x * scale, y)
+
+    calls = [(*call, torch.tensor(0.5 + i, dtype=torch.float64)) for i, call in enumerate(CALLS)]
+    assert same_as_eager(fn, make, calls).captures == 1
+
+
+def test_plain_values() -> None:
+    """Python values are part of the program: another value is another program, never a stale one."""
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, scale: float, how: str, flag: Any) -> Tensor:
+        x = x * scale if how == "mul" else x + scale
+        return train(model, optimizer, -x if flag else x, y)
+
+    values = [(0.5, "mul", True), (0.5, "mul", True), (2.0, "mul", True), (2.0, "add", None), (2, "add", None)]
+    calls = [(*CALLS[0], *v) for v in [*values, values[0]]]
+    assert same_as_eager(fn, make, calls).captures == 4
+
+
+def test_keyword_arguments() -> None:
+    def fn(model: nn.Module, *, optimizer: Optimizer, batch: Mapping[str, Tensor], smooth: float = 0.0) -> Tensor:
+        return train(model, optimizer, batch["x"], batch["y"] + smooth)
+
+    (model, optimizer), (twin, twins) = _two()
+    step = ws.compile(fn)
+    for x, y in CALLS:
+        found = step(model, batch={"x": x, "y": y}, optimizer=optimizer, smooth=0.1)
+        same(found, fn(twin, batch={"x": x, "y": y}, optimizer=twins, smooth=0.1), 1e-12, "loss")
+    same_holder(model, twin, 1e-12, False, "model")
+    assert step.captures == 1
+
+
+def test_models_and_optimizers_in_containers() -> None:
+    def nested() -> tuple[dict[str, Any]]:
+        model, optimizer = make()
+        return ({"models": [model], "training": {"optimizer": optimizer}},)
+
+    def fn(parts: dict[str, Any], x: Tensor, y: Tensor) -> Tensor:
+        return train(parts["models"][0], parts["training"]["optimizer"], x, y)
+
+    same_as_eager(fn, nested, CALLS)
+
+
+def test_batch_changed_in_place() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        x += 1.0
+        y.mul_(0.5)[0] = 3.0
+        return train(model, optimizer, x, y)
+
+    same_as_eager(fn, make, CALLS)
+
+
+def test_batch_that_wants_a_gradient() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.mse_loss(model(x), y)
+        (grad,) = torch.autograd.grad(loss, x)
+        return loss.detach(), grad
+
+    same_as_eager(fn, make, [(x.clone().requires_grad_(), y) for x, y in CALLS])
+
+
+def test_strided_batch() -> None:
+    calls = [(torch.empty(6, 6, dtype=x.dtype).t().copy_(x), y.repeat(2, 1)[::2]) for x, y in CALLS]
+    same_as_eager(train, make, calls)
+
+
+# -- results ------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Report:
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    note: str
+
+
+RESULTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "none": lambda loss, out, x: None,
+    "number": lambda loss, out, x: 7,
+    "tuple": lambda loss, out, x: (loss, out),
+    "list": lambda loss, out, x: [loss, [out, None, "text", 3.5]],
+    "dict": lambda loss, out, x: {"loss": loss, "inner": {"out": out}},
+    "dataclass": lambda loss, out, x: Report(loss, {"out": out}, "done"),
+    "namedtuple": lambda loss, out, x: Pair(loss, out),
+    "twice": lambda loss, out, x: (loss, loss, out, out.view(-1)),
+    "input": lambda loss, out, x: (x, x[0]),
+    "constant": lambda loss, out, x: (torch.arange(3), torch.tensor(2.0)),
+    "integers": lambda loss, out, x: (out.argmax(1), out > 0),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results(kind: str) -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        return RESULTS[kind](loss.detach(), out.detach(), x)
+
+    same_as_eager(fn, make, CALLS)
+
+
+def test_results_are_the_callers_own() -> None:
+    """A result is not overwritten by the next call, and changing it changes nothing."""
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        before = next(model.parameters()).detach().clone()
+        return train(model, optimizer, x, y), before
+
+    model, optimizer = make()
+    step = ws.compile(fn)
+    first = step(model, optimizer, *CALLS[0])
+    kept = [t.clone() for t in first]
+    step(model, optimizer, *CALLS[1])
+    same(first, tuple(kept), 0, "first result")
+    first[1].zero_()
+    assert next(model.parameters()).abs().sum() > 0
+
+
+def test_results_carry_no_gradient() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert not ws.compile(fn)(*make(), *CALLS[0]).requires_grad
+
+
+# -- where models come from ---------------------------------------------------------------
+def _two() -> tuple[Made, Made]:
+    return make(), make()
+
+
+@pytest.fixture
+def expected() -> tuple[nn.Module, list[Tensor]]:
+    """The model after three eager steps, and its losses."""
+    model, optimizer = make()
+    return model, [train(model, optimizer, *call) for call in CALLS]
+
+
+def check(step: Callable[..., Tensor], model: nn.Module, expected: tuple[nn.Module, list[Tensor]]) -> None:
+    for call, loss in zip(CALLS, expected[1], strict=True):
+        same(step(*call), loss, 1e-12, "loss")
+    same_holder(model, expected[0], 1e-12, False, "model")
+
+
+def test_closure(expected: tuple[nn.Module, list[Tensor]]) -> None:
+    model, optimizer = make()
+
+    @ws.compile
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return train(model, optimizer, x, y)
+
+    check(step, model, expected)
+
+
+def test_decorator_with_options(expected: tuple[nn.Module, list[Tensor]]) -> None:
+    model, optimizer = make()
+
+    @ws.compile(parallel=ws.DataParallel("replicate"))
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        """Trains."""
+        return train(model, optimizer, x, y)
+
+    check(step, model, expected)
+    assert (step.__name__, step.__doc__) == ("step", "Trains.")
+
+
+@pytest.fixture
+def global_model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model, optimizer = make()
+    monkeypatch.setitem(globals(), "MODEL", model)
+    monkeypatch.setitem(globals(), "OPTIMIZER", optimizer)
+    return model
+
+
+def _on_globals(x: Tensor, y: Tensor) -> Tensor:
+    return train(MODEL, OPTIMIZER, x, y)  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_globals(global_model: nn.Module, expected: tuple[nn.Module, list[Tensor]]) -> None:
+    check(ws.compile(_on_globals), global_model, expected)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.optimizer = make()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return train(self.model, self.optimizer, x, y)
+
+
+def test_bound_method(expected: tuple[nn.Module, list[Tensor]]) -> None:
+    trainer = Trainer()
+    check(ws.compile(trainer.step), trainer.model, expected)
+
+
+def test_given_to_compile(expected: tuple[nn.Module, list[Tensor]]) -> None:
+    trainer = Trainer()
+    hidden = {"trainer": trainer}
+    step = ws.compile(lambda x, y: hidden["trainer"].step(x, y), model=trainer.model, optimizer=trainer.optimizer)
+    check(step, trainer.model, expected)
+
+
+def test_several_given_to_compile() -> None:
+    (one, first), (two, second) = _two()
+    hidden = {"parts": [(one, first), (two, second)]}
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [train(m, o, x, y) for m, o in hidden["parts"]]
+
+    step = ws.compile(fn, model=[one, two], optimizer=[first, second])
+    step(*CALLS[0])
+    twin, twins = make()
+    train(twin, twins, *CALLS[0])
+    same_holder(one, twin, 1e-12, False, "one")
+    same_holder(two, twin, 1e-12, False, "two")
+
+
+# -- meta ---------------------------------------------------------------------------------
+class Constant(nn.Linear):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linspace(-1, 1, self.weight.numel()).view_as(self.weight))
+            self.bias.fill_(0.1)
+
+
+def test_model_on_meta() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(Constant(6, 5), nn.BatchNorm1d(5), Constant(5, 3))
+
+    with torch.device("meta"):
+        model = build()
+    twin = build()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin)]
+    step = ws.compile(train)
+    for x, y in batches((6, 6), (6, 3), dtype=torch.float32):
+        same(step(model, optimizers[0], x, y), train(twin, optimizers[1], x, y), 1e-6, "loss")
+    same_holder(model, twin, 2e-6, False, "model")
+    assert all(isinstance(p, nn.Parameter) and not p.is_meta for p in model.parameters())
+    assert optimizers[0].param_groups[0]["params"] == list(model.parameters())
+
+
+def test_parameters_stay_themselves_in_a_world_of_one() -> None:
+    model, optimizer = make()
+    before = [(id(p), p.data_ptr()) for p in model.parameters()]
+    step = ws.compile(train)
+    for call in CALLS:
+        step(model, optimizer, *call)
+    assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
+    assert all(p in optimizer.state for p in model.parameters())
