@@ -200,15 +200,15 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
 
 
 def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> list[Input]:
-    """Gradients and numbers that nothing reads, and state of parameters that get no update, are no inputs."""
+    """Gradients and numbers that nothing reads, and state of parameters that get no update, are no inputs.
+
+    A gradient that is only overwritten is made anew at each call, whether there was one before or not.
+    """
     updated = {o.target for o in outputs}
     kept: list[Input] = []
     for given, node in zip(inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-        if (
-            given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST)
-            and not node.users
-            and given.name not in updated
-        ):
+        overwritten = given.role is Role.GRAD or given.name not in updated
+        if given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and overwritten:
             graph.erase_node(node)
         else:
             kept.append(given)
