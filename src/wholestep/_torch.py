@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -38,8 +38,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import BackendError, GraphError
 
@@ -97,6 +98,26 @@ def is_fake(value: object) -> bool:
 def known_constant(value: torch.Tensor) -> bool:
     """True when a traced tensor's value was fixed by a literal in the user's code."""
     return isinstance(value, FakeTensor) and value.constant is not None
+
+
+def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | None:
+    """The node of the trace under way that made `value`, and the module that holds the trace's constants."""
+    mode = get_proxy_mode()
+    tracer: Any = mode.tracer if mode is not None else None
+    slot: Any = get_proxy_slot(value, tracer, None) if tracer is not None else None
+    return (slot.proxy.node, tracer.root) if slot is not None and tracer is not None else None
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Generator[None]:
+    """Inside, operations on real tensors really run, and the trace under way does not see them."""
+    with _disable_current_modes():
+        yield
+
+
+def storage_key(value: torch.Tensor) -> int:
+    """The same for all tensors that share memory, fake ones included."""
+    return value.untyped_storage()._cdata
 
 
 @contextlib.contextmanager
@@ -198,12 +219,17 @@ def _shapes_for_fused_optimizers() -> None:
                 _fused_library.impl(full.removeprefix("aten::"), nothing, "Meta")
 
 
-def trace(fn: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """One ATen graph of `fn(*inputs)`, in-place ops included; nodes carry the notes of `note_on_nodes`."""
+def trace(
+    fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]]
+) -> torch.fx.GraphModule:
+    """One ATen graph of `fn(*inputs)`, in-place ops included; nodes carry the notes of `note_on_nodes`.
+
+    `forms` gives ops in other terms; a form that returns NotImplemented leaves the op as it is.
+    """
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
-        table = _decompositions()
+        table = {**_decompositions(), **forms}
         return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 

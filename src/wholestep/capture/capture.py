@@ -18,6 +18,7 @@ from .normalize import normalize
 from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
 from .trace import Request, Traced, trace_step
+from .values import ReadValues
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Capture:
     result_leaves: tuple[Any, ...]
     fresh_grads: bool
     cleared_grads: tuple[str, ...] = ()
+    values: ReadValues | None = None
 
 
 def find_state(
@@ -92,6 +94,7 @@ def capture_step(
         tuple(traced.result_leaves),
         traced.fresh_grads,
         tuple(traced.cleared_grads),
+        traced.values,
     )
 
 

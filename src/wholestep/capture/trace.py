@@ -15,13 +15,16 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from ..errors import CaptureError, WholestepError
 from ..graph.graph import Input, Role
-from ..graph.meta import is_users, last_user_frame, meta_of
+from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
+from .chance import Chance
 from .find import Structure, put_together, take_apart
+from .fixed_sizes import fixed_sizes
 from .precision import MixedPrecision, modules_seen
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
+from .values import Reader, ReadValues
 
 _READS: dict[Any, str] = {
     torch.Tensor.item: "item()",
@@ -72,6 +75,7 @@ class Traced:
     created: list[Input]
     fresh_grads: bool
     cleared_grads: list[str]
+    values: ReadValues
 
 
 def trace_step(request: Request) -> Traced:
@@ -84,7 +88,7 @@ def trace_step(request: Request) -> Traced:
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad):
-            module = _torch.trace(run, run.stand_ins.fakes)
+            module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known_count))
     except WholestepError as error:
         error.where = error.where or _user_frame(error)
         raise
@@ -93,8 +97,9 @@ def trace_step(request: Request) -> Traced:
     finally:
         stranger.remove()
     return Traced(
-        module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared
-    )
+        module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
+        run.reader.values(),
+    )  # fmt: skip
 
 
 @dataclass
@@ -110,6 +115,10 @@ class _Run:
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
 
+    def __post_init__(self) -> None:
+        batch = dict(zip(self.request.names, self.request.leaves, strict=True))
+        self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
+
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
@@ -124,8 +133,10 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
-            with modules_seen(state.modules, request.precision), _Watch(swap, self.saw_zero_grad):
+            watch = _Watch(swap, self.saw_zero_grad, self.reader, chance := Chance())
+            with modules_seen(state.modules, request.precision), watch:
                 call = take_apart(request.fn(*args, **kwargs))
+            chance.refuse_draws()
             _refuse_changed(numbers, state, plain)
             self.results, self.result_leaves = (
                 call.structure,
@@ -136,6 +147,12 @@ class _Run:
                 *self._finals(given),
                 *self._new_state(given),
             ]
+
+    def known_count(self, mask: torch.Tensor) -> int | None:
+        """How many elements of a traced mask are set, where that follows from integers of the batch."""
+        line = _calling_line()
+        value = self.reader.known(mask.sum(), show_line(*line) if line else "")
+        return None if value is None else int(value)
 
     # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
@@ -221,10 +238,12 @@ class _Run:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the torch calls of the step: refuses reads of values, maps parameters held elsewhere to their stand-ins."""
+    """Sees the torch calls of the step: answers or refuses reads of values, maps parameters to their stand-ins."""
 
-    def __init__(self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None]) -> None:
-        self._swap, self._on_drop = swap, on_drop
+    def __init__(
+        self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None], reader: Reader, chance: Chance
+    ) -> None:
+        self._swap, self._on_drop, self._reader, self._chance = swap, on_drop, reader, chance
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -236,7 +255,12 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
+        self._chance.before(func)
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
+            line = _calling_line()
+            value = self._reader.known(args[0], show_line(*line) if line else "")
+            if value is not None:
+                return func(value, *args[1:], **(kwargs or {}))
             raise CaptureError(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",

@@ -1,4 +1,4 @@
-"""Ops that stages know by name: the marks wholestep adds to a captured graph, and those that cost next to nothing."""
+"""Ops that stages know by name: marks on a captured graph, a CTC loss of fixed size, ops that cost next to nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ def _(value: Tensor) -> Tensor:
 LOSS = torch.ops.wholestep.loss.default
 
 _aten = torch.ops.aten
+
+
+@torch.library.custom_op("wholestep::ctc_loss", mutates_args=())
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    """The CTC loss of each row and its alphas, padded to the longest label there could be."""
+    loss, alpha = _aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    missing = 2 * targets.shape[-1] + 1 - alpha.shape[-1]
+    return loss, torch.nn.functional.pad(alpha, [0, missing])
+
+
+@ctc_loss.register_fake
+def _(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    rows = log_probs.shape[1]
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, log_probs.shape[0], 2 * targets.shape[-1] + 1)
+
+
+CTC_LOSS = torch.ops.wholestep.ctc_loss.default
+
 CHEAP = frozenset(
     {
         _aten.t.default,

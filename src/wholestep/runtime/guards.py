@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from ..capture.find import Structure
 from ..capture.state import StepState
+from ..capture.values import ReadValues
+
+VALUE_READ = "the value that the step reads at"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Guards:
     groups: Sequence[tuple[Optimizer, list[int]]]
     grads: Sequence[bool] | None
     ambient: tuple[Any, ...]
+    values: ReadValues | None = None
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -79,7 +83,13 @@ class Guards:
                     return f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}"
             elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
                 return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
-        return self._check_held() or ("autocast, grad mode or default dtype changed" if now != self.ambient else "")
+        if now != self.ambient:
+            return "autocast, grad mode or default dtype changed"
+        return self._check_held() or self._check_read(leaves)
+
+    def _check_read(self, leaves: Sequence[Any]) -> str:
+        where = self.values.changed(dict(zip(self.names, leaves, strict=True))) if self.values else ""
+        return f"{VALUE_READ} {where} is another one" if where else ""
 
     def _check_held(self) -> str:
         for module, training in self.modes:

@@ -35,13 +35,14 @@ from ..plan.make import plan
 from ..plan.plan import Plan
 from . import random_state
 from .agree import agree, program_lines
-from .guards import Guards, all_modes, ambient, guard_of
+from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
 from .place import gather_before_eager_step, place, placed
 from .program import Program
 
 Progress = Callable[[str, str, float], None]
 BACKENDS = ("eager", "inductor")
+MOST_VALUES = 16
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,20 @@ class CompiledStep:
                     return program
                 newest = newest or why
             self.misses.append(newest)
+            self._refuse_endless_captures()
         return self._build(args, kwargs)
+
+    def _refuse_endless_captures(self) -> None:
+        """A value that the step reads and that keeps changing would cost a capture in almost every call."""
+        changed = [why for why in self.misses if why.startswith(VALUE_READ)]
+        if len(changed) >= MOST_VALUES:
+            where = changed[-1].removeprefix(VALUE_READ).removesuffix("is another one").strip()
+            raise CaptureError(
+                f"the step reads a value of the batch that keeps changing: {MOST_VALUES} captures so far",
+                "values that say what kind of batch it is, of which there are few",
+                "compute with the tensor instead of its value, or pass the value as a Python number",
+                where,
+            )
 
     # -- what was made -----------------------------------------------------------------
     @property
@@ -265,7 +279,7 @@ class CompiledStep:
         grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
         return Guards(
             call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
-            baked_numbers(state, capture.hypers), groups, grads, ambient(world.device),
+            baked_numbers(state, capture.hypers), groups, grads, ambient(world.device), capture.values,
         )  # fmt: skip
 
     # -- small things ------------------------------------------------------------------------

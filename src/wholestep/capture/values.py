@@ -1,0 +1,134 @@
+"""Values that a step reads while it is captured and may know: those that follow from integers of the batch alone.
+
+Padding masks, token ids, lengths and sizes say what kind of batch this is. A step may look at them (`if mask.all():`,
+`sizes.tolist()`): the answer is computed from the real batch, and the program is for batches that give the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import operands
+from ..graph.verify import is_mutating
+from ..rules.registry import is_random
+
+
+@dataclass(frozen=True)
+class Read:
+    """One value that a step read, and where."""
+
+    expected: torch.Tensor
+    where: str
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """All that a step read: `module` computes them from the inputs called `names`, in the order of `reads`."""
+
+    module: GraphModule
+    names: tuple[str, ...]
+    reads: tuple[Read, ...]
+
+    def changed(self, batch: Mapping[str, Any]) -> str:
+        """Where the first value was read that is another one for this batch; empty when none is."""
+        if not self.reads:
+            return ""
+        found = _run(self.module, [batch[name] for name in self.names])
+        return next((r.where for r, now in zip(self.reads, found, strict=True) if not _same(r.expected, now)), "")
+
+
+@dataclass
+class Reader:
+    """Answers reads during a trace. `batch` holds the real tensors by the name of their input."""
+
+    names: Sequence[str]
+    batch: Mapping[str, Any]
+    reads: list[Read] = field(default_factory=list[Read])
+    _nodes: list[Node] = field(default_factory=list[Node])
+    _graph: Graph | None = None
+    _root: Any = None
+
+    def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
+        """The real value of a traced tensor; None when it follows from anything but integers of the batch."""
+        found = _torch.traced_node(tensor.clone())  # a copy: what is read is not changed later
+        if found is None:
+            return None
+        node, self._root = found
+        self._graph = node.graph
+        part = self._part([node])
+        if part is None:
+            return None
+        value = _run(*part)[0]
+        self._nodes.append(node)
+        self.reads.append(Read(value, where))
+        return value
+
+    def values(self) -> ReadValues:
+        """What was read, to be computed again for other batches."""
+        part = self._part(self._nodes) if self._nodes else None
+        if part is None:
+            return ReadValues(GraphModule({}, Graph()), (), ())
+        return ReadValues(part[0], tuple(self._given()), tuple(self.reads))
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and _is_whole_number(t)}
+
+    def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
+        """The part of the trace that follows from integers of the batch, as a program that returns `wanted`."""
+        assert self._graph is not None, "set with the first read"
+        given, new, copied = self._given(), Graph(), dict[Node, Node]()
+        spoiled: set[int] = set()  # storages that something unknown was written into
+        inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
+        placeholders = iter(self.names)
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                name = next(placeholders, "")
+                if name in inputs:
+                    copied[node] = inputs[name]
+            elif node.op == "get_attr":
+                copied[node] = new.node_copy(node)
+            elif node.op == "call_function":
+                reads = {key for n in operands(node) for key in _storages(n)}
+                if all(n in copied for n in operands(node)) and not reads & spoiled and not is_random(node):
+                    copied[node] = new.node_copy(node, copied.__getitem__)
+                elif is_mutating(node):
+                    spoiled |= reads
+        if any(node not in copied for node in wanted):
+            return None
+        new.output(tuple(copied[node] for node in wanted))
+        new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_mutating(n))
+        return GraphModule(self._root, new), list(given.values())
+
+
+class _Copying(Interpreter):
+    """Runs on copies: nothing real is changed by what the step changes in place."""
+
+    def fetch_attr(self, target: str) -> Any:
+        found = super().fetch_attr(target)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+
+def _run(module: GraphModule, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    with _torch.outside_of_trace(), torch.no_grad():
+        return _Copying(module).run(*[t.detach().clone() for t in given])
+
+
+def _storages(node: Node) -> set[int]:
+    made = meta.value(node)
+    items = cast(Sequence[Any], made) if isinstance(made, (tuple, list)) else (made,)
+    return {_torch.storage_key(t) for t in items if isinstance(t, torch.Tensor)}
+
+
+def _is_whole_number(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num()))

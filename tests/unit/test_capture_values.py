@@ -1,0 +1,136 @@
+"""Values that a step reads while it is captured: those that follow from integers of the batch are known and guarded."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+
+Step = Any
+
+
+def compiled(loss: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    """A compiled step that minimises `loss(model(x), batch)`, and what it trains."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model(batch["x"]), batch)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return (
+        ws.compile(train_step, parallel=ws.DataParallel("replicate")),
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
+def batch(**more: Any) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(12.0).reshape(4, 3), **{k: torch.tensor(v) for k, v in more.items()}}
+
+
+def branch_on_mask(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return out.sum() if batch["mask"].all() else (out * batch["mask"][:, None]).sum()
+
+
+def test_a_branch_on_a_mask_is_captured_once_for_each_answer() -> None:
+    step, model, optimizer = compiled(branch_on_mask)
+    for mask, captures in (([1, 1, 1, 1], 1), ([1, 1, 0, 0], 2), ([1, 0, 1, 1], 2), ([1, 1, 1, 1], 2)):
+        given = batch(mask=mask)
+        expected = branch_on_mask(model(given["x"]), given)
+        assert torch.equal(step(model, optimizer, given), expected.detach())
+        assert step.captures == captures
+    assert step.misses[0].endswith(
+        'return out.sum() if batch["mask"].all() else (out * batch["mask"][:, None]).sum() is another one'
+    )
+
+
+def test_numbers_read_after_a_change_in_place_are_those_of_that_moment() -> None:
+    def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = batch["ids"].clone()
+        first = int(ids.sum())
+        ids[1:] = 0
+        second = ids.sum().item()
+        ids.fill_(7)
+        return out.sum() * first + second
+
+    step, model, optimizer = compiled(loss)
+    given = batch(ids=[5, 2, 3])
+    expected = loss(model(given["x"]), given)
+    assert torch.equal(step(model, optimizer, given), expected.detach())
+    assert torch.equal(given["ids"], torch.tensor([5, 2, 3]))
+
+
+def test_sizes_from_a_list_and_from_a_mask() -> None:
+    def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = out.split(batch["lengths"].tolist())
+        return (
+            sum(p.square().mean() for p in parts) + out[batch["keep"]].sum() + out[batch["keep"].nonzero()[:, 0]].mean()
+        )
+
+    step, model, optimizer = compiled(loss)
+    for lengths, keep in (([1, 3], [True, False, True, False]), ([2, 2], [True, False, False, False])):
+        given = batch(lengths=lengths, keep=keep)
+        expected = loss(model(given["x"]), given)
+        torch.testing.assert_close(step(model, optimizer, given), expected.detach())
+    assert step.captures == 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda out, batch: out.sum() if out.sum() > 0 else -out.sum(),
+        lambda out, batch: out.sum() if batch["x"].sum() > 0 else -out.sum(),
+        lambda out, batch: out.sum() * torch.randint(0, 9, ()).item(),
+        lambda out, batch: out.sum() * batch["ids"].clone().copy_(out[0, 0].detach()).sum().item(),
+    ],
+    ids=["weights", "floats", "chance", "weights-in-place"],
+)
+def test_other_values_are_refused_with_the_line(read: Any) -> None:
+    step, model, optimizer = compiled(read)
+    with pytest.raises(ws.CaptureError, match="reads the value of a tensor") as caught:
+        step(model, optimizer, batch(ids=[1, 2]))
+    assert "test_capture_values.py" in str(caught.value)
+
+
+def test_a_value_that_keeps_changing_is_refused() -> None:
+    step, model, optimizer = compiled(lambda out, batch: out.sum() * batch["ids"].sum().item())
+    for i in range(16):
+        step(model, optimizer, batch(ids=[i]))
+    with pytest.raises(ws.CaptureError, match="reads a value of the batch that keeps changing: 16 captures so far"):
+        step(model, optimizer, batch(ids=[16]))
+    step(model, optimizer, batch(ids=[3]))
+    assert step.captures == 16
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy.random"])
+def test_random_numbers_of_python_are_refused(draw: Any, request: pytest.FixtureRequest) -> None:
+    step, model, optimizer = compiled(lambda out, batch: out.sum() * torch.tensor(draw()))
+    with pytest.raises(ws.CaptureError) as caught:
+        step(model, optimizer, batch())
+    where = str(caught.value).splitlines()[1]
+    name = request.node.callspec.id
+    assert str(caught.value).startswith(f"the step draws numbers from {name} while it is captured: all later steps")
+    assert where.startswith("  at: ")
+    assert "test_capture_values.py" in where
+
+
+def test_ctc_loss_of_labels_with_another_length_each() -> None:
+    def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        scores = out.log_softmax(-1)[:, None].expand(-1, 2, -1)
+        lengths = (batch["labels"] > 0).sum(-1)
+        return nn.functional.ctc_loss(scores, batch["labels"], torch.tensor([4, 4]), lengths, zero_infinity=True)
+
+    step, model, optimizer = compiled(loss)
+    for labels in ([[1, 1], [1, 0]], [[1, 0], [1, 0]]):
+        given = batch(labels=labels)
+        expected = loss(model(given["x"]), given)
+        torch.testing.assert_close(step(model, optimizer, given), expected.detach())
+    assert step.captures == 1
