@@ -106,20 +106,21 @@ def _drop_noise(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph, inputs: list[Input]) -> None:
-    """Equal views and casts of one parameter (autocast makes one for each use) are made once."""
+    """Equal views and casts of one parameter (autocast makes one for each use), equal sums of numbers: made once."""
     made: dict[tuple[object, ...], Node] = {}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    derived = {n for n, i in zip(placeholders, inputs, strict=False) if i.role is Role.PARAM}
+    roles = {n: i.role for n, i in zip(placeholders, inputs, strict=False) if i.role in (Role.PARAM, Role.HYPER)}
     for node in list(graph.nodes):
-        given = node.all_input_nodes
-        if node.target in CHEAP and len(given) == 1 and given[0] in derived:
+        given = {roles.get(n) for n in node.all_input_nodes}
+        views = given == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
+        if node.op == "call_function" and (views or given == {Role.HYPER}):
             key = (node.target, repr(node.args), repr(node.kwargs))
             if key in made:
                 node.replace_all_uses_with(made[key])
                 graph.erase_node(node)
             else:
                 made[key] = node
-                derived.add(node)
+                roles[node] = Role.PARAM if views else Role.HYPER
 
 
 def _same_as(node: Node) -> Node | None:

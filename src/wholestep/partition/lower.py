@@ -49,6 +49,9 @@ class _Lowering:
     graph: Graph = field(default_factory=Graph)
     at: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
+    started: dict[tuple[Node, int], Callable[[], Node]] = field(
+        default_factory=dict[tuple[Node, int], Callable[[], Node]]
+    )
     moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
 
     def __post_init__(self) -> None:
@@ -87,26 +90,33 @@ class _Lowering:
                 new = self.emit.call(funcol.wait_tensor.default, (begun,), made, new)
         self.at[node, 0] = new
 
-    def _place(self, node: Node, region: int) -> Node:
+    def _here(self, node: Node, region: int) -> Node:
+        """The local node that holds `node` for a region; a reduction that was started is waited for now."""
+        if node in self.regions.on_demand:
+            self._place(node, region)
+        key = (node, self.regions.of(node, region) if node in self.regions.on_demand else 0)
+        if key in self.started:
+            self.at[key] = self.started.pop(key)()
+        return self.at[key]
+
+    def _place(self, node: Node, region: int) -> None:
         """Emit `node` for a region of the step, once."""
         key = (node, self.regions.of(node, region))
         if key in self.at:
-            return self.at[key]
+            return
         decision = self.plan.decisions[node.name]
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
         elif node.target is GRAD_READY:
-            grad = node_at(node, 0)
-            new = self._place(grad, region) if grad in self.regions.on_demand else self.at[grad, 0]
+            new = self._here(node_at(node, 0), region)
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
         if decision.settle is not None:
-            self.at[key] = self._settle(node, decision.settle)
+            self.started[key] = self._begin(node, new, decision.outputs[0], decision.settle)
             self.layouts[node] = (decision.settle,)
         else:
             self._start_early(node)
-        return self.at[key]
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         here = region if node in self.regions.on_demand else self.regions.at(node)
@@ -119,7 +129,8 @@ class _Lowering:
         return new
 
     def _getitem(self, node: Node, region: int) -> Node:
-        made = self._place(node_at(node, 0), region)
+        source = node_at(node, 0)
+        made = self._here(source, region)
         new = self.graph.create_node("call_function", node.target, (made, node.args[1]), name=node.name)
         meta.copy(node, new)
         layouts = self.plan.decisions[node.name].outputs
@@ -146,7 +157,7 @@ class _Lowering:
 
     def _bring(self, node: Node, want: Layout, region: int) -> Node:
         """`node` laid out as `want`, resharded once for each region that asks."""
-        at = self._place(node, region) if node in self.regions.on_demand else self.at[node, 0]
+        at = self._here(node, region)
         have = self._layout(node)
         if have == want:
             return at
@@ -156,10 +167,6 @@ class _Lowering:
         done = self.moved[key]()
         self.moved[key] = lambda: done
         return done
-
-    def _settle(self, node: Node, target: Layout) -> Node:
-        at, have = self.at[node, self.regions.of(node, 0)], self.layouts[node][0]
-        return self._begin(node, at, have, target)()
 
     def _start_early(self, node: Node) -> None:
         """Reductions that a later node asks for start now."""

@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import GRAD_READY
+from ..graph.ops import CHEAP, GRAD_READY
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import Mesh
 from ..reshard import reshard
@@ -120,7 +120,7 @@ class _Propagation:
                 outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             rule = rule or rule_for(node)
-            why = "rule" if rule else "no rule"
+            why = "rule" if rule else "a view of the whole" if node.target in CHEAP else "no rule"
             takes, gives = self._choose(node, axis, given, states, rule)
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
