@@ -28,12 +28,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import wholestep as ws
 from tests.dist.launch import run_ranks
 
-STYLES = ("replicate", "zero1", "fully_shard")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
     "adam fused amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True, fused=True),
     "sgd dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
 }
+CASES = [
+    ("replicate", "adamw"), ("zero1", "adamw"), ("zero1", "adam fused amsgrad"), ("zero1", "sgd dampening"),
+    ("fully_shard", "adam fused amsgrad"), ("fully_shard", "sgd dampening"),
+]  # fmt: skip
 
 
 def make(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -210,8 +213,7 @@ def _unchanged(rank: int, world: int, style: str, optimizer: str, folder: str) -
     return wrong
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "optimizer"), CASES)
 def test_unchanged(style: str, optimizer: str, tmp_path: Path) -> None:
     """Taking state out and putting it back leaves the rest of the run as it was, bit by bit."""
     for wrong in run_ranks(_unchanged, 2, style, optimizer, str(tmp_path)):
@@ -252,8 +254,7 @@ def by_hand(model: nn.Module, number: int) -> None:
         )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "optimizer"), CASES)
 def test_eager_step_between(style: str, optimizer: str) -> None:
     """`optimizer.step()` with gradients set by hand, between compiled steps, does what it does for DDP."""
     run_ranks(_eager_between, 2, style, optimizer)

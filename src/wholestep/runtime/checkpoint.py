@@ -205,7 +205,7 @@ def _open(root: Path) -> tuple[Path, Manifest, dict[str, Any]]:
         folder = place = first(lambda: manifest.locate(root))
         found = everyone(lambda: manifest.read(place))[0]
         size, rank = (dist.get_world_size(), dist.get_rank()) if connected() else (1, 0)
-        everyone(lambda: manifest.check_files(place, found, sorted(found.files)[rank::size]))
+        everyone(lambda: manifest.check_files(place, found, sorted(found.files)[rank::size]), name_rank=False)
         return place, found, everyone(lambda: torch.load(place / VALUES, weights_only=True))[0]
     except CheckpointError as error:
         damage = error

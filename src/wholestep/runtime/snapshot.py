@@ -234,9 +234,10 @@ def _fits(live: Any, saved: Saved) -> bool:
 
 
 def _new(saved: Saved, optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
-    """State that does not exist yet rests as its parameter does; counts stay on the CPU, as in torch.optim."""
+    """State that does not exist yet is cut as its parameter is, or whole; counts stay on the CPU, as in torch.optim."""
     dtype = getattr(torch, saved.dtype)
-    if saved.shape == tuple(param.shape) and saved.shape:
+    cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+    if cut and saved.shape == tuple(param.shape):
         return torch.empty_like(param.detach(), dtype=dtype)
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     counts = saved.key == "step" and not (group.get("capturable") or group.get("fused"))

@@ -18,8 +18,10 @@ def connected() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def everyone(work: Callable[[], T]) -> list[T]:
+def everyone(work: Callable[[], T], name_rank: bool = True) -> list[T]:
     """Call `work` on every rank; each gets all results, in rank order.
+
+    `name_rank=False` is for work that the ranks share out: it does not matter which of them fails.
 
     Raises:
         CheckpointError: on every rank, when it failed on any; the failure of the first such rank.
@@ -32,7 +34,8 @@ def everyone(work: Callable[[], T]) -> list[T]:
     failures = [(rank, error) for rank, (_, error) in enumerate(said) if error is not None]
     if failures:
         rank, error = failures[0]
-        found = error.found if len(failures) == len(said) else f"on rank {rank}, {error.found}"
+        alone = name_rank and len(failures) < len(said)
+        found = f"on rank {rank}, {error.found}" if alone else error.found
         raise CheckpointError(found, *error.args[1:]) from cause
     return [value for value, _ in said]
 

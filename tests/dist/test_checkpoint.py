@@ -1,0 +1,295 @@
+"""ws.save and ws.load on several ranks: exact on the same ranks, resharded to any others, refused by all or by none."""
+
+import copy
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import wholestep as ws
+from tests.dist.launch import RankError, run_ranks
+from wholestep.runtime import durable
+
+ROWS = 12
+KILLED = r"exit code -9|Connection|closed"  # the rank itself, or what its peer saw of it
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+MESHES = {"hybrid": {2: "r=1,s=2", 4: "r=2,s=2"}}
+
+
+def make(optimizer: str, noisy: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Sizes that divide by nothing, fewer rows than ranks, tied weights; `noisy` adds per-rank buffers and dropout."""
+    between: list[nn.Module] = [nn.BatchNorm1d(11), nn.Dropout(0.4)] if noisy else [nn.LayerNorm(11)]
+    model = nn.Sequential(nn.Linear(5, 11), *between, nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3))
+    model[-2].weight = model[-3].weight
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": [p for m in model[1:-1] for p in m.parameters()], "lr": 0.03},
+    ]
+    groups.append({"params": model[-1].parameters(), "weight_decay": 0.1})
+    groups[1]["params"] = list(dict.fromkeys(groups[1]["params"]))
+    if optimizer == "adamw":
+        return model, torch.optim.AdamW(groups, lr=0.02)
+    return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.3)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+class Training:
+    """One model trained under a style; batches are this rank's rows of one batch for all."""
+
+    def __init__(self, style: Any, optimizer: str, noisy: bool = False, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model, self.optimizer = make(optimizer, noisy)
+        mesh = MESHES.get(style, {}).get(dist.get_world_size())
+        self.step = ws.compile(train_step, parallel=ws.DataParallel(style), mesh=mesh)
+        torch.manual_seed(seed + 1 + dist.get_rank())
+
+    def train(self, numbers: Iterator[int] | range) -> list[float]:
+        return [self.step(self.model, self.optimizer, *batch(i)).item() for i in numbers]
+
+    def state(self) -> dict[str, Any]:
+        """Everything, whole."""
+        names = {param: name for name, param in self.model.named_parameters()}
+        found = dict(self.model.state_dict())
+        for param, entry in self.optimizer.state.items():
+            found |= {f"{names[param]}/{key}": value for key, value in entry.items()}
+        whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
+        return {k: v.detach().clone() for k, v in whole.items()}
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    x, y = torch.randn(ROWS, 5, generator=draw), torch.randn(ROWS, 3, generator=draw)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return x.chunk(world)[rank], y.chunk(world)[rank]
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    wrong = {n: (one[n], other[n]) for n in one if not torch.equal(one[n], other[n])}
+    assert not wrong, wrong
+
+
+# -- the same ranks --------------------------------------------------------------------------
+
+
+def _continue(rank: int, world: int, style: str, optimizer: str, root: str) -> None:
+    first = Training(style, optimizer, noisy=True)
+    first.train(range(3))
+    ws.save(root, first.step)
+    expected, state = first.train(range(3, 6)), first.state()
+
+    fresh = Training(style, optimizer, noisy=True, seed=5)
+    assert ws.load(root, fresh.step).number == 3
+    assert fresh.train(range(3, 6)) == expected
+    equal(fresh.state(), state)
+    assert fresh.step.calls == 6
+    ws.load(root, fresh.step)  # now it was called
+    assert fresh.train(range(3, 6)) == expected
+    equal(fresh.state(), state)
+    assert len(set(everywhere(expected[0]))) == world, "ranks have different data"
+    assert world == 1 or not torch.equal(*everywhere(fresh.state()["1.running_mean"])[:2]), "and buffers"
+
+
+def everywhere(value: Any) -> list[Any]:
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_continues_exactly_on_two(style: str, tmp_path: Path) -> None:
+    run_ranks(_continue, 2, style, "sgd" if style in ("zero1", "fully_shard") else "adamw", str(tmp_path))
+
+
+def test_continues_exactly_on_four(tmp_path: Path) -> None:
+    run_ranks(_continue, 4, "hybrid", "adamw", str(tmp_path))
+
+
+# -- other ranks, other styles -----------------------------------------------------------------
+
+
+def _save(rank: int, world: int, style: str, optimizer: str, root: str) -> tuple[list[float], dict[str, Any]]:
+    training = Training(style, optimizer)
+    training.train(range(3))
+    ws.save(root, training.step, extra={"epoch": 3})
+    return training.state(), everywhere(training.train(range(3, 6)))
+
+
+def _load(rank: int, world: int, style: str, optimizer: str, root: str, into: str, saved: Any, losses: Any) -> None:
+    training = Training(style, optimizer, seed=5)
+    if into == "called step":
+        training.train(range(1))
+    given = {"model": training.model, "optimizer": training.optimizer} if into == "model" else {"step": training.step}
+    found = ws.load(root, **given)
+    assert (found.number, found.extra) == (3, {"epoch": 3})
+    if into == "step":
+        # the first call restores and then trains: look in between
+        states: list[Any] = []
+        training.step.on_placed.append(lambda step: states.append(training.state()))
+        mine = training.train(range(3, 4))
+        equal(states[0], saved)
+    else:
+        equal(training.state(), saved)
+        mine = training.train(range(3, 4))
+    mine += training.train(range(4, 6))
+    # the mean over all rows is the same on any number of ranks
+    ours = torch.tensor(everywhere(mine)).mean(0)
+    torch.testing.assert_close(ours, torch.tensor(losses).mean(0), rtol=1e-4, atol=1e-6)
+
+
+TARGETS = [
+    (3, "replicate", "step"), (1, "fully_shard", "called step"), (4, "hybrid", "step"), (2, "zero1", "called step"),
+    (3, "zero2", "model"), (2, "default", "step"), (4, "fully_shard", "called step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "style", "optimizer", "targets"),
+    [(2, "fully_shard", "adamw", TARGETS), (4, "hybrid", "sgd", TARGETS[3:5]), (3, "zero1", "adamw", TARGETS[1:3])],
+)
+def test_loads_on_any_ranks_in_any_style(world: int, style: str, optimizer: str, targets: Any, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    saved, losses = run_ranks(_save, world, style, optimizer, root)[0]
+    for ranks, other, into in targets:
+        run_ranks(_load, ranks, other, optimizer, root, into, saved, losses)
+
+
+# -- all or none -------------------------------------------------------------------------------
+
+
+def refusal(work: Any) -> str:
+    with pytest.raises(ws.CheckpointError) as error:
+        work()
+    return str(error.value)
+
+
+def _refuse(rank: int, world: int, root: str) -> list[str]:
+    training = Training("fully_shard", "adamw")
+    training.train(range(2))
+    folder = ws.save(root, training.step)
+    training.train(range(2, 3))
+    newer = ws.save(root, training.step)
+    state = training.state()
+    texts: list[str] = []
+    for name in ("__0_0.distcp", f"__{world - 1}_0.distcp", "values.pt", "manifest.json"):
+        dist.barrier()
+        good = (newer / name).read_bytes()
+        dist.barrier()
+        if rank == 0:
+            os.truncate(newer / name, 20)
+        dist.barrier()
+        texts.append(refusal(lambda: ws.load(root, training.step)))
+        equal(training.state(), state)
+        dist.barrier()
+        if rank == 0:
+            (newer / name).write_bytes(good)
+    dist.barrier()
+    # a model that is another one on one rank only
+    other = Training("fully_shard", "adamw")
+    if rank == 1:
+        other.model.add_module("more", nn.Linear(2, 2))
+    before = copy.deepcopy(other.model.state_dict())
+    texts.append(refusal(lambda: ws.load(root, model=other.model)))
+    equal(before, other.model.state_dict())
+    texts.append(refusal(lambda: ws.load(f"{root}/none", training.step)))
+    # a rank whose disk is full
+    write = durable.checksum
+    if rank == 1:
+        durable.checksum = fail
+    texts.append(refusal(lambda: ws.save(root, training.step, number=9)))
+    durable.checksum = write
+    assert ws.load(root, training.step).number == 3
+    assert ws.load(folder, training.step).number == 2
+    return texts
+
+
+def fail(path: Path) -> tuple[int, int]:
+    raise OSError(28, "No space left on device")
+
+
+def test_all_ranks_refuse_alike(tmp_path: Path) -> None:
+    answers = run_ranks(_refuse, 3, str(tmp_path))
+    assert answers[0] == answers[1] == answers[2]
+    first, last, values, manifest, model, none, full = (text.replace(str(tmp_path), "ROOT") for text in answers[0])
+    found = "checkpoint ROOT/step-00000003 is damaged: __0_0.distcp has 20 bytes, it had "
+    assert first.startswith(found)
+    for text in (first, last, values, manifest):
+        assert "checkpoint ROOT/step-00000003 is damaged: " in text
+        assert text.endswith("\n  next: load 'ROOT/step-00000002', which is intact")
+    assert model.startswith(
+        "on rank 1, checkpoint ROOT/step-00000003 does not fit:\n    more.weight: float32[2, 2] here"
+    )
+    assert none.startswith("ROOT/none does not exist\n")
+    assert full == "on rank 1, OSError: [Errno 28] No space left on device"
+
+
+# -- killed --------------------------------------------------------------------------------------
+
+
+def _save_and_die(rank: int, world: int, root: str, operation: str, count: int) -> None:
+    training = Training("fully_shard", "adamw")
+    training.train(range(1))
+    ws.save(root, training.step)
+    training.train(range(1, 2))
+    real, left = getattr(os, operation), [count]
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(os, operation, deadly)
+    ws.save(root, training.step)
+
+
+def _loads(rank: int, world: int, root: str) -> int:
+    training = Training("replicate", "adamw")
+    found = ws.load(root, training.step)
+    training.train(range(1))
+    ws.save(root, training.step)
+    return found.number
+
+
+@pytest.mark.parametrize(
+    ("operation", "count", "number"), [("fsync", 1, 1), ("fsync", 4, 1), ("replace", 1, 1), ("replace", 2, 1)]
+)
+def test_killed_while_saving(operation: str, count: int, number: int, tmp_path: Path) -> None:
+    """Both ranks are killed in the middle of the second save; the first one, or the whole second, is there."""
+    with pytest.raises(RankError, match=KILLED):
+        run_ranks(_save_and_die, 2, str(tmp_path), operation, count)
+    assert run_ranks(_loads, 1, str(tmp_path)) == [number]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def _save_until_killed(rank: int, world: int, root: str, seconds: float) -> None:
+    training = Training("fully_shard", "adamw")
+    training.train(range(1))
+    ws.save(root, training.step)
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        training.train(range(1))
+        ws.save(root, training.step)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.35])
+def test_killed_at_some_moment(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=KILLED):
+        run_ranks(_save_until_killed, 2, str(tmp_path), seconds)
+    assert run_ranks(_loads, 1, str(tmp_path))[0] >= 1

@@ -1,0 +1,503 @@
+"""ws.save and ws.load in a world of one: exact continuation, damage found in time, crashes at any point."""
+
+import contextlib
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.02), amsgrad=True),
+    "sgd dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
+}
+
+
+def make(optimizer: str = "adamw", width: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.4), nn.Linear(width, 2))
+    for tensor in model.parameters():
+        nn.init.uniform_(tensor)
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 0.03},
+    ]
+    return model, OPTIMIZERS[optimizer](groups)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> list[float]:
+    """Data and dropout come from torch's generator."""
+    return [step(model, optimizer, torch.randn(6, 4)).item() for _ in range(calls)]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), torch.get_rng_state().tolist()])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer, Path]:
+    """A step called twice and saved after each call."""
+    model, optimizer = make()
+    step = ws.compile(train_step)
+    for _ in range(2):
+        train(step, model, optimizer, 1)
+        ws.save(tmp_path, step, extra={"calls": step.calls})
+    return step, model, optimizer, tmp_path
+
+
+# -- continuing ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("into", ["step", "called step", "model"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
+    model, made = make(optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.7)
+    step = ws.compile(train_step)
+    train(step, model, made, 3)
+    schedule.step()
+    ws.save(tmp_path, step, extra={"schedule": schedule.state_dict()})
+    expected = train(step, model, made, 3)
+
+    again, other = make(optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.7)
+    second = ws.compile(train_step)
+    if into == "called step":
+        train(second, again, other, 4)
+    given = {"model": again, "optimizer": other} if into == "model" else {"step": second}
+    found = ws.load(tmp_path, **given)
+    schedule.load_state_dict(found.extra["schedule"])
+    assert train(second, again, other, 3) == expected
+    assert same(state_of(model, made), state_of(again, other))
+    assert second.calls == (3 if into == "model" else 6)
+    assert other.param_groups[0]["initial_lr"] == made.param_groups[0]["initial_lr"]
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == (optimizer == "adam tensor lr")
+
+
+def test_untrained_checkpoint_resets_a_called_step(tmp_path: Path) -> None:
+    model, optimizer = make()
+    ws.save(tmp_path, model=model, optimizer=optimizer, number=0)
+    step = ws.compile(train_step)
+    first = train(step, model, optimizer, 3)
+    ws.load(tmp_path, step)
+    assert train(step, model, optimizer, 3) == first
+
+
+def test_every_option_comes_back_but_the_choice_of_kernels(tmp_path: Path) -> None:
+    model, optimizer = make()
+    optimizer.param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.3, foreach=True)
+    ws.save(tmp_path, model=model, optimizer=optimizer, number=1)
+    again, other = make()
+    step = ws.compile(train_step)
+    ws.load(tmp_path, step)
+    train(step, again, other, 1)
+    group = other.param_groups[0]
+    assert (group["betas"], group["weight_decay"], group["foreach"]) == ((0.5, 0.6), 0.3, None)
+    assert len(step.misses) == 1  # the first capture had baked in what the options were before
+
+
+def test_all_generators_come_back(trained: Any) -> None:
+    step, _, _, root = trained
+    ws.save(root, step)
+    drawn = torch.rand(3).tolist(), random.random(), float(np.random.rand())
+    ws.load(root, step)
+    assert (torch.rand(3).tolist(), random.random(), float(np.random.rand())) == drawn
+
+
+def gan_step(makes: nn.Module, judges: nn.Module, one: Any, two: Any, x: torch.Tensor) -> torch.Tensor:
+    two.zero_grad()
+    judged = judges(makes(x).detach()).mean() - judges(x).mean()
+    judged.backward()
+    two.step()
+    one.zero_grad()
+    loss = -judges(makes(x)).mean()
+    loss.backward()
+    one.step()
+    return loss.detach()
+
+
+def test_several_models_and_optimizers_go_by_name(tmp_path: Path) -> None:
+    def both() -> dict[str, Any]:
+        makes, judges = nn.Linear(3, 3), nn.Linear(3, 1)
+        one, two = torch.optim.Adam(makes.parameters()), torch.optim.SGD(judges.parameters(), lr=0.1, momentum=0.9)
+        return {"makes": makes, "judges": judges, "one": one, "two": two}
+
+    x, held, other = torch.randn(5, 3), both(), both()
+    step = ws.compile(gan_step)
+    step(**held, x=x)
+    ws.save(tmp_path, step)
+    # given in another order
+    models, optimizers = {k: other[k] for k in ("judges", "makes")}, {k: other[k] for k in ("two", "one")}
+    ws.load(tmp_path, model=models, optimizer=optimizers)
+    again = ws.compile(gan_step)
+    assert [step(**held, x=x).item() for _ in range(3)] == [again(**other, x=x).item() for _ in range(3)]
+    with pytest.raises(ws.CheckpointError, match=r"model0\.weight: float32\[3, 3\] here, missing in the checkpoint"):
+        ws.load(tmp_path, model=[other["makes"], other["judges"]])
+
+
+class Counting(torch.optim.Optimizer):
+    """State that is no tensor, state of the optimizer as a whole, and a tensor of a shape of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "note": ("a", 1)})
+
+    def step(self, closure: Any = None) -> None:
+        self.state["all"] = {"steps": self.state.get("all", {"steps": 0})["steps"] + 1}
+        for group in self.param_groups:
+            for param in group["params"]:
+                entry = self.state[param]
+                entry["count"] = entry.get("count", 0) + 1
+                entry.setdefault("seen", torch.zeros(5))[entry["count"]] = 1.0
+                param.data.add_(param.grad, alpha=-group["lr"] * entry["count"])
+
+
+def test_own_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    ws.save(tmp_path, model=model, optimizer=optimizer, number=2)
+    other = nn.Linear(2, 2)
+    again = Counting(other.parameters())
+    ws.load(tmp_path, model=other, optimizer=again)
+    assert again.state["all"] == {"steps": 2}
+    assert again.state[other.weight]["count"] == 2
+    assert again.state[other.bias]["seen"].tolist() == [0, 1, 1, 0, 0]
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_model_alone_and_nothing(trained: Any) -> None:
+    _, model, _, root = trained
+    other, _ = make()
+    found = ws.load(root, model=other)
+    assert same(other.state_dict(), model.state_dict())
+    assert found == ws.Checkpoint(2, {"calls": 2}, root / "step-00000002")
+    assert ws.load(root / "step-00000001") == ws.Checkpoint(1, {"calls": 1}, root / "step-00000001")
+
+
+# -- the folder ----------------------------------------------------------------------------
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_keeps_the_newest(trained: Any) -> None:
+    step, _, _, root = trained
+    assert names(root) == ["latest", "step-00000001", "step-00000002"]
+    (root / "step-00000009.tmp").mkdir()
+    (root / "mine.tmp").mkdir()
+    assert ws.save(root, step, number=7) == root / "step-00000007"
+    assert names(root) == ["latest", "mine.tmp", "step-00000002", "step-00000007"]
+    assert (root / "latest").read_text() == "step-00000007\n"
+    # back in time: the one saved last is the newest, whatever its number
+    assert ws.save(root, step, number=3, keep=3).name == "step-00000003"
+    assert ws.load(root).number == 3
+    assert ws.save(root, step, number=3).name == "step-00000003-2"
+    assert ws.save(root, step, number=3, keep=1).name == "step-00000003-3"
+    assert names(root) == ["latest", "mine.tmp", "step-00000003-3"]
+
+
+def test_manifest_names_all_tensors_and_files(trained: Any) -> None:
+    *_, root = trained
+    folder = root / "step-00000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["tensors"]["0.weight"]["shape"] == [7, 4]
+    assert manifest["tensors"]["0.weight/exp_avg"]["owner"] == "0.weight"
+    assert manifest["tensors"]["1.num_batches_tracked"]["dtype"] == "int64"
+    assert {*manifest["files"], "manifest.json"} == set(names(folder))
+    assert (manifest["number"], manifest["world_size"], manifest["mesh"]) == (2, 1, "dp=1")
+
+
+# -- errors --------------------------------------------------------------------------------
+
+
+def refused(root: Path, into: Any) -> str:
+    """The text of the error; the live state is as it was."""
+    step, model, optimizer, _ = into
+    before, calls = state_of(model, optimizer), step.calls
+    with pytest.raises(ws.CheckpointError) as error:
+        ws.load(root, step)
+    assert same(state_of(model, optimizer), before)
+    assert step.calls == calls
+    return str(error.value).replace(str(root), "ROOT")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+}
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "values.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_found(trained: Any, how: str, file: str) -> None:
+    root = trained[-1]
+    DAMAGE[how](root / "step-00000002" / file)
+    text = refused(root, trained)
+    assert text.startswith("checkpoint ROOT/step-00000002 ")
+    assert file in text
+    assert text.endswith("\n  next: load 'ROOT/step-00000001', which is intact")
+    assert ws.load(root / "step-00000001", trained[0]).number == 1
+
+
+def test_every_byte_of_the_manifest_counts(trained: Any) -> None:
+    path = trained[-1] / "step-00000002" / "manifest.json"
+    good = path.read_bytes()
+    for at in range(0, len(good), max(1, len(good) // 100)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        refused(trained[-1], trained)
+
+
+def test_text_of_damage(trained: Any) -> None:
+    root = trained[-1]
+    size = (root / "step-00000002" / "values.pt").stat().st_size
+    os.truncate(root / "step-00000002" / "values.pt", 10)
+    assert refused(root, trained) == (
+        f"checkpoint ROOT/step-00000002 is damaged: values.pt has 10 bytes, it had {size}\n"
+        "  needed: the files as they were saved\n"
+        "  next: load 'ROOT/step-00000001', which is intact"
+    )
+    flip(root / "step-00000001" / "values.pt")
+    (root / "step-00000002" / ".metadata").unlink()
+    assert refused(root, trained) == (
+        "checkpoint ROOT/step-00000002 is damaged:\n"
+        "    .metadata is missing\n"
+        f"    values.pt has 10 bytes, it had {size}\n"
+        "  needed: the files as they were saved\n"
+        "  next: correct the path, or start anew: no other checkpoint is intact"
+    )
+
+
+def test_text_of_nothing_there(trained: Any) -> None:
+    root = trained[-1]
+    assert refused(root / "none", trained) == (
+        "ROOT does not exist\n"
+        "  needed: a folder that wholestep.save wrote to\n"
+        "  next: correct the path, or start anew: no other checkpoint is intact"
+    )
+    (root / "latest").write_text("../elsewhere\n")
+    assert refused(root, trained) == (
+        "ROOT/latest names '../elsewhere'\n"
+        "  needed: the name of a checkpoint folder, such as 'step-00000120'\n"
+        "  next: load 'ROOT/step-00000002', which is intact"
+    )
+    (root / "latest").write_text("step-00000008\n")
+    assert refused(root, trained).startswith("checkpoint ROOT/step-00000008 is no folder\n")
+    (root / "latest").unlink()
+    assert ws.load(root).number == 2
+    empty = root / "empty"
+    empty.mkdir()
+    assert refused(empty, trained).startswith("ROOT holds no checkpoint\n")
+
+
+def rewrite(folder: Path, **fields: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_foreign_and_newer(trained: Any) -> None:
+    root = trained[-1]
+    rewrite(root / "step-00000002", format="another")
+    assert "its manifest.json is not of format 'wholestep.checkpoint'" in refused(root, trained)
+    rewrite(root / "step-00000002", format="wholestep.checkpoint", version=2)
+    assert refused(root, trained) == (
+        "checkpoint ROOT/step-00000002 has version 2\n"
+        "  needed: version 1 or older\n"
+        "  next: load it with the wholestep that wrote it"
+    )
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_other_model(trained: Any, called: bool) -> None:
+    root = trained[-1]
+    model, optimizer = make(width=9)
+    model.add_module("more", nn.Linear(2, 2))
+    step = ws.compile(train_step)
+    if called:
+        train(step, model, optimizer, 1)
+        text = refused(root, (step, model, optimizer, root))
+    else:
+        ws.load(root, step)
+        before = copy.deepcopy(model.state_dict())
+        for _ in range(2):  # it does not start from something else after that
+            with pytest.raises(ws.CheckpointError) as error:
+                train(step, model, optimizer, 1)
+            text = str(error.value).replace(str(root), "ROOT")
+        assert same(model.state_dict(), before)
+    assert text.startswith(
+        "checkpoint ROOT/step-00000002 does not fit:\n"
+        "    0.weight: float32[7, 4] in the checkpoint, float32[9, 4] here\n"
+        "    0.bias: float32[7] in the checkpoint, float32[9] here\n"
+    )
+    assert "    more.weight: float32[2, 2] here, missing in the checkpoint\n" in text
+    assert text.count("\n    ") == 11
+    assert "\n    and " in text
+    assert text.endswith(
+        "\n  needed: the same model and optimizer"
+        "\n  next: load it into what it was saved from; several models or optimizers by the names they had then"
+    )
+
+
+def test_other_optimizer(trained: Any) -> None:
+    root = trained[-1]
+    model, optimizer = make("sgd dampening")
+    with pytest.raises(
+        ws.CheckpointError, match="does not fit: optimizer 'optimizer': AdamW in the checkpoint, SGD here"
+    ):
+        ws.load(root, model=model, optimizer=optimizer)
+    one_group = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ws.CheckpointError, match=r"other parameter groups \(\[2, 4\] and \[6\] parameters"):
+        ws.load(root, model=model, optimizer=one_group)
+    model = model.to(torch.bfloat16)
+    with pytest.raises(ws.CheckpointError, match=r"0.weight: float32\[7, 4\] in the checkpoint, bfloat16\[7, 4\] here"):
+        ws.load(root, model=model)
+    with pytest.raises(ws.CheckpointError, match=r"0\.weight: on 'meta' here"):
+        ws.load(root, model=make()[0].to("meta"))
+
+
+def test_misuse(trained: Any, tmp_path: Path) -> None:
+    step, model, _, root = trained
+    for given in (
+        {},
+        {"step": ws.compile(train_step)},
+        {"model": model},
+        {"step": step, "keep": 0},
+        {"step": step, "number": -1},
+    ):
+        with pytest.raises(ws.CheckpointError, match=r"^save\("):
+            ws.save(tmp_path, **given)
+    with pytest.raises(ws.CheckpointError, match="both a step and model= or optimizer= were given"):
+        ws.load(tmp_path, step, model=model)
+    before = names(root)
+    with pytest.raises(ws.CheckpointError, match="extra holds what cannot be saved"):
+        ws.save(root, step, extra={"model": make})
+    assert [name for name in names(root) if not name.endswith(".tmp")] == before
+    assert ws.load(root).number == 2
+
+
+def test_gradients_that_are_carried_on_are_warned_of(tmp_path: Path) -> None:
+    def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model, optimizer = make()
+    step = ws.compile(accumulate)
+    train(step, model, optimizer, 2)
+    with pytest.warns(UserWarning, match="carries gradients from one call to the next"):
+        ws.save(tmp_path, step)
+
+
+# -- crashes -------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Fuse:
+    """Breaks the `count`-th operation that changes the disk for good, before or after it is done."""
+
+    def __init__(self, count: int, after: bool, error: type[BaseException]) -> None:
+        self.left, self.after, self.error = count, after, error
+
+    def wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                raise self.error
+            result = operation(*args, **kwargs)
+            if self.left == 0:
+                raise self.error
+            return result
+
+        return run
+
+
+def remove_half(folder: Path) -> None:
+    for path in sorted(Path(folder).iterdir())[::2]:
+        path.unlink()
+    raise Crash
+
+
+@pytest.mark.parametrize("error", [Crash, OSError])
+@pytest.mark.parametrize("after", [False, True])
+def test_crash_at_any_point(
+    trained: Any, after: bool, error: type[BaseException], monkeypatch: Any, tmp_path_factory: Any
+) -> None:
+    """Save number 3 breaks at its first, second, ... point: 2 or 3 is loadable, and the next save works."""
+    step, model, optimizer, root = trained
+    two = state_of(model, optimizer)
+    train(step, model, optimizer, 1)
+    three = state_of(model, optimizer)
+    loaded, count = set(), 0
+    while True:
+        count += 1
+        copied = tmp_path_factory.mktemp("copy") / "checkpoints"
+        shutil.copytree(root, copied)
+        fuse = Fuse(count, after, error)
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "fsync"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
+                patch.setattr(module, name, fuse.wrap(getattr(module, name)))
+            with contextlib.suppress(Crash, ws.CheckpointError):
+                ws.save(copied, step)
+        if fuse.left > 0:
+            break
+        fresh, other = make()
+        found = ws.load(copied, model=fresh, optimizer=other)
+        assert same(state_of(fresh, other)[:2], {2: two, 3: three}[found.number][:2])
+        loaded.add(found.number)
+        ws.save(copied, step)
+        assert ws.load(copied).number == 3
+        assert not [name for name in names(copied) if name.endswith(".tmp")]
+    assert loaded == {2, 3}
+    assert count > 10
+
+
+def test_crash_while_an_old_one_is_removed(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, *_, root = trained
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_half)
+        with pytest.raises(Crash):
+            ws.save(root, step, number=3)
+    assert names(root) == ["latest", "step-00000001.tmp", "step-00000002", "step-00000003"]
+    assert ws.load(root).number == 3
+    ws.save(root, step, number=4)
+    assert names(root) == ["latest", "step-00000003", "step-00000004"]
