@@ -10,9 +10,10 @@ call, so that a busy moment of the machine meets all of them alike:
     bare       the generated function alone, on inputs gathered beforehand
     hollow     the compiled step with its generated function replaced by one that returns earlier results
 
-Overhead is the median of (compiled - bare) over turns. With several ranks, hundreds of small collectives make that
-difference noise, so there the overhead is `hollow`: what a call does around the generated function, and nothing else,
-measured on rank 0 while the others wait.
+Overhead is the median over turns of (compiled - bare), both in CPU time of the calling thread, which leaves out what
+other processes of a busy machine take and what a rank waits for others. The first four columns of times are wall time.
+With several ranks, hundreds of small collectives still make that difference noise, so there the overhead is `hollow`:
+what a call does around the generated function, and nothing else, measured on rank 0 while the others wait.
 """
 
 import argparse
@@ -59,10 +60,15 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
     return loss.detach()
 
 
-def timed_us(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed_us(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall time and CPU time of this thread."""
+    wall, cpu = time.perf_counter(), time.thread_time()
     call()
-    return 1e6 * (time.perf_counter() - start)
+    return 1e6 * (time.perf_counter() - wall), 1e6 * (time.thread_time() - cpu)
+
+
+def median_wall(times: list[tuple[float, float]]) -> float:
+    return statistics.median(wall for wall, _ in times)
 
 
 def barrier() -> None:
@@ -82,7 +88,7 @@ def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, fl
     program = step.programs[-1]
     inputs = program.gather_inputs(take_apart(((model, optimizer, x), {})).leaves)
     run, results = program.run, program.run(inputs)
-    whole, bare, eager, hollow = [], [], [], [0.0]
+    whole, bare, eager, hollow = [], [], [], [(0.0, 0.0)]
     gc.collect()
     gc.disable()
     for _ in range(rounds):
@@ -99,11 +105,11 @@ def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, fl
     held = parameters + sum(isinstance(v, Tensor) for state in optimizer.state.values() for v in state.values())
     return {
         "tensors": held,
-        "step": statistics.median(whole),
-        "bare": statistics.median(bare),
-        "eager": statistics.median(eager),
-        "hollow": statistics.median(hollow),
-        "difference": statistics.median(a - b for a, b in zip(whole, bare, strict=True)),
+        "step": median_wall(whole),
+        "bare": median_wall(bare),
+        "eager": median_wall(eager),
+        "hollow": median_wall(hollow),
+        "difference": statistics.median(a - b for (_, a), (_, b) in zip(whole, bare, strict=True)),
     }
 
 
