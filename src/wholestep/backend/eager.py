@@ -74,8 +74,8 @@ class _Eager:
         if stride is None:
             return None
 
-        def check(made: torch.Tensor) -> torch.Tensor:
-            mended = meta.with_stride(made, stride)
+        def check(made: torch.Tensor | None) -> torch.Tensor | None:
+            mended = None if made is None else meta.with_stride(made, stride)  # None: a gradient not asked for
             if mended is not made:
                 self._wrong.append(node.name)
             return mended
