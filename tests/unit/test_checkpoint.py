@@ -19,7 +19,7 @@ import wholestep as ws
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
-    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.02), amsgrad=True),
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.02, device="cpu"), amsgrad=True),
     "sgd dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
 }
 
@@ -74,7 +74,7 @@ def trained(tmp_path: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer, Path
 # -- continuing ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("into", ["step", "called step", "model"])
+@pytest.mark.parametrize("into", ["step", "called step", "model", "step on meta"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
     model, made = make(optimizer)
@@ -85,7 +85,8 @@ def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
     ws.save(tmp_path, step, extra={"schedule": schedule.state_dict()})
     expected = train(step, model, made, 3)
 
-    again, other = make(optimizer)
+    with torch.device("meta" if into == "step on meta" else "cpu"):
+        again, other = make(optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.7)
     second = ws.compile(train_step)
     if into == "called step":
@@ -489,6 +490,33 @@ def test_crash_at_any_point(
         assert not [name for name in names(copied) if name.endswith(".tmp")]
     assert loaded == {2, 3}
     assert count > 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks /proc for the name of an open file")
+def test_all_is_on_disk_before_it_is_named(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, *_, root = trained
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def log_sync(handle: Any) -> None:
+        done.append(f"sync {os.path.relpath(os.readlink(f'/proc/self/fd/{handle}'), root)}")
+        fsync(handle)
+
+    def log_replace(source: Any, target: Any) -> None:
+        done.append(f"name {os.path.relpath(target, root)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", log_sync)
+    monkeypatch.setattr(os, "replace", log_replace)
+    folder = ws.save(root, step, number=3)
+    written = {f"sync step-00000003.tmp/{name}" for name in names(folder)} | {"sync step-00000003.tmp"}
+    written = {".metadata.tmp".join(name.rsplit(".metadata", 1)) for name in written}  # renamed by torch, then synced
+    named = done.index("name step-00000003")
+    assert set(done[:named]) == written
+    assert done[named - 1] == "sync step-00000003.tmp"
+    assert done[named + 1 :] == [
+        "sync .", "sync latest.tmp", "name latest", "sync .", "name step-00000001.tmp", "sync .",
+    ]  # fmt: skip
 
 
 def test_crash_while_an_old_one_is_removed(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
