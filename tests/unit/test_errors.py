@@ -1,0 +1,329 @@
+"""The full text of what users meet. `<here>` stands for this file's path."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wholestep as ws
+
+
+def make(optimizer: Any = torch.optim.SGD) -> tuple[nn.Module, Any]:
+    model = nn.Linear(4, 2)
+    return model, optimizer(model.parameters(), lr=0.1)
+
+
+def reads_item(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    print(loss.item())
+    optimizer.step()
+
+
+def branches(model, optimizer, x):
+    loss = model(x).square().mean()
+    if loss > 3:
+        loss.backward()
+    optimizer.step()
+
+
+def counts(model, optimizer, x):
+    loss = model(x[x[:, 0] > 0]).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def schedules(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def wrong_shape(model, optimizer, x):
+    loss = F.mse_loss(model(x), x.new_zeros(3, 3))
+    loss.backward()
+    optimizer.step()
+
+
+def plain(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def text(error: pytest.ExceptionInfo[ws.WholestepError]) -> str:
+    return re.sub(r"\S*test_errors\.py:\d+", "<here>", str(error.value))
+
+
+ONE_GRAPH = "  needed: a step whose operations do not depend on values: one graph is captured and run for every batch"
+READ = "  next: return the tensor and read it after the call, or write the choice with torch.where"
+
+
+@pytest.mark.parametrize(
+    ("fn", "lines"),
+    [
+        (
+            reads_item,
+            [
+                "the step reads the value of a tensor of shape () with item() while it is being captured",
+                "  at: <here>  print(loss.item())",
+                ONE_GRAPH,
+                READ,
+            ],
+        ),
+        (
+            branches,
+            [
+                "the step reads the value of a tensor of shape () with bool(), which `if`, `while` and `and` call "
+                "while it is being captured",
+                "  at: <here>  if loss > 3:",
+                ONE_GRAPH,
+                READ,
+            ],
+        ),
+        (
+            counts,
+            [
+                "the step has an operation whose result depends on values: aten.nonzero.default",
+                "  at: <here>  loss = model(x[x[:, 0] > 0]).square().mean()",
+                ONE_GRAPH,
+                "  next: use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside "
+                "the step",
+            ],
+        ),
+        (
+            schedules,
+            [
+                "the step changes 'lr' of a parameter group (an LR scheduler's step(), perhaps)",
+                "  needed: scheduled numbers that are set between calls: they are read anew at each call",
+                "  next: call scheduler.step() after the compiled step, not inside it",
+            ],
+        ),
+    ],
+)
+def test_what_cannot_be_one_graph(fn, lines):
+    model, optimizer = make()
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(fn)(model, optimizer, torch.randn(3, 4))
+    assert text(caught).splitlines() == lines
+
+
+def test_a_failed_capture_changes_nothing():
+    model, optimizer = make(torch.optim.AdamW)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    params = [*model.parameters()]
+    with pytest.raises(ws.CaptureError):
+        ws.compile(branches)(model, optimizer, torch.randn(3, 4))
+    assert [*model.parameters()] == params or all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state
+    assert all(p.grad is None for p in params)
+    plain(model, optimizer, torch.randn(3, 4))  # eager mode still works
+
+
+def test_an_error_of_the_users_own_names_the_line_and_keeps_its_cause():
+    model, optimizer = make()
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(wrong_shape)(model, optimizer, torch.randn(3, 4))
+    first, where, *_ = text(caught).splitlines()
+    assert first.startswith("the step failed while it was being captured: RuntimeError: ")
+    assert where == "  at: <here>  loss = F.mse_loss(model(x), x.new_zeros(3, 3))"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (torch.optim.LBFGS, "its step calls a closure again and again, as often as the data says"),
+        (torch.optim.SparseAdam, "its update works on sparse gradients, whose sizes depend on the data"),
+    ],
+)
+def test_optimizers_that_are_not_tensor_only(kind, why):
+    model, optimizer = make(kind)
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(plain)(model, optimizer, torch.randn(3, 4))
+    assert text(caught).splitlines() == [
+        f"optimizer {kind.__name__} cannot be captured: {why}",
+        "  needed: an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, "
+        "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
+        "  next: use one of those, or call this optimizer outside the compiled step",
+    ]
+
+
+@dataclass
+class Hidden:
+    """What wholestep does not search."""
+
+    thing: Any
+
+
+class Opaque:
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def test_an_optimizer_or_module_that_was_not_found():
+    model, optimizer = make()
+    other, box = nn.Linear(4, 2), Opaque(optimizer)
+
+    def hidden_optimizer(model, box, x):
+        model(x).sum().backward()
+        box.thing.step()
+
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(hidden_optimizer)(model, box, torch.randn(3, 4))
+    assert text(caught).splitlines()[0] == (
+        "the step runs an optimizer (SGD) that wholestep was not given and did not find"
+    )
+
+    def hidden_module(model, optimizer, box, x):
+        (model(x) + box.thing(x)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(hidden_module)(model, optimizer, Opaque(other), torch.randn(3, 4))
+    assert text(caught).splitlines()[:2] == [
+        "the step uses a trainable tensor of shape (2, 4) that belongs to no module or optimizer it was given",
+        "  at: <here>  (model(x) + box.thing(x)).sum().backward()",
+    ]
+
+
+def test_a_step_without_an_optimizer_or_a_model():
+    model = nn.Linear(4, 2)
+
+    def only_gradients(model, x):
+        model.zero_grad()
+        model(x).sum().backward()
+
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(only_gradients)(model, torch.randn(3, 4))
+    assert text(caught).splitlines()[0] == "the step computes gradients, and there is no optimizer to use them"
+
+    def nothing(x):
+        return x + 1
+
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(nothing)(torch.randn(3, 4))
+    assert text(caught).splitlines() == [
+        "'nothing' was given no model and no optimizer, and closes over none",
+        "  needed: the modules and optimizers that the step uses",
+        "  next: pass them as arguments, or give model= and optimizer= to wholestep.compile",
+    ]
+
+
+def test_a_model_on_another_device():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(plain, device="cuda")(model, optimizer, torch.randn(3, 4))
+    assert text(caught).splitlines() == [
+        "'weight' is on device cpu (and 2 more)",
+        "  needed: everything on 'cuda', where this step runs",
+        "  next: move it: .to('cuda')",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make_error", "kind", "lines"),
+    [
+        (
+            lambda: ws.DataParallel("zero4"),
+            ws.PlanError,
+            [
+                "DataParallel(style='zero4')",
+                "  needed: style one of 'replicate', 'zero1', 'zero2', 'fully_shard', 'default', 'hybrid'",
+                "  next: correct the name",
+            ],
+        ),
+        (
+            lambda: ws.compile(plain, backend="tvm"),
+            ws.BackendError,
+            ["backend 'tvm' is unknown", "  needed: one of 'eager', 'inductor'", "  next: correct the name"],
+        ),
+        (
+            lambda: ws.compile(plain, mesh="dp=2", parallel=ws.DataParallel(axis="tp")),
+            ws.MeshError,
+            ["mesh dp=2 has no axis 'tp'", "  needed: one of 'dp'", "  next: correct the axis name or the mesh"],
+        ),
+        (
+            lambda: ws.compile(plain, parallel=ws.DataParallel("hybrid")),
+            ws.MeshError,
+            [
+                "style 'hybrid' without a mesh",
+                "  needed: a mesh of two axes",
+                '  next: give mesh="replicate=2,shard=2", say',
+            ],
+        ),
+        (
+            lambda: ws.compile(plain, mesh="dp=2")(*make(), torch.randn(3, 4)),
+            ws.MeshError,
+            [
+                "mesh dp=2 has 2 ranks, the job has 1",
+                "  needed: axis sizes whose product is 1",
+                '  next: give mesh="dp=1", or start 2 processes (torchrun --nproc-per-node 2)',
+            ],
+        ),
+        (
+            lambda: ws.compile(plain, parallel=ws.DataParallel(input_batch_dim=2))(*make(), torch.randn(3, 4)),
+            ws.PlanError,
+            [
+                "input_batch_dim=2 is out of range for 'x' of shape [3, 4]",
+                "  needed: a dim from 0 to 1",
+                "  next: correct input_batch_dim",
+            ],
+        ),
+    ],
+)
+def test_malformed_options(make_error, kind, lines):
+    with pytest.raises(kind) as caught:
+        make_error()
+    assert text(caught).splitlines() == lines
+
+
+def test_a_value_that_differs_between_ranks_may_not_reach_a_parameter():
+    model, optimizer = make()
+
+    def drifts(model, optimizer, x):
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.bias.add_(x.mean())
+
+    graph = ws.capture(drifts, model, optimizer, torch.randn(3, 4))
+    with pytest.raises(ws.PlanError) as caught:
+        ws.plan(graph, "dp=2")
+    assert text(caught).splitlines()[:2] == [
+        "'bias' would be given a value that differs between ranks",
+        "  at: <here>  model.bias.add_(x.mean())",
+    ]
+    assert ws.plan(graph, "dp=1")
+
+
+def test_modules_wrapped_for_something_else():
+    model, optimizer = make()
+    with pytest.raises(ws.StateError) as caught:
+        ws.compile(plain)(torch.compile(model), optimizer, torch.randn(3, 4))
+    assert text(caught).splitlines()[0] == "module 'OptimizedModule' is compiled by torch.compile"
+
+
+def test_a_batch_of_another_structure_is_captured_again():
+    model, optimizer = make()
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = sum(model(x).square().mean() for x in batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = ws.compile(step)
+    compiled(model, optimizer, [torch.randn(3, 4)])
+    compiled(model, optimizer, [torch.randn(3, 4), torch.randn(3, 4)])
+    compiled(model, optimizer, [torch.randn(3, 4)])
+    assert compiled.captures == 2
+    assert compiled.misses == ["the arguments have another structure"]

@@ -1,0 +1,115 @@
+"""Ways to reach in: another forward for a submodule, a transformation of the program, every stage's text in files."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from wholestep.graph.graph import copy_graph
+
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Halved(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 0.5 * self.inner(x)
+
+
+def test_a_submodule_is_replaced_for_the_trace_only():
+    (model, optimizer), (other, another) = make(), make()
+    inner = other[2]
+    step, x = ws.compile(train_step, module_overrides={"2": Halved(model[2])}), torch.randn(6, 4)
+    loss = step(model, optimizer, x)
+    other[2] = Halved(inner)
+    expected = train_step(other, another, x)
+    assert torch.equal(loss, expected)
+    assert torch.equal(model[2].weight, inner.weight)
+    assert isinstance(model[2], nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"nothing": nn.ReLU()}, "module override 'nothing' matches no submodule"),
+        ({"2": nn.Linear(5, 3)}, "module override '2' has a parameter of its own, 'weight'"),
+    ],
+)
+def test_a_wrong_override_is_refused(overrides, message):
+    model, optimizer = make()
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(train_step, module_overrides=overrides)(model, optimizer, torch.randn(6, 4))
+    assert str(caught.value).splitlines()[0] == message
+
+
+def to_gelu(local: ws.LocalGraph) -> ws.LocalGraph:
+    graph = copy_graph(local.graph)
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.relu.default:
+            node.target = torch.ops.aten.tanh.default
+    return dataclasses.replace(local, graph=graph)
+
+
+def test_the_program_is_transformed_once():
+    seen = []
+
+    def count(local: ws.LocalGraph) -> ws.LocalGraph:
+        seen.append(1)
+        return to_gelu(local)
+
+    model, optimizer = make()
+    weights = [p.detach().clone() for p in model.parameters()]
+    x = torch.randn(6, 4)
+    step = ws.compile(train_step, graph_transform=count)
+    loss = step(model, optimizer, x)
+    step(model, optimizer, x)
+    first = torch.tanh(x @ weights[0].T + weights[1])
+    torch.testing.assert_close(loss, (first @ weights[2].T + weights[3]).square().mean())
+    assert len(seen) == 1
+
+
+def test_a_transformation_that_breaks_the_graph_is_named():
+    def drop_output(local: ws.LocalGraph) -> ws.LocalGraph:
+        return dataclasses.replace(local, outputs=local.outputs[1:])
+
+    def forget(local: ws.LocalGraph) -> None:
+        return None
+
+    model, optimizer = make()
+    for broken, message in (
+        (drop_output, "pass drop_output left a malformed graph"),
+        (forget, "pass forget returned NoneType"),
+    ):
+        with pytest.raises(ws.GraphError, match=message):
+            ws.compile(train_step, graph_transform=broken)(model, optimizer, torch.randn(6, 4))
+
+
+def test_every_stage_is_dumped(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOLESTEP_DUMP", str(tmp_path))
+    model, optimizer = make()
+    step = ws.compile(train_step)
+    step(model, optimizer, torch.randn(6, 4))
+    step(model, optimizer, torch.randn(7, 4))
+    stages = ["1-train-graph", "2-plan", "3-local-graph", "4-final-graph"]
+    names = sorted(p.name for p in (tmp_path / "rank0").iterdir())
+    assert names == [f"train_step-{capture}-{stage}.txt" for capture in (1, 2) for stage in stages]
+    assert "addmm" in (tmp_path / "rank0" / "train_step-1-1-train-graph.txt").read_text()
+    final = (tmp_path / "rank0" / "train_step-2-4-final-graph.txt").read_text()
+    assert final == f"{step.local_graph}\n"
