@@ -368,6 +368,13 @@ def test_modules(module: str) -> None:
     same_as_eager(train, with_sgd(MODULES[module]), batches((3, 4, 8), (3, 2)))
 
 
+@pytest.mark.parametrize("module", ["LSTM", "GRU", "Conv1d", "MultiheadAttention"])
+def test_modules_in_single_precision(module: str) -> None:
+    """Where torch has other kernels than in double."""
+    make = with_sgd(MODULES[module], torch.float32)
+    same_as_eager(train, make, batches((3, 4, 8), (3, 2), dtype=torch.float32), tolerance=1e-6)
+
+
 def test_embeddings() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

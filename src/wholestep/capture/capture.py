@@ -83,7 +83,8 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
+    with torch.backends.mkldnn.flags(enabled=False):  # its recurrent layers need what autograd alone makes
+        traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
     return Capture(
