@@ -26,15 +26,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the golden files with what the tests produce")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, which is its folder."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, which is its folder; slow tests run where `-m` names them."""
     no_gpu = pytest.mark.skip(reason="no GPU")
+    slow = pytest.mark.skip(reason="slow: run with -m slow")
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if tier in TIERS:
             item.add_marker(tier)
         if tier == "gpu" and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+        if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
+            item.add_marker(slow)
 
 
 @pytest.fixture

@@ -639,8 +639,8 @@ ENCODERS = [
         "nystromformer",
         "encoder",
         "NystromformerForMaskedLM",
-        {**TEXT, "segment_means_seq_len": 12, "num_landmarks": 4},
-        lm,
+        {**TEXT, "segment_means_seq_len": 12, "num_landmarks": 12},
+        masked_lm,
     ),
     Entry("roformer", "encoder", "RoFormerForMaskedLM", TEXT, masked_lm),
     Entry(

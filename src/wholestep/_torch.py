@@ -176,6 +176,7 @@ def patched_for_tracing(
 
     undo = [
         _skip_idle_conversions(),
+        _skip_distribution_checks(),
         watch_zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]),
         watch_zero_grad(torch.nn.Module, lambda m: list(m.parameters())),
     ]
@@ -200,6 +201,13 @@ def _skip_idle_conversions() -> Callable[[], None]:
 
     torch.nn.Module._apply = apply
     return lambda: setattr(torch.nn.Module, "_apply", original)
+
+
+def _skip_distribution_checks() -> Callable[[], None]:
+    """torch.distributions reads the values of its arguments to check them, unless it is asked not to."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    return lambda: torch.distributions.Distribution.set_default_validate_args(before)
 
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")

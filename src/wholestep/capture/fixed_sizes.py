@@ -8,21 +8,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import _torch
 from ..graph.ops import CTC_LOSS
 
 aten = torch.ops.aten
-Count = Callable[[Tensor], "int | None"]
+Known = Callable[[Tensor], "Tensor | None"]
 
 
-def fixed_sizes(count: Count) -> dict[Any, Callable[..., Any]]:
-    """A table for the tracer; `count` gives the number of elements set in a mask, or None where that is not known."""
+def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
+    """A table for the tracer; `known` gives the real value of a traced tensor, or None."""
+
+    def read(x: Tensor) -> Any:
+        value = known(x) if _torch.is_fake(x) else None
+        if value is None:
+            return NotImplemented
+        with _torch.outside_of_trace():
+            return value.item()
 
     def nonzero(x: Tensor) -> Any:
-        return _places(x, count)
+        return _places(x, known)
 
     def masked_select(x: Tensor, mask: Tensor) -> Any:
         both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
-        at = _places(both[1], count)
+        at = _places(both[1], known)
         return NotImplemented if at is NotImplemented else both[0][at.unbind(1)]
 
     def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
@@ -30,13 +38,14 @@ def fixed_sizes(count: Count) -> dict[Any, Callable[..., Any]]:
             return NotImplemented
         found: list[Tensor | None] = []
         for i in indices:
-            at = _places(i, count) if i is not None and _is_mask(i) else None
+            at = _places(i, known) if i is not None and _is_mask(i) else None
             if at is NotImplemented:
                 return NotImplemented
             found += [i] if at is None else at.unbind(1)
         return aten.index.Tensor(x, found)
 
     return {
+        aten._local_scalar_dense.default: read,
         aten.nonzero.default: nonzero,
         aten.masked_select.default: masked_select,
         aten.index.Tensor: index,
@@ -49,9 +58,11 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _places(mask: Tensor, count: Count) -> Any:
-    found = count(mask != 0)
-    return NotImplemented if found is None else torch.nonzero_static(mask, size=found)
+def _places(mask: Tensor, known: Known) -> Any:
+    total = known((mask != 0).sum())
+    with _torch.outside_of_trace():
+        count = None if total is None else int(total)
+    return NotImplemented if count is None else torch.nonzero_static(mask, size=count)
 
 
 def _ctc_loss(

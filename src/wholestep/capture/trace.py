@@ -20,7 +20,7 @@ from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
 from .find import Structure, put_together, take_apart
-from .fixed_sizes import fixed_sizes
+from .fixed_sizes import Known, fixed_sizes
 from .precision import MixedPrecision, modules_seen
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
@@ -88,7 +88,7 @@ def trace_step(request: Request) -> Traced:
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad):
-            module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known_count))
+            module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
         error.where = error.where or _user_frame(error)
         raise
@@ -133,7 +133,7 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
-            watch = _Watch(swap, self.saw_zero_grad, self.reader, chance := Chance())
+            watch = _Watch(swap, self.saw_zero_grad, self.known, chance := Chance())
             with modules_seen(state.modules, request.precision), watch:
                 call = take_apart(request.fn(*args, **kwargs))
             chance.refuse_draws()
@@ -148,11 +148,10 @@ class _Run:
                 *self._new_state(given),
             ]
 
-    def known_count(self, mask: torch.Tensor) -> int | None:
-        """How many elements of a traced mask are set, where that follows from integers of the batch."""
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real value of a traced tensor, where it follows from integers of the batch."""
         line = _calling_line()
-        value = self.reader.known(mask.sum(), show_line(*line) if line else "")
-        return None if value is None else int(value)
+        return self.reader.known(tensor, show_line(*line) if line else "")
 
     # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
@@ -241,9 +240,9 @@ class _Watch(TorchFunctionMode):
     """Sees the torch calls of the step: answers or refuses reads of values, maps parameters to their stand-ins."""
 
     def __init__(
-        self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None], reader: Reader, chance: Chance
+        self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None], known: Known, chance: Chance
     ) -> None:
-        self._swap, self._on_drop, self._reader, self._chance = swap, on_drop, reader, chance
+        self._swap, self._on_drop, self._known, self._chance = swap, on_drop, known, chance
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -257,10 +256,10 @@ class _Watch(TorchFunctionMode):
         read = _READS.get(func)
         self._chance.before(func)
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
-            line = _calling_line()
-            value = self._reader.known(args[0], show_line(*line) if line else "")
+            value = self._known(args[0])
             if value is not None:
-                return func(value, *args[1:], **(kwargs or {}))
+                with _torch.outside_of_trace():
+                    return func(value, *args[1:], **(kwargs or {}))
             raise CaptureError(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
