@@ -1,6 +1,6 @@
 """Writes docs/api.md, the reference of everything public, from the docstrings. `--check` only compares.
 
-    python tools/api.py [--check]
+python tools/api.py [--check]
 """
 
 import inspect
@@ -10,7 +10,9 @@ from pathlib import Path
 import wholestep
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
-HEAD = "# API\n\nEverything public, from the docstrings (`python tools/api.py` writes this page). `import wholestep as ws`.\n"
+HEAD = (
+    "# API\n\nEverything public, from the docstrings (`python tools/api.py` writes this). `import wholestep as ws`.\n"
+)
 
 
 def signature(thing: object) -> str:
@@ -28,7 +30,11 @@ def entry(name: str, thing: object) -> str:
     if inspect.isclass(thing) and not issubclass(thing, BaseException):
         for member, value in sorted(vars(thing).items()):
             text = inspect.getdoc(value)
-            if member.startswith("_") or not text or not (callable(value) or isinstance(value, property | staticmethod)):
+            if (
+                member.startswith("_")
+                or not text
+                or not (callable(value) or isinstance(value, property | staticmethod))
+            ):
                 continue
             target = value.__func__ if isinstance(value, staticmethod) else value
             shown = "" if isinstance(value, property) else signature(target)
