@@ -34,7 +34,7 @@ docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 
 lint: $(STAMP) ## ruff, pyright, size limits, import directions
 	@status=0; \
-	for check in 'ruff check .' 'ruff format --check .' 'pyright' 'python tools/size.py --brief' \
+	for check in 'ruff check .' 'ruff format --check .' 'pyright' 'python tools/size.py --brief' 'python tools/api.py --check' \
 	    'python -m pytest -q tests/unit/test_imports.py'; do \
 	  echo "$$check"; $(BIN)/$$check || status=1; \
 	done; exit $$status

@@ -11,7 +11,7 @@ import wholestep
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEAD = (
-    "# API\n\nEverything public, from the docstrings (`python tools/api.py` writes this). `import wholestep as ws`.\n"
+    "# API\n\nEverything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`.\n"
 )
 
 

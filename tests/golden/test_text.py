@@ -1,4 +1,4 @@
-"""What a person reads: the plan, the graph of one device, the program of one rank. Literal files, `--accept` rewrites."""
+"""What a person reads: plans and programs as text. The files are literal; `--accept` rewrites them."""
 
 import pytest
 import torch
