@@ -1,0 +1,129 @@
+"""Steps of other shapes than the catalogue has, on two ranks against DDP: several models, changing calls."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as Ddp
+from torch.optim import Optimizer
+
+import wholestep as ws
+from tests.dist.compare import difference
+from tests.dist.launch import run_ranks
+
+STYLES = ("replicate", "fully_shard", "zero1")
+TOLERANCE = 1e-6
+
+
+def _data(rank: int, call: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * call + rank))
+
+
+def _mlp(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def _worst(ours: nn.Module, theirs: nn.Module) -> float:
+    return max(difference(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def _changing_calls(rank: int, style: str) -> dict[str, Any]:
+    """A 0-dim argument, three batch sizes, ranks with other sizes than each other; the norm is returned."""
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x) * scale, y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss.detach(), norm
+
+    ours, theirs = _mlp(rank), _mlp(rank)
+    wrapped = Ddp(theirs)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ours, theirs)]
+    step, results = ws.compile(train, parallel=ws.DataParallel(style)), 0.0  # type: ignore[arg-type]
+    for call, rows in enumerate((4, 4, 7, 7, 2, 4)):
+        batch = (_data(rank, call, rows + rank, 6), _data(rank, call, rows + rank, 3), torch.tensor(0.5 + call))
+        found, expected = step(ours, optimizers[0], *batch), train(wrapped, optimizers[1], *batch)
+        results = max(results, *(difference(a, b) for a, b in zip(found, expected, strict=True)))
+    return {"params": _worst(ours, theirs), "results": results, "captures": step.captures}
+
+
+def _gan(rank: int, style: str) -> dict[str, Any]:
+    """Two models and two optimizers in one step; the critic's gradient from the generator's loss is thrown away."""
+
+    def train(g: nn.Module, c: nn.Module, og: Optimizer, oc: Optimizer, real: Tensor, noise: Tensor) -> list[Tensor]:
+        fake = g(noise)
+        oc.zero_grad()
+        critic_loss = F.softplus(-c(real)).mean() + F.softplus(c(fake.detach())).mean()
+        critic_loss.backward()
+        oc.step()
+        og.zero_grad()
+        generator_loss = F.softplus(-c(fake)).mean()
+        generator_loss.backward()
+        og.step()
+        return [critic_loss.detach(), generator_loss.detach()]
+
+    pairs = [(_mlp(rank), nn.Sequential(nn.Linear(3, 5), nn.LeakyReLU(), nn.Linear(5, 1))) for _ in range(2)]
+    pairs[1][1].load_state_dict(pairs[0][1].state_dict())
+    optimizers = [(torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(c.parameters(), 0.2)) for g, c in pairs]
+    wrapped = [Ddp(m, broadcast_buffers=False) for m in pairs[1]]
+    step, results = ws.compile(train, parallel=ws.DataParallel(style)), 0.0  # type: ignore[arg-type]
+    for call in range(4):
+        batch = _data(rank, call, 5, 3), _data(rank, call + 50, 5, 6)
+        found, expected = step(*pairs[0], *optimizers[0], *batch), train(*wrapped, *optimizers[1], *batch)
+        results = max(results, *(difference(a, b) for a, b in zip(found, expected, strict=True)))
+    worst = max(_worst(a, b) for a, b in zip(*pairs, strict=True))
+    return {"params": worst, "results": results, "captures": step.captures}
+
+
+def _average(rank: int, style: str) -> dict[str, Any]:
+    """A moving average of the parameters, updated inside the step."""
+
+    def train(model: nn.Module, average: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, now in zip(average.parameters(), model.parameters(), strict=True):
+                kept.mul_(0.9).add_(now, alpha=0.1)
+        return loss.detach()
+
+    (ours, kept), (theirs, expected) = [(_mlp(0), _mlp(1).requires_grad_(False)) for _ in range(2)]
+    wrapped = Ddp(theirs)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs)]
+    step = ws.compile(train, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
+    results = 0.0
+    for call in range(4):
+        batch = _data(rank, call, 5, 6), _data(rank, call, 5, 3)
+        loss = step(ours, kept, optimizers[0], *batch)
+        results = max(results, difference(loss, train(wrapped, expected, optimizers[1], *batch)))
+    return {"params": max(_worst(ours, theirs), _worst(kept, expected)), "results": results, "captures": step.captures}
+
+
+STEPS = {"changing calls": (_changing_calls, 3), "gan": (_gan, 1), "moving average": (_average, 1)}
+
+
+def _all(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(name, style): fn(rank, style) for name, (fn, _) in STEPS.items() for style in STYLES}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return run_ranks(_all, 2, timeout=200)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", STEPS)
+def test_same_as_ddp(found: list[dict[tuple[str, str], dict[str, Any]]], name: str, style: str) -> None:
+    for rank in found:
+        one = rank[name, style]
+        assert one["params"] <= TOLERANCE
+        assert one["results"] <= TOLERANCE
+        assert one["captures"] <= STEPS[name][1] + (
+            name == "gan"
+        )  # the critic holds a gradient from the second call on
