@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    with torch.backends.mkldnn.flags(enabled=False):  # its recurrent layers need what autograd alone makes
+    with _plain_recurrence():
         traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
@@ -108,6 +109,16 @@ def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
             "the optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
             "pass it, or give keep_grads=True to get the gradients in param.grad",
         )
+
+
+@contextmanager
+def _plain_recurrence() -> Generator[None]:
+    """Without oneDNN, whose recurrent layers need a workspace that autograd alone makes; other layers trace alike."""
+    before, *_ = torch.backends.mkldnn.set_flags(False, _fp32_precision=None)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before, _fp32_precision=None)
 
 
 def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
