@@ -11,7 +11,6 @@ from wholestep.demo.settings import QUICK, STANDARD, Settings, problem_with
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 Backend = StrEnum("Backend", ["eager", "inductor"])
-INTERRUPTED = 130
 
 
 def demo(
