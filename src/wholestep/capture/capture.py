@@ -114,11 +114,11 @@ def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
 @contextmanager
 def _plain_recurrence() -> Generator[None]:
     """Without oneDNN, whose recurrent layers need a workspace that autograd alone makes; other layers trace alike."""
-    before, *_ = torch.backends.mkldnn.set_flags(False, _fp32_precision=None)
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
     try:
         yield
     finally:
-        torch.backends.mkldnn.set_flags(before, _fp32_precision=None)
+        torch.backends.mkldnn.enabled = before
 
 
 def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
