@@ -10,9 +10,7 @@ from pathlib import Path
 import wholestep
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
-HEAD = (
-    "# API\n\nEverything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`.\n"
-)
+HEAD = "# API\n\nEverything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`.\n"
 
 
 def signature(thing: object) -> str:

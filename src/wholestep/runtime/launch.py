@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def join(mesh: Mesh | None, device: str) -> World:
         if device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(_leave)  # the group's threads must end before the interpreter does
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
@@ -61,3 +63,8 @@ def join(mesh: Mesh | None, device: str) -> World:
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
