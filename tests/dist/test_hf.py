@@ -27,9 +27,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None
 
 STEPS, TOLERANCE = 3, 1e-5
 CHUNK = 10  # models in one job of the slow tests
-# AdamW turns a rounding error in a gradient near zero into a step of the learning rate's size. These models trace other
-# forms of their scans than they run in eager mode, and so round differently.
-LOOSER = {"falcon_mamba": 1e-4}
+# Gradients that are zero in exact arithmetic (of the bias of keys, say) hold rounding errors alone. With the usual 1e-8
+# AdamW makes whole steps of them; models that trace other forms of a scan, or update shards, then round another way.
+EPS = 1e-6
 DEFAULT = [
     "gpt2", "llama", "qwen3", "gemma2", "bert", "roberta", "deberta_v2", "t5", "bart", "vit", "resnet", "segformer",
     "whisper", "wav2vec2", "mixtral", "deepseek_v3", "mamba", "qwen3_next", "clip",
@@ -68,20 +68,16 @@ def farthest(model: nn.Module, other: nn.Module) -> float:
 
 
 def compare(rank: int, style: str, name: str) -> dict[str, float]:
-    """Train one model both ways from the same start; what differs, and the seconds that the capture took."""
+    """Train one model both ways from the same start; what differs, and the seconds of processor time."""
     entry = next(entries([name]))
     seed(0)
     model = entry.build()
     reference = copy.deepcopy(model)
-    spent = {}
-    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
-    step = ws.compile(
-        train_step,
-        parallel=ws.DataParallel(style),
-        progress=lambda stage, what, seconds: spent.update({stage: seconds}),
-    )
+    start = time.process_time()
+    optimizer = AdamW(model.parameters(), lr=1e-3, eps=EPS, fused=True)
+    step = ws.compile(train_step, parallel=ws.DataParallel(style))
     wrapped = DistributedDataParallel(reference, broadcast_buffers=False, find_unused_parameters=True)
-    other = AdamW(reference.parameters(), lr=1e-3, fused=True)
+    other = AdamW(reference.parameters(), lr=1e-3, eps=EPS, fused=True)
     losses = 0.0
     for number in range(STEPS):
         batch = entry.batch(torch.Generator().manual_seed(10 * number + rank))
@@ -90,7 +86,7 @@ def compare(rank: int, style: str, name: str) -> dict[str, float]:
         seed(100 * number + rank)
         losses = max(losses, (found - train_step(wrapped, other, batch)).abs().item())
     difference = farthest(model, reference)
-    return {"loss": losses, "parameters": difference, "captures": step.captures, "seconds": spent["capture"]}
+    return {"loss": losses, "parameters": difference, "captures": step.captures, "seconds": time.process_time() - start}
 
 
 def job(rank: int, world: int, style: str, names: list[str]) -> dict[str, Any]:
@@ -105,25 +101,20 @@ def job(rank: int, world: int, style: str, names: list[str]) -> dict[str, Any]:
 
 
 def check(style: str, names: list[str]) -> None:
-    start = time.perf_counter()
     results = run_ranks(job, 2, style, names, timeout=60.0 + 30.0 * len(names))
-    wrong = [
-        f"{name} on rank {rank}: {r}" for rank, found in enumerate(results) for name, r in found.items() if bad(name, r)
-    ]
+    wrong = [f"{name} on rank {rank}: {r}" for rank, found in enumerate(results) for name, r in found.items() if bad(r)]
     assert not wrong, "\n".join(wrong)
-    print(f"{style}: {len(names)} models in {time.perf_counter() - start:.0f} s")
+    for name, found in results[0].items():
+        print(f"{style:12} {name:22} {found}")
 
 
-def bad(name: str, result: Any) -> bool:
-    limit = LOOSER.get(name, TOLERANCE)
-    return not (
-        isinstance(result, dict)
-        and result["loss"] <= limit
-        and result["parameters"] <= limit
-        and result["captures"] == 1
-    )
+def bad(result: Any) -> bool:
+    if isinstance(result, str):
+        return True
+    return max(result["loss"], result["parameters"]) > TOLERANCE or result["captures"] != 1
 
 
+@pytest.mark.timeout(900)  # about 50 s on two free cores
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_same_as_ddp(style: str) -> None:
     check(style, DEFAULT)
