@@ -144,12 +144,14 @@ def noted(key: str) -> Any:
 
 @contextlib.contextmanager
 def patched_for_tracing(
-    on_backward: Callable[[Sequence[Any]], None], on_zero_grad: Callable[[Sequence[Any]], None]
+    on_backward: Callable[[Sequence[Any]], None],
+    on_zero_grad: Callable[[Sequence[Any]], None],
+    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
 ) -> Generator[None]:
     """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
 
     Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
-    `on_zero_grad` the parameters whose gradient is set to None.
+    `on_zero_grad` the parameters whose gradient is set to None, `on_rng` states of the generator, read and set.
     """
     places = cast(tuple[Any, ...], (torch.autograd, torch.autograd.graph))
     engine = torch.autograd.graph._engine_run_backward
@@ -179,6 +181,7 @@ def patched_for_tracing(
         _skip_distribution_checks(),
         watch_zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]),
         watch_zero_grad(torch.nn.Module, lambda m: list(m.parameters())),
+        _watch_generator(*on_rng),
     ]
     for place in places:
         place._engine_run_backward = backward
@@ -189,6 +192,24 @@ def patched_for_tracing(
             place._engine_run_backward = engine
         for restore in undo:
             restore()
+
+
+def _watch_generator(
+    on_get: Callable[[torch.Tensor], None], on_set: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
+    """Tells when the state of the CPU generator is read and set, until undone; a trace draws nothing from it."""
+    get, set_ = torch.get_rng_state, torch.set_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = get()
+        on_get(state)
+        return state
+
+    def undo() -> None:
+        torch.get_rng_state, torch.set_rng_state = get, set_
+
+    torch.get_rng_state, torch.set_rng_state = get_rng_state, on_set
+    return undo
 
 
 def _skip_idle_conversions() -> Callable[[], None]:

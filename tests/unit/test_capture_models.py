@@ -114,6 +114,31 @@ def test_checkpoint(reentrant: bool, dropout: bool) -> None:
     same_as_eager(train, with_sgd(Saved), batches((4, 6), (4, 6)))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_their_random_numbers(reentrant: bool) -> None:
+    """One inside another, draws in between and after the backward: each repeated where eager repeats it, bit for bit."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer, self.join = Dropped(), Dropped(), nn.Linear(3, 6)
+
+        def both(self, x: Tensor) -> Tensor:
+            x = self.join(checkpoint(self.inner, F.dropout(x, 0.2), use_reentrant=reentrant))
+            return self.outer(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x + torch.rand_like(x)).requires_grad_()
+            first = checkpoint(self.both, x, use_reentrant=reentrant)
+            return F.dropout(first, 0.1) + checkpoint(self.both, self.join(first), use_reentrant=reentrant)
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = train(model, optimizer, x, y)
+        return loss, torch.rand(3), train(model, optimizer, x, y)
+
+    same_as_eager(fn, with_sgd(Nested), batches((4, 6), (4, 3)), tolerance=0)
+
+
 def test_autocast() -> None:
     def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()

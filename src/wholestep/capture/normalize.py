@@ -40,6 +40,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _drop_input_copies(graph)
     losses = _take_losses(graph)
     _drop_noise(graph)
+    traced.draws.share(graph)
     _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)

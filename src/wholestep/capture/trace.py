@@ -22,6 +22,7 @@ from .chance import Chance
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .precision import MixedPrecision, modules_seen
+from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
 from .values import Reader, ReadValues
@@ -76,6 +77,7 @@ class Traced:
     fresh_grads: bool
     cleared_grads: list[str]
     values: ReadValues
+    draws: Draws
 
 
 def trace_step(request: Request) -> Traced:
@@ -87,7 +89,8 @@ def trace_step(request: Request) -> Traced:
     run = _Run(request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device))
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
-        with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad):
+        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
+        with _torch.tensor_only_optimizers(), watch:
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
         error.where = error.where or _user_frame(error)
@@ -98,7 +101,7 @@ def trace_step(request: Request) -> Traced:
         stranger.remove()
     return Traced(
         module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
-        run.reader.values(),
+        run.reader.values(), run.draws,
     )  # fmt: skip
 
 
@@ -114,6 +117,7 @@ class _Run:
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
+    draws: Draws = field(default_factory=Draws)
 
     def __post_init__(self) -> None:
         batch = dict(zip(self.request.names, self.request.leaves, strict=True))

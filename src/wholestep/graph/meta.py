@@ -105,6 +105,11 @@ def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
 
 
+def stretch(node: Node) -> int:
+    """Number of the stretch between two settings of the random number generator in which the node was traced."""
+    return int(node.meta.get("custom", {}).get("stretch", 0))
+
+
 def is_backward(node: Node) -> bool:
     """True for a node that autograd made while running a backward."""
     return bool(node.meta.get("custom", {}).get("backward"))
