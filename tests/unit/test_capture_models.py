@@ -116,7 +116,7 @@ def test_checkpoint(reentrant: bool, dropout: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_repeat_their_random_numbers(reentrant: bool) -> None:
-    """One inside another, draws in between and after the backward: each repeated where eager repeats it, bit for bit."""
+    """One inside another, draws in between and after: each is repeated where eager repeats it, bit for bit."""
 
     class Nested(nn.Module):
         def __init__(self) -> None:

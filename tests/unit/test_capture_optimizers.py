@@ -112,6 +112,18 @@ def test_changed_options_never_run_a_stale_graph(key: str) -> None:
     assert same_as_eager(train, tiny(), CALLS, between=between).captures == 2
 
 
+@pytest.mark.parametrize("key", ["momentum", "weight_decay"])
+def test_a_scheduled_number_may_become_zero(key: str) -> None:
+    """Optimizers leave out what is zero: another program, and still no capture for each further value."""
+    values = [0.5, 0.4, 0.3, 0.0, 0.0, 0.2, 0.1]
+
+    def between(i: int, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.param_groups[0][key] = values[i]
+
+    step = same_as_eager(train, tiny("SGD-nesterov-wd"), batches((6, 6), (6, 3), count=len(values)), between=between)
+    assert step.captures == 3
+
+
 def test_added_parameter_group() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:

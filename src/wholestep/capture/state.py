@@ -255,6 +255,12 @@ def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor)
             optimizer.state[new] = optimizer.state.pop(old)
 
 
+def is_zero(state: StepState, hyper: Hyper) -> bool:
+    """True where a scheduled number is zero now."""
+    value = list(state.optimizers.values())[hyper.optimizer].param_groups[hyper.group][hyper.key]
+    return not (value if hyper.index is None else value[hyper.index])
+
+
 def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Optimizer, int, str, Any]]:
     """Every option of every parameter group that the trace bakes in: `(optimizer, group number, key, value)`."""
     live = {(h.optimizer, h.group, h.key) for h in scheduled}

@@ -129,6 +129,7 @@ class _Run:
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
+            zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             numbers = _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
             self._mark_gradients(given)
@@ -137,7 +138,7 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
-            watch = _Watch(swap, self.saw_zero_grad, self.known, chance := Chance())
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance())
             with modules_seen(state.modules, request.precision), watch:
                 call = take_apart(request.fn(*args, **kwargs))
             chance.refuse_draws()
@@ -240,13 +241,20 @@ class _Run:
         return out
 
 
+_ASKS_FOR_ZERO = ("eq", "ne", "bool")
+
+
 class _Watch(TorchFunctionMode):
-    """Sees the torch calls of the step: answers or refuses reads of values, maps parameters to their stand-ins."""
+    """Sees the torch calls of the step: answers or refuses reads of values, maps parameters to their stand-ins.
+
+    `zeros` says of scheduled numbers whether they are zero, which optimizers ask: the guards hold them to it.
+    """
 
     def __init__(
-        self, swap: dict[int, torch.Tensor], on_drop: Callable[[Sequence[Any]], None], known: Known, chance: Chance
-    ) -> None:
-        self._swap, self._on_drop, self._known, self._chance = swap, on_drop, known, chance
+        self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
+        known: Known, chance: Chance,
+    ) -> None:  # fmt: skip
+        self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -259,6 +267,10 @@ class _Watch(TorchFunctionMode):
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
         self._chance.before(func)
+        name = getattr(func, "__name__", "").strip("_")
+        asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
+        if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
+            return self._zeros[id(args[0])] is (name == "eq")
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
             value = self._known(args[0])
             if value is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.find import Structure
-from ..capture.state import StepState
+from ..capture.state import Hyper, StepState, is_zero
 from ..capture.values import ReadValues
 
 VALUE_READ = "the value that the step reads at"
@@ -72,6 +72,7 @@ class Guards:
     grads: Sequence[bool] | None
     ambient: tuple[Any, ...]
     values: ReadValues | None = None
+    zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -106,6 +107,9 @@ class Guards:
             found = optimizer.param_groups[number].get(key)
             if found is not value and found != value and not _same_list(found, value):
                 return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
+        for state, hyper, zero in self.zeros:
+            if is_zero(state, hyper) is not zero:
+                return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:

@@ -23,7 +23,7 @@ from ..backend.inductor import inductor
 from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, leaf_names, take_apart
 from ..capture.overrides import overridden
-from ..capture.state import Hyper, StepState, baked_numbers, find_hypers
+from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
 from ..errors import BackendError, CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..mesh import Mesh
@@ -216,7 +216,7 @@ class CompiledStep:
                     return capture_step(
                         self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
                         precision=options.parallel.mixed_precision, keep_grads=options.keep_grads,
-                        fused=options.backend != "inductor",
+                        fused=options.backend != "inductor" and all(h.key == "lr" for h in numbers),
                     )  # fmt: skip
             except CaptureError as failed:
                 error = error or failed
@@ -281,6 +281,7 @@ class CompiledStep:
         return Guards(
             call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
             baked_numbers(state, capture.hypers), groups, grads, ambient(world.device), capture.values,
+            [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
         )  # fmt: skip
 
     # -- small things ------------------------------------------------------------------------
