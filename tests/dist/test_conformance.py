@@ -1,6 +1,7 @@
 """Training under gloo against DDP and FSDP2 in float32, each rank on its own data. See tests/dist/compare.py.
 
-`EXACT` cases reduce in the same order with the same arithmetic: the same bits. Everything else: 1e-6 after five steps.
+`EXACT` cases reduce in the same order with the same arithmetic: the same bits. Everything else, after five steps: 1e-6 in
+parameters and buffers, 1e-5 in optimizer state, 1e-5 in losses (those that sum reach 50).
 """
 
 from typing import Any
@@ -16,9 +17,9 @@ from wholestep.graph.verify import is_wait
 from wholestep.plan.data_parallel import STYLES
 
 TOLERANCE = 1e-6
+SGD = ("SGD-plain", "SGD-momentum", "SGD-foreach", "SGD-momentum-foreach")
 REPLICATE, SHARD = DataParallel("replicate"), DataParallel("fully_shard")
 BOTH = (REPLICATE, SHARD)
-SMALL_STATE = 1e-5  # of squared gradients in float32, whose values reach 100 where losses are summed
 
 
 def without_reductions(local: LocalGraph) -> LocalGraph:
@@ -38,7 +39,7 @@ def _styles(**options: Any) -> list[DataParallel]:
 
 # the reference results of the first compilers of this kind: SimpleMLP, summed loss, 2 ranks
 EXACT = [
-    *(Job("mlp-sum", recipe, parallel, lr=0.1) for recipe in ("SGD-plain", "SGD-momentum") for parallel in BOTH),
+    *(Job("mlp-sum", recipe, parallel, lr=0.1) for recipe in SGD for parallel in BOTH),
     Job("mlp-sum", "Adam-fused", REPLICATE, lr=0.1),
     *(Job(case, "SGD-plain", parallel, lr=0.1) for case in ("reshaped", "square-batch") for parallel in BOTH),
     Job("transposed", "Adam-fused", DataParallel("replicate", input_batch_dim=1), lr=0.1),
@@ -46,9 +47,8 @@ EXACT = [
     *(Job("mlp-mean", "SGD-plain", parallel, lr=0.1) for parallel in BOTH),
 ]
 
-# fused kernels and those over lists round the ends of a shard, or a product, in another way: 6e-8 of DDP
+# fused kernels round the ends of a shard in another way than its middle: 6e-8 of DDP, and the bits of FSDP2
 CLOSE = [
-    *(Job("mlp-sum", name, p, lr=0.1) for name in ("SGD-foreach", "SGD-momentum-foreach") for p in BOTH),
     Job("mlp-sum", "Adam-fused", SHARD, lr=0.1),
     Job("transposed", "Adam-fused", DataParallel("fully_shard", input_batch_dim=1), lr=0.1),
     *(
@@ -146,7 +146,7 @@ def _close(found: list[Found], tolerance: float = TOLERANCE) -> None:
     for rank, one in enumerate(found):
         for what, limit in (
             ("param", tolerance),
-            ("loss", 40 * tolerance),
+            ("loss", 10 * tolerance),
             ("state", 10 * tolerance),
             ("buffer", tolerance),
         ):

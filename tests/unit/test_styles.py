@@ -144,7 +144,7 @@ def test_optimizers(recipe: str) -> None:
                 check("tiny", recipe, world, DataParallel(style), passes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recipe", ["AdamW-plain", "SGD-momentum-foreach", "Adam-fused-amsgrad-wd"])
+@pytest.mark.parametrize("recipe", ["AdamW-plain", "SGD-momentum-foreach"])
 @pytest.mark.parametrize("case", CASES)
 def test_models(case: str, recipe: str) -> None:
     for style in STYLES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -41,6 +41,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     losses = _take_losses(graph)
     _drop_noise(graph)
     traced.draws.share(graph)
+    _scale_while_adding(graph, traced.stand_ins.inputs)
     _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
@@ -141,6 +142,35 @@ def _same_as(node: Node) -> Node | None:
     if target in (aten.view.default, aten.expand.default, aten._to_copy.default):
         return node_at(node, 0) if meta.tensor(node_at(node, 0)) == meta.tensor(node) else None
     return None
+
+
+def _scale_while_adding(graph: Graph, inputs: list[Input]) -> None:
+    """SGD over lists adds `-lr * gradient` in one operation; its tensor-only form multiplies first and rounds twice."""
+    given = zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=False)
+    numbers = {node for node, i in given if i.role is Role.HYPER}
+    for node in list(graph.nodes):
+        scaled = _scaled_list(node, numbers)
+        if scaled is not None:
+            with graph.inserting_before(node):
+                alpha = graph.call_function(aten._local_scalar_dense.default, (node_at(scaled, 1),))
+            meta.copy(node, alpha)
+            meta.set_value(alpha, None)
+            meta.set_tensors(alpha, (None,))
+            node.args, node.kwargs = (node.args[0], scaled.args[0]), {"alpha": alpha}
+
+
+def _scaled_list(node: Node, numbers: set[Node]) -> Node | None:
+    """The product of a list and a negated scheduled number, where `node` adds all of it, in order, to another list."""
+    if node.target is not aten._foreach_add.List or node.kwargs:
+        return None
+    added = cast(list[Node], node.args[1])
+    scaled = node_at(added[0], 0) if _torch.is_getitem(added[0].target) else None
+    if scaled is None or scaled.target is not aten._foreach_mul.Tensor:
+        return None
+    factor, whole = node_at(scaled, 1), [(n.target, n.args) for n in added]
+    by_number = factor.target is aten.neg.default and node_at(factor, 0) in numbers
+    in_order = whole == [(added[0].target, (scaled, i)) for i in range(len(cast(list[Node], scaled.args[0])))]
+    return scaled if by_number and in_order else None
 
 
 def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list[Input], dict[str, torch.Tensor]]:
