@@ -29,7 +29,6 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
-from ..passes.prefetch import Prefetch
 from ..passes.reinplace import Reinplace
 from ..plan.data_parallel import DataParallel
 from ..plan.make import plan
@@ -198,7 +197,7 @@ class CompiledStep:
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
             first: list[Pass] = [options.graph_transform] if options.graph_transform else []
-            local = run_passes(local, [*first, Prefetch(), Reinplace()])
+            local = run_passes(local, [*first, Reinplace()])
         self._dump("4-final-graph", local)
         return _Made(captured, planned, local)
 
