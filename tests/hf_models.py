@@ -1000,7 +1000,7 @@ IMAGES = [
         },
         lambda g: {"pixel_values": _pixels(g, 64), "labels": torch.rand(ROWS, 64, 64, generator=g) + 0.1},
     ),
-    Entry("imagegpt", "vision", "ImageGPTForCausalImageModeling", {**_GPT2, "vocab_size": VOCAB}, lm),
+    Entry("imagegpt", "vision", "ImageGPTForCausalImageModeling", {**_GPT2, "vocab_size": VOCAB + 1}, lm),
     Entry("timesformer", "video", "TimesformerForVideoClassification", {**VISION, "num_frames": 4}, video),
     Entry("videomae", "video", "VideoMAEForVideoClassification", {**VISION, "num_frames": 4, "tubelet_size": 2}, video),
     Entry(

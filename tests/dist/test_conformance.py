@@ -1,6 +1,6 @@
 """Training under gloo against DDP and FSDP2 in float32, each rank on its own data. See tests/dist/compare.py.
 
-`EXACT` cases reduce in the same order with the same arithmetic: the same bits. Everything else, after five steps: 1e-6 in
+`EXACT` cases reduce in the same order with the same arithmetic: the same bits. The others, after five steps: 1e-6 in
 parameters and buffers, 1e-5 in optimizer state, 1e-5 in losses (those that sum reach 50).
 """
 
