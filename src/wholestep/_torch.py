@@ -351,6 +351,22 @@ def schema_of(target: object) -> Any:
     return target._schema
 
 
+def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+    """The op that returns what an in-place or out form writes; None for a functional op, or where there is none."""
+    schema = target._schema
+    if not schema.is_mutable:
+        return None
+    base = schema.name.partition("::")[2]
+    plain = base[:-1] if base.endswith("_") and not base.endswith("__") else base
+    packet = getattr(getattr(torch.ops, target.namespace), plain, None)
+    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    for name in packet.overloads() if packet is not None else ():
+        found = getattr(packet, name)
+        if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The parameters a module holds itself, to read and to replace."""
     return module._parameters

@@ -46,6 +46,10 @@ class PlanError(WholestepError):
     """No plan can be made, or a plan does not fit the graph it is applied to."""
 
 
+class RuleError(WholestepError):
+    """A sharding rule is malformed, does not fit the call it is applied to, or is wrong about its op."""
+
+
 class BackendError(WholestepError):
     """A backend is unknown or cannot run here."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 from .errors import LayoutError
 from .mesh import Mesh
@@ -145,3 +145,62 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(step, size - start)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A number of a program that differs between ranks: the length of this rank's piece of a dim, or where it starts.
+
+    `axes` cut the dim, outermost first, each with its size. `chunks` > 1 asks, of the piece, for the length of the
+    largest of so many pieces (what collectives pad to).
+
+    Example:
+        >>> Extent(11, (("dp", 4),)).at({"dp": 3})
+        2
+    """
+
+    size: int
+    axes: tuple[tuple[str, int], ...]
+    chunks: int = 1
+    start: bool = False
+
+    def at(self, coordinate: Mapping[str, int]) -> int:
+        """The number on the rank at `coordinate`."""
+        begin, size = 0, self.size
+        for axis, parts in self.axes:
+            offset, size = chunk_range(size, parts, coordinate[axis])
+            begin += offset
+        return begin if self.start else -(-size // self.chunks)
+
+    def __str__(self) -> str:
+        text = f"{self.size}@{','.join(axis for axis, _ in self.axes)}"
+        return f"start({text})" if self.start else f"{text}/{self.chunks}" if self.chunks > 1 else text
+
+    __repr__ = __str__
+
+
+def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int | Extent:
+    """Length of a rank's piece of a dim: a number where all ranks have the same."""
+    cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
+    even = size
+    for _, parts in cut:
+        if even % parts:
+            return Extent(size, cut, chunks)
+        even //= parts
+    return -(-even // chunks)
+
+
+def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
+    """`value` with every `Extent` in it, lists opened, as the number on the rank at `coordinate`."""
+    if isinstance(value, Extent):
+        return value.at(coordinate)
+    if isinstance(value, (list, tuple)):
+        return cast(Any, type(cast(Any, value)))(resolve(v, coordinate) for v in cast(Sequence[Any], value))
+    return value
+
+
+def has_extent(value: Any) -> bool:
+    """True when `value`, lists opened, holds a number that differs between ranks."""
+    if isinstance(value, (list, tuple)):
+        return any(has_extent(v) for v in cast(Sequence[Any], value))
+    return isinstance(value, Extent)

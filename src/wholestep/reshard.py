@@ -22,12 +22,15 @@ LINEAR_OPS = frozenset({"sum", "avg"})
 
 @dataclass(frozen=True)
 class Step:
-    """One move along one axis. `dim` is the tensor dim it cuts or joins, `op` what it reduces by."""
+    """One move along one axis. `dim` is the tensor dim it cuts or joins, `op` what it reduces by, `to` the dim that an
+    all-to-all cuts while it joins `dim`.
+    """
 
-    kind: str  # all_gather | all_reduce | reduce_scatter | slice | mask | vary
+    kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | slice | mask | vary
     axis: str
     dim: int = -1
     op: str = ""
+    to: int = -1
 
     @property
     def communicates(self) -> bool:
@@ -75,6 +78,8 @@ def _moves(at: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
             continue
         if here.kind == "S" and at.dims[here.dim][-1] == axis and at.dims[here.dim] != target.dims[here.dim]:
             yield Step("all_gather", axis, here.dim), at.put(axis, REPLICATED)
+            if there.kind == "S" and there.dim != here.dim and _fits(at, target, axis, there.dim):
+                yield Step("all_to_all", axis, here.dim, to=there.dim), at.put(axis, there)
         elif here.kind == "P":
             yield from _reductions(at, target, axis, here)
         elif here.kind == "R":

@@ -7,16 +7,21 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph
 from ..graph.verify import is_collective
+from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
 
 
 def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any]:
     """Arguments of `node` on the rank at `coordinate`."""
+    args = node.args
     if node.target in RANK_DEPENDENT:
-        return (*node.args[:-1], coordinate[str(node.args[-1])]), node.kwargs
-    return node.args, node.kwargs
+        args = (*args[:-1], coordinate[str(args[-1])])
+    if meta.is_ranked(node):
+        return resolve(args, coordinate), {k: resolve(v, coordinate) for k, v in node.kwargs.items()}
+    return args, node.kwargs
 
 
 def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str]) -> Graph:

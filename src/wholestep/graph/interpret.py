@@ -90,6 +90,12 @@ def _reduce_scatter(given: list[Tensor], args: Any) -> list[Tensor]:
     return [piece.clone() for piece in _reduce(given, args[1]).chunk(len(given))]
 
 
+def _all_to_all(given: list[Tensor], args: Any) -> list[Tensor]:
+    ranks = range(len(given))
+    parts = [piece.chunk(len(given)) for piece in given]
+    return [torch.cat([parts[sender][receiver] for sender in ranks]) for receiver in ranks]
+
+
 def _broadcast(given: list[Tensor], args: Any) -> list[Tensor]:
     return [given[args[1]].clone() for _ in given]
 
@@ -98,5 +104,6 @@ _COMPUTE: dict[str, Callable[[list[Tensor], Any], list[Tensor]]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
     "broadcast": _broadcast,
 }

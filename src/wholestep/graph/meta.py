@@ -164,6 +164,26 @@ def layouts(node: Node) -> tuple[Layout, ...]:
     return node.meta.get("wholestep_layouts", ())
 
 
+def set_ranked(node: Node) -> None:
+    """Record that arguments of `node` hold numbers that differ between ranks (`layout.Extent`)."""
+    node.meta["wholestep_ranked"] = True
+
+
+def is_ranked(node: Node) -> bool:
+    """True after `set_ranked`."""
+    return bool(node.meta.get("wholestep_ranked"))
+
+
+def set_loose(node: Node, loose: bool) -> None:
+    """Record whether the strides of what `node` makes on a rank may differ from those recorded."""
+    node.meta["wholestep_loose"] = loose
+
+
+def is_loose(node: Node) -> bool:
+    """What `set_loose` recorded; False before."""
+    return bool(node.meta.get("wholestep_loose"))
+
+
 def copy(source: Node, target: Node) -> None:
     """Give `target` everything recorded about `source`."""
     target.meta.update(source.meta)

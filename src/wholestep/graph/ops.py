@@ -62,7 +62,7 @@ def _(
 
 CTC_LOSS = torch.ops.wholestep.ctc_loss.default
 
-CHEAP = frozenset(
+VIEWS = frozenset(
     {
         _aten.t.default,
         _aten.transpose.int,
@@ -76,7 +76,8 @@ CHEAP = frozenset(
         _aten.slice.Tensor,
         _aten.select.int,
         _aten.split.Tensor,
-        _aten._to_copy.default,
     }
 )
+
+CHEAP = VIEWS | {_aten._to_copy.default}
 """Views and casts: cheaper to make again than to keep or to send."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -15,14 +16,18 @@ from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
-from ..layout import Layout, replicated
+from ..layout import Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
 from ..reshard import reshard
+from ..rules.call import Call
+from ..rules.localize import localize
+from ..rules.registry import rule_for
 from .collectives import Emitter, contiguous
 from .regions import Regions, find_regions
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _Key = tuple[Node, Layout, int]
 
 
@@ -122,10 +127,30 @@ class _Lowering:
         here = region if node in self.regions.on_demand else self.regions.at(node)
         ready = iter([self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)])
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
-        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        meta.copy(node, new)
+        new = self._localized(node, decision, args, kwargs)
         made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
+        return new
+
+    def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
+        """The call of `node` with a rank's shapes in its arguments."""
+        layouts = (*decision.operands, *decision.outputs)
+        cut = any(layout.is_sharded for layout in layouts)
+        rule = rule_for(node) if cut else None
+        call = Call.of(node) if rule else None
+        target = node.target
+        if call is not None:
+            mesh = self.plan.mesh
+            target, args, kwargs = localize(rule, call, decision.operands, decision.outputs, mesh, args, kwargs)
+        loose = any(meta.is_loose(n) for n in _nodes(args, kwargs))
+        loose = loose or any(any(layout.dims[1:]) for layout in layouts)
+        if loose and target in _VIEWS:
+            target = aten.reshape.default
+        new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
+        meta.copy(node, new)
+        meta.set_loose(new, loose)
+        if has_extent((args, tuple(kwargs.values()))):
+            meta.set_ranked(new)
         return new
 
     def _getitem(self, node: Node, region: int) -> Node:
@@ -133,6 +158,7 @@ class _Lowering:
         made = self._here(source, region)
         new = self.graph.create_node("call_function", node.target, (made, node.args[1]), name=node.name)
         meta.copy(node, new)
+        meta.set_loose(new, meta.is_loose(made))
         layouts = self.plan.decisions[node.name].outputs
         meta.set_tensors(new, [self._shape(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
         return new
@@ -221,3 +247,9 @@ class _Lowering:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
         return contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
+
+
+def _nodes(args: Any, kwargs: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg((args, kwargs), found.append)
+    return found

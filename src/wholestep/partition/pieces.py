@@ -14,15 +14,22 @@ def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
     return x.narrow(dim, start, length)
 
 
-def trim_chunk(x: Tensor, dim: int, size: int, parts: int, coordinate: int) -> Tensor:
-    """`x`, padded to the largest piece of a dim of `size`, cut to the length of piece `coordinate`; a view."""
-    return x.narrow(dim, 0, chunk_range(size, parts, coordinate)[1])
-
-
-def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x` with zeros appended along `dim` up to `size`; `x` itself where it is long enough."""
-    missing = size - x.shape[dim]
+def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
+    """`x` with zeros appended along `dim` up to `chunks` times `chunk`; `x` itself where it is long enough."""
+    missing = chunk * chunks - x.shape[dim]
     return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size: int) -> Tensor:
+    """What an all-to-all brought, put right: `x` holds, along its dim 0, `parts` pieces of this rank's part of dim
+    `into`, one for each piece of `dim`; both are cut to their true lengths.
+    """
+    rows = x.shape[0] // parts
+    split = x.view(parts, rows, *x.shape[1:])  # part, into, the other dims in order
+    others = [d for d in range(x.dim()) if d != into]
+    split = split.permute(0, *(1 + (0 if d == into else 1 + others.index(d)) for d in range(x.dim())))
+    joined = split.movedim(0, dim).flatten(dim, dim + 1)
+    return joined.narrow(dim, 0, length).narrow(into, 0, size)
 
 
 def only_first(x: Tensor, coordinate: int) -> Tensor:
@@ -30,5 +37,15 @@ def only_first(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else x.new_zeros(x.shape)
 
 
-RANK_DEPENDENT = (take_chunk, trim_chunk, only_first)
-MAY_ALIAS = (take_chunk, trim_chunk, pad_to, only_first)
+def contiguous(x: Tensor) -> Tensor:
+    """`x` row by row in memory; `x` itself where it is."""
+    return x.contiguous()
+
+
+def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
+    """The first `size` entries along `dim`; a view."""
+    return x.narrow(dim, 0, size)
+
+
+RANK_DEPENDENT = (take_chunk, only_first)
+MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, cut_to)

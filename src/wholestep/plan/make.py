@@ -50,7 +50,9 @@ def plan(
     rest = {name: _without_single(layout, mesh) for name, layout in rest.items()}
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if parallel.reduce == "mean" else "sum"
-    decisions = propagate(Situation(graph, mesh, axes, rest, homes, op, scatter=parallel.style == "zero2"))
+    decisions = propagate(
+        Situation(graph, mesh, axes, rest, homes, op, parallel.style == "zero2", frozenset(axes), frozenset(axes))
+    )
     precision = parallel.mixed_precision
     keep = {True: 0, False: None, None: parallel.keep_gathered_bytes}[parallel.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None

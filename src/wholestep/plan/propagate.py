@@ -3,12 +3,16 @@
 Per axis, a value that varies makes the result vary and asks for whole operands; otherwise the op's rule offers its
 factors, and the cheapest way to bring the operands together wins. A partial value stays partial through linear ops and
 is reduced, where it must be, to the layout its parameter's optimizer state rests in.
+
+What depends on the batch moves (activations, losses, gradients until they are complete); parameters, their state and
+complete gradients rest. Where the two meet, the work stays divided as the moving values are: on axes that only store
+parameters, those come whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -17,7 +21,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import CHEAP, GRAD_READY
+from ..graph.ops import GRAD_READY, VIEWS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import Mesh
 from ..reshard import reshard
@@ -26,11 +30,17 @@ from ..rules.rule import BoundRule, Group, PassThrough
 from .plan import Decision
 
 _PRODUCER = "producer"
+_KEEP_CUT = 8.0  # work stays where parameters are cut, unless moving the activations costs so many times more
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What propagation starts from. `homes` is where a parameter's reduced gradient belongs; `scatter`: at once."""
+    """What propagation starts from.
+
+    `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
+    the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes the layout of a node's
+    result along some axes.
+    """
 
     graph: TrainGraph
     mesh: Mesh
@@ -39,6 +49,9 @@ class Situation:
     homes: Mapping[str, Layout]
     reduce_op: str
     scatter: bool = False
+    per_rank: frozenset[str] = frozenset()
+    storage: frozenset[str] = frozenset()
+    pins: Mapping[str, Mapping[str, AxisState]] = field(default_factory=dict[str, Mapping[str, AxisState]])
 
 
 def propagate(situation: Situation) -> dict[str, Decision]:
@@ -63,6 +76,7 @@ class _Propagation:
     homes: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
 
     def __post_init__(self) -> None:
+        self.moving = moving(self.situation.graph)
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -73,7 +87,9 @@ class _Propagation:
             decision = self._gradient(node)
         else:
             decision = self._call(node)
-        if any(layout.partial for layout in decision.outputs):
+        if node.name in self.situation.pins:
+            decision = self._pinned(node, decision)
+        elif any(layout.partial for layout in decision.outputs):
             decision = self._settled(node, decision)
         self.decisions[node.name] = decision
         self.layouts[node] = decision.given
@@ -97,7 +113,7 @@ class _Propagation:
         layout = self.layouts[node_at(node, 0)][0]
         partial = layout
         for axis in self._active():
-            if layout.state(axis) == VARIES:
+            if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
         self.homes[node] = (self.situation.homes[str(param)],)
         return Decision((layout,), (partial,), f"gradient of {param}")
@@ -106,22 +122,27 @@ class _Propagation:
         given = operands(node)
         have = [self.layouts[n][0] for n in given]
         made = meta.tensors(node)
-        wanted = list(have)
+        wanted = [replicated(len(layout.dims)) for layout in have]
         outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
         rule: BoundRule | None = None
-        why = "no operand is cut"
-        for axis in self._active():
+        cut: dict[tuple[int, str], int] = {}
+        why, random = "no operand is cut", is_random(node)
+        for axis in _in_order(list(self._active()), have):
             states = [layout.state(axis) for layout in have]
-            if all(s == REPLICATED for s in states) and not is_random(node):
+            varies = VARIES in states or (random and axis in self.situation.per_rank)
+            if all(s == REPLICATED for s in states) and not varies:
                 continue
-            if VARIES in states or is_random(node):
+            if varies:
                 why = "varies"
                 wanted = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(wanted, states, strict=True)]
                 outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
+            if axis in self.situation.storage and node.target in VIEWS and node not in self.moving:
+                why = "a view of the whole"  # gathered as stored: rows first
+                continue
             rule = rule or rule_for(node)
-            why = "rule" if rule else "a view of the whole" if node.target in CHEAP else "no rule"
-            takes, gives = self._choose(node, axis, given, states, rule)
+            why = "rule" if rule else "no rule"
+            takes, gives = self._choose(node, axis, given, states, rule, cut)
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_homes(node, given)
@@ -158,56 +179,101 @@ class _Propagation:
         home = self._home(node) or made.without_partial()
         return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(made, home))
 
+    def _pinned(self, node: Node, decision: Decision) -> Decision:
+        """The result is laid out as the strategy says along the axes it names."""
+        layout = decision.outputs[0]
+        for axis, state in self.situation.pins[node.name].items():
+            layout = layout.put(axis, state)
+        return decision if layout == decision.outputs[0] else replace(decision, settle=layout)
+
     # -- choosing one axis ---------------------------------------------------------------
     def _active(self) -> Iterator[str]:
         return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
 
     def _choose(
-        self, node: Node, axis: str, given: Sequence[Node], states: Sequence[AxisState], rule: BoundRule | None
+        self,
+        node: Node,
+        axis: str,
+        given: Sequence[Node],
+        states: Sequence[AxisState],
+        rule: BoundRule | None,
+        cut: dict[tuple[int, str], int],
     ) -> tuple[list[AxisState], dict[int, AxisState]]:
+        """What the op takes and gives along one axis; `cut` counts the parts each factor is in already."""
         takes, gives = [REPLICATED] * len(given), dict[int, AxisState]()
         if rule is None:
             return takes, gives
         for i in rule.by_shape:
             takes[i] = states[i]
-        for group in rule.groups:
-            options = list(self._options(group, given, states, axis))
+        parts = self.situation.mesh.axis_size(axis)
+        for number, group in enumerate(rule.groups):
             free = [
                 o
-                for o in options
-                if all(self._allowed(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)
+                for o in self._options(group, given, states, axis)
+                if all(
+                    self._allowed(given[i], states[i], s, axis) for i, s in o.takes.items() if i not in rule.by_shape
+                )
+                and (not o.factor or group.splits(o.factor, parts * cut.get((number, o.factor), 1)))
             ]
-            costs = [
-                sum(self._cost(given[i], states[i], s, axis) for i, s in o[0].items() if i not in rule.by_shape)
-                for o in free
-            ]
-            best = free[min(range(len(free)), key=costs.__getitem__)]
-            for i, state in best[0].items():
+            moves = node in self.moving
+            best = min(free, key=lambda o: (moves and o.whole, self._price(o, given, states, axis, rule, node)))
+            if best.factor:
+                cut[number, best.factor] = parts * cut.get((number, best.factor), 1)
+            for i, state in best.takes.items():
                 takes[i] = states[i] if i in rule.by_shape else state
-            gives |= best[1]
+            gives |= best.gives
         return takes, gives
+
+    def _price(
+        self,
+        option: _Option,
+        given: Sequence[Node],
+        states: Sequence[AxisState],
+        axis: str,
+        rule: BoundRule,
+        node: Node,
+    ) -> float:
+        """Microseconds to bring the operands together, and to reduce moving results later."""
+        total = 0.0
+        for i, want in option.takes.items():
+            if i not in rule.by_shape:
+                rests = node in self.moving and given[i] not in self.moving
+                if rests and axis in self.situation.storage:
+                    continue  # what is only stored in parts comes whole in any case
+                total += self._cost(given[i], states[i], want, axis) * (_KEEP_CUT if rests else 1.0)
+        if node in self.moving and option.factor:
+            made = meta.tensors(node)
+            for o, state in option.gives.items():
+                found = made[o]
+                if state.kind == "P" and found is not None and found.shape:
+                    total += self._cost_of(found, state, AxisState("S", 0), axis)
+        return total
 
     def _options(
         self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str
-    ) -> Iterator[tuple[dict[int, AxisState], dict[int, AxisState]]]:
+    ) -> Iterator[_Option]:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for through in group.partial:
             ops = {states[i].op for i in through.operands if states[i].kind == "P"}
             if len(ops) == 1 and ops <= through.ops and all(_is_free(states[i], i, through) for i in group.operands):
                 partial = AxisState("P", op=ops.pop())
-                yield (
-                    {i: partial if i in through.operands else REPLICATED for i in group.operands},
-                    dict.fromkeys(group.outputs, partial),
-                )
+                takes = {i: partial if i in through.operands else REPLICATED for i in group.operands}
+                yield _Option(takes, dict.fromkeys(group.outputs, partial))
         for factor in self._factors(group, given, states, axis):
             takes = {i: _at(term, factor) for i, term in group.operands.items()}
             left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
-            yield takes, {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
-        yield dict.fromkeys(group.operands, REPLICATED), dict.fromkeys(group.outputs, REPLICATED)
+            gives = {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
+            yield _Option(takes, gives, factor)
+        whole = dict.fromkeys(group.operands, REPLICATED)
+        yield _Option(whole, dict.fromkeys(group.outputs, REPLICATED), whole=True)
 
     def _factors(self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str) -> list[str]:
+        """Factors along which some operand is cut, or its reduced gradient will be."""
+        moves = any(given[i] in self.moving and states[i] != REPLICATED for i in group.operands)
         found: dict[str, None] = {}
         for i in group.operands:
+            if moves and given[i] not in self.moving and axis in self.situation.storage:
+                continue
             home = self._home(given[i])
             state = home.state(axis) if states[i].kind == "P" and home else states[i]
             factor = group.factors_at(i, state.dim) if state.kind == "S" else None
@@ -225,7 +291,9 @@ class _Propagation:
     def _cost(self, node: Node, have: AxisState, want: AxisState, axis: str) -> float:
         if have == want:
             return 0.0
-        made = meta.tensor(node) or TensorMeta((), (), _torch.torch.float32, "cpu")
+        return self._cost_of(meta.tensor(node) or TensorMeta((), (), _torch.torch.float32, "cpu"), have, want, axis)
+
+    def _cost_of(self, made: TensorMeta, have: AxisState, want: AxisState, axis: str) -> float:
         plain = replicated(len(made.shape))
         return reshard(
             plain.put(axis, have), plain.put(axis, want), made.shape, made.dtype.itemsize, self.situation.mesh
@@ -249,6 +317,32 @@ class _Propagation:
                     "average what it depends on over ranks, or let autograd make the gradient (loss.backward())",
                     meta.source_line(node),
                 )
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to run a group along an axis: what it takes and gives, the factor it cuts, whether it cuts nothing."""
+
+    takes: dict[int, AxisState]
+    gives: dict[int, AxisState]
+    factor: str = ""
+    whole: bool = False
+
+
+def moving(graph: TrainGraph) -> frozenset[Node]:
+    """Nodes that depend on the batch or on chance, gradients only until they are complete."""
+    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is not GRAD_READY:
+            if is_random(node) or any(n in found for n in node.all_input_nodes):
+                found.add(node)
+    return frozenset(found)
+
+
+def _in_order(axes: Sequence[str], have: Sequence[Layout]) -> list[str]:
+    """Axes in an order that agrees with those that cut one dim together: outermost first."""
+    first = [a for layout in have for dim in layout.dims if len(dim) > 1 for a in dim if a in axes]
+    return list(dict.fromkeys([*first, *axes]))
 
 
 def _is_free(state: AxisState, operand: int, through: PassThrough) -> bool:

@@ -1,49 +1,156 @@
-"""Finds the rule of a call: by name, by the pointwise tag, or index by index for list ops."""
+"""The table of rules, and the one place that finds the rule of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from .. import _torch
-from ..graph import meta
-from .families import BY_NAME, base_name, elementwise, indexed
+from ..errors import RuleError
+from ..graph.meta import TensorMeta
+from .apply import apply
+from .call import Call
+from .language import parse
 from .rule import BoundRule
+
+Samples = Callable[[], Iterable[tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
+class Bind:
+    """What a rule that looks at shapes returns: text and the options of `rule`."""
+
+    text: str
+    linear: str = ""
+    reduces: Mapping[str, str] = field(default_factory=dict[str, str])
+    sizes: Mapping[str, str] = field(default_factory=dict[str, str])
+    local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    by_shape: frozenset[int] = frozenset()
+
+    def on(self, call: Call) -> BoundRule:
+        """These words about `call`."""
+        parsed = parse(self.text, self.linear, tuple(sorted(self.reduces.items())))
+        return apply(parsed, call, self.sizes, self.local, self.by_shape)
+
+
+Function = Callable[[Call], "Bind | BoundRule | str | None"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: text, or a function of the call; sample arguments for its check."""
+
+    target: Any
+    body: Bind | Function
+    samples: Samples | None = None
+    origin: str = "built in"
+
+    def bind(self, call: Call) -> BoundRule | None:
+        """What the rule says about `call`; None when it has nothing to say."""
+        body = self.body(call) if callable(self.body) else self.body
+        body = Bind(body) if isinstance(body, str) else body
+        return body.on(call) if isinstance(body, Bind) else body
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(
+    targets: Any,
+    text: str = "",
+    *,
+    linear: str = "",
+    reduces: Mapping[str, str] | None = None,
+    sizes: Mapping[str, str] | None = None,
+    local: Mapping[str, Callable[..., Any]] | None = None,
+    by_shape: Iterable[int] = (),
+    samples: Samples | None = None,
+    origin: str = "built in",
+) -> Callable[[Function], Function]:
+    """Give one or several ops a rule: `text`, or, as a decorator, a function of the call that returns one.
+
+    Args:
+        targets: op overloads, or functions that a custom graph calls.
+        text: the rule in the language of `rules.language`, one term for each tensor argument of the schema.
+        linear: inputs in which the op is linear: `"0 | 1"` in each alone, `"0+1"` in both together.
+        reduces: what cutting a factor that is missing in an output leaves there; sums by default.
+        sizes: arguments that hold shapes: `{"size": "out0"}`, or a factor for a single number.
+        local: by factor, a function that a rank runs instead of the op where that factor is cut.
+        by_shape: inputs whose values the op never reads.
+        samples: makes argument tuples to check the rule on, where PyTorch has none for the op.
+
+    Raises:
+        RuleError: the text breaks the grammar.
+
+    Example:
+        >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n", linear="0 | 1")
+    """
+    found: list[Any] = [*targets] if isinstance(targets, (list, tuple)) else [targets]
+
+    def add(body: Bind | Function) -> None:
+        for target in found:
+            RULES[target] = Rule(target, body, samples, origin)
+        _bound.clear()
+
+    if text:
+        bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape))
+        parse(text, linear, tuple(sorted(bind.reduces.items())))
+        add(bind)
+
+    def decorate(function: Function) -> Function:
+        if text:
+            raise RuleError("a rule given as text and as a function", "one of them", "drop one")
+        add(function)
+        return function
+
+    return decorate
+
+
+def find(target: Any) -> Rule | None:
+    """The row of `target`, of the op it is the in-place or out form of, or of its family."""
+    if target in RULES:
+        return RULES[target]
+    if not _torch.is_op(target):
+        return None
+    plain = _torch.functional_form(target)
+    if plain is not None and plain in RULES:
+        return Rule(target, RULES[plain].body, RULES[plain].samples)
+    from .elementwise import family
+
+    body = family(target if plain is None else plain)
+    return Rule(target, body) if body else None
+
+
+def bind_rule(call: Call) -> BoundRule | None:
+    """The rule of `call` on its shapes, or None when there is none: its inputs are then made whole."""
+    found = find(call.target)
+    return found.bind(call) if found else None
 
 
 def rule_for(node: Node) -> BoundRule | None:
-    """The rule of `node` on its global shapes, or None when wholestep has none: its inputs are then made whole."""
-    name = base_name(node)
-    if name in BY_NAME:
-        return BY_NAME[name](node)
-    if not _torch.is_op(node.target):
-        return None
-    if name.startswith(("foreach_", "fused_")):
-        return indexed(node) if _one_for_each(node) else None
-    return elementwise(node) if torch.Tag.pointwise in node.target.tags else None
+    """The rule of `node` on its global shapes. Calls that look alike share one."""
+    call = Call.of(node)
+    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs)
+    try:
+        return _bound[key]
+    except KeyError:
+        return _bound.setdefault(key, bind_rule(call))
+    except TypeError:  # an argument that cannot be hashed
+        return bind_rule(call)
 
 
-def _one_for_each(node: Node) -> bool:
-    """True when every output has the shape that the entries at its place broadcast to (fused ops: or counts)."""
-    lists = [a for a in node.args if isinstance(a, (list, tuple)) and any(isinstance(x, Node) for x in a)]
-    shapes = [_broadcast(entries) for entries in zip(*lists, strict=False)]
-    made = [m.shape for m in meta.tensors(node) if m is not None]
-    fused = base_name(node).startswith("fused_")
-    return (
-        bool(made and shapes)
-        and len(made) % len(shapes) == 0
-        and all(shape == shapes[i % len(shapes)] or (fused and not shape) for i, shape in enumerate(made))
-    )
+_bound: dict[Any, BoundRule | None] = {}
 
 
-def _broadcast(entries: Sequence[object]) -> tuple[int, ...] | None:
-    """The shape that tensors broadcast to; None where one is missing."""
-    given = [meta.tensor(n) if isinstance(n, Node) else None for n in entries]
-    shapes = [m.shape for m in given if m]
-    return None if None in given else tuple(cast(torch.Size, torch.broadcast_shapes(*shapes)))
+def _frozen(value: Any) -> Any:
+    """A key for an argument: numbers of different types differ (sum over dim 1 or True)."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in cast(Sequence[Any], value))
+    return value if isinstance(value, TensorMeta) else (type(value), value)
 
 
 def is_random(node: Node) -> bool:

@@ -1,0 +1,134 @@
+"""One call of an op, as a rule sees it: its arguments with the meta of tensors in place of tensors, and what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from ..graph import meta
+from ..graph.meta import TensorMeta
+
+_UNKNOWN = TensorMeta((), (), torch.float32, "cpu")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor argument of the schema: where its tensors stand among the operands; empty when None was given."""
+
+    name: str
+    positions: tuple[int, ...]
+    is_list: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op with global shapes. `operands` are its tensors in argument order, lists opened."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[TensorMeta | None, ...]
+
+    @staticmethod
+    def of(node: Node) -> Call:
+        """The call that `node` is."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: cast(Any, meta.tensor(n) or _UNKNOWN))
+        return Call(node.target, args, kwargs, meta.tensors(node))
+
+    @staticmethod
+    def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Call:
+        """The call `target(*args, **kwargs)` on real or fake tensors, which returned `made`."""
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return meta.meta_of(value)
+            if isinstance(value, (list, tuple)):
+                return cast(Any, type(cast(Any, value)))(swap(v) for v in cast(Sequence[Any], value))
+            return value
+
+        outs = [m if isinstance(m, TensorMeta) else None for m in _opened([swap(made)])]
+        return Call(target, tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}, tuple(outs))
+
+    @cached_property
+    def operands(self) -> tuple[TensorMeta, ...]:
+        """Tensors among the arguments, in order."""
+        return tuple(v for v in _opened([*self.args, *self.kwargs.values()]) if isinstance(v, TensorMeta))
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """Shape of the tensor at a position among `operands`."""
+        return self.operands[operand].shape
+
+    def made(self, output: int = 0) -> tuple[int, ...]:
+        """Shape of an output; () when it makes no tensor there."""
+        found = self.outputs[output] if output < len(self.outputs) else None
+        return found.shape if found else ()
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Tensor arguments in the schema's order; for a plain function, every tensor is one."""
+        at, found = 0, dict[str, Slot]()
+        named: list[tuple[str, Any]] = [
+            *zip(self._names(len(self.args)), self.args, strict=False),
+            *self.kwargs.items(),
+        ]
+        for name, value in named:
+            count = sum(isinstance(v, TensorMeta) for v in _opened([value]))
+            found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
+            at += count
+        order = self._tensor_names()
+        if order is None:
+            return tuple(slot for slot in found.values() if slot.positions)
+        return tuple(found.get(name, Slot(name, (), False)) for name in order)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The value of a schema argument, its default where it was not given."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for i, known in enumerate(self._names(len(self.args))):
+            if known == name and i < len(self.args):
+                return self.args[i]
+        for given in _arguments(self.target):
+            if given.name == name and given.has_default_value():
+                return given.default_value
+        return default
+
+    def replace(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """`args` and `kwargs` with the schema arguments named in `values` put in their places."""
+        out, keyed = list(args), dict(kwargs)
+        names = self._names(len(args))
+        for name, value in values.items():
+            if name in names and name not in keyed:
+                out[names.index(name)] = value
+            else:
+                keyed[name] = value
+        return tuple(out), keyed
+
+    def _names(self, count: int) -> list[str]:
+        known = [a.name for a in _arguments(self.target)]
+        return known[:count] if known else [f"arg{i}" for i in range(count)]
+
+    def _tensor_names(self) -> list[str] | None:
+        known = _arguments(self.target)
+        return [a.name for a in known if "Tensor" in str(a.type)] if known else None
+
+
+def _arguments(target: Any) -> Sequence[Any]:
+    return _torch.schema_of(target).arguments if _torch.is_op(target) else ()
+
+
+def _opened(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _opened(cast(Sequence[Any], value))
+        else:
+            yield value
+
+
+Maker = Callable[[Call], Any]

@@ -1,0 +1,77 @@
+"""Ops that treat every element alike: all of ATen's pointwise ops by their tag, casts and copies, new tensors shaped like others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch
+from .call import Call
+from .lists import by_entry
+from .registry import Bind, Function, rule
+from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
+
+aten = torch.ops.aten
+
+_JOINTLY_LINEAR = {"add", "sub", "rsub"}
+_EACH_LINEAR = {"mul"}
+_FIRST_LINEAR = {"div", "neg", "to_copy", "clone", "positive", "real", "conj_physical"}
+_IN_GRADIENT = {"threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward",
+                "relu_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish_backward",
+                "softplus_backward", "native_dropout_backward", "log_sigmoid_backward", "mish_backward"}  # fmt: skip
+
+
+def base_name(target: Any) -> str:
+    """`add` for `aten.add.Tensor`, `foreach_add` for `aten._foreach_add.List`."""
+    packet = getattr(target, "_overloadpacket", None)
+    return getattr(packet, "__name__", getattr(target, "__name__", str(target))).removeprefix("_")
+
+
+def elementwise(call: Call) -> Bind | None:
+    """Every output element comes from the operand elements at its place; operands broadcast from the right."""
+    tensors = [slot for slot in call.slots]
+    given = [i for i, slot in enumerate(tensors) if slot.positions]
+    if not given or any(slot.is_list for slot in tensors):
+        return None
+    text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * len(call.outputs))}"
+    return Bind(text, linear_inputs(base_name(call.target), given))
+
+
+def linear_inputs(name: str, given: list[int]) -> str:
+    """Inputs that may stay partial; `given` are those that hold tensors (a number is never partial)."""
+    if name in _JOINTLY_LINEAR:
+        return "+".join(map(str, given)) if len(given) > 1 else ""
+    if name in _EACH_LINEAR:
+        return " | ".join(map(str, given))
+    if name in _FIRST_LINEAR:
+        return str(given[0]) if given[0] == 0 else ""
+    return "0" if name in _IN_GRADIENT and given[0] == 0 else ""
+
+
+def copy(call: Call) -> BoundRule | None:
+    """Copies keep whatever partial value they are given."""
+    bound = elementwise(call)
+    if bound is None:
+        return None
+    group = bound.on(call).groups[0]
+    through = (PassThrough(frozenset({0}), ANY_PARTIAL),)
+    return BoundRule((Group(group.operands, group.outputs, group.reduces, through),))
+
+
+def family(target: Any) -> Function | None:
+    """The rule of every op of a family, by its tag or its name."""
+    name = base_name(target)
+    if name.startswith(("foreach_", "fused_")):
+        return by_entry
+    pointwise = _torch.is_op(target) and torch.Tag.pointwise in target.tags
+    return elementwise if pointwise else None
+
+
+rule([aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default])(copy)
+rule([aten._to_copy.default, aten.lerp.Tensor, aten.lerp.Scalar, aten.native_dropout_backward.default,
+      aten._conj.default, aten.fill.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor])(elementwise)  # fmt: skip
+rule(
+    [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
+    "... -> ...", by_shape=[0],
+)  # fmt: skip

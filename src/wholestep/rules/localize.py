@@ -1,0 +1,76 @@
+"""What a rank calls in place of a call on global shapes: shape arguments from the rule's factors, never by matching sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..layout import Extent, Layout, extent
+from ..mesh import Mesh
+from .call import Call
+from .rule import BoundRule, Group
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A factor that is cut: by which axes (outermost first), its global size, and where this rank's piece starts."""
+
+    factor: str
+    axes: tuple[str, ...]
+    size: int
+    mesh: Mesh
+
+    @property
+    def length(self) -> int | Extent:
+        """Size of this rank's piece."""
+        return extent(self.size, self.axes, self.mesh)
+
+    @property
+    def start(self) -> Extent:
+        """Index of its first entry."""
+        return Extent(self.size, tuple((a, self.mesh.axis_size(a)) for a in self.axes), start=True)
+
+
+class Local(NamedTuple):
+    """What a rank calls: `args` and `kwargs` may hold `Extent`s."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def localize(
+    rule: BoundRule | None, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh,
+    args: tuple[Any, ...], kwargs: Mapping[str, Any],
+) -> Local:  # fmt: skip
+    """`call` for one rank, its operands laid out as `takes`, its outputs as `gives`; `args` hold what to call it with."""
+    if rule is None or not any(layout.is_sharded for layout in (*takes, *gives)):
+        return Local(call.target, args, kwargs)
+    cuts = {c.factor: c for group in rule.groups for c in _cuts(group, call, takes, gives, mesh)}
+    values: dict[str, Any] = {}
+    for name, source in rule.sizes.items():
+        if source.startswith(("out", "in")) and source.lstrip("outin").isdigit():
+            number = int(source.lstrip("outin"))
+            layout = gives[number] if source.startswith("out") else takes[number]
+            shape = call.made(number) if source.startswith("out") else call.shape(number)
+            values[name] = [extent(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
+        elif source in cuts:
+            values[name] = cuts[source].length
+    args, kwargs = call.replace(values, args, kwargs)
+    swaps = [f for f in rule.local if f in cuts]
+    if swaps:
+        return Local(rule.local[swaps[0]], (cuts[swaps[0]].start, cuts[swaps[0]].length, *args), kwargs)
+    return Local(call.target, args, kwargs)
+
+
+def _cuts(group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh) -> list[Cut]:
+    found: dict[str, Cut] = {}
+    sides = [(group.operands, takes, call.shape), (group.outputs, gives, call.made)]
+    for terms, layouts, shape in sides:
+        for position, term in terms.items():
+            for dim, factor in enumerate(term):
+                axes = layouts[position].dims[dim] if factor else ()
+                if factor and axes and factor not in found:
+                    found[factor] = Cut(factor, axes, shape(position)[dim], mesh)
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""Views: how the dims of the result come from the dims of the operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .call import Call
+from .registry import Bind, rule
+from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
+
+aten = torch.ops.aten
+
+
+def keeps_partial(bound: BoundRule) -> BoundRule:
+    """A rule of an op that only moves values: any partial value passes."""
+    groups = tuple(
+        Group(g.operands, g.outputs, g.reduces, (PassThrough(frozenset(g.operands), ANY_PARTIAL),), g.even, g.filled)
+        for g in bound.groups
+    )
+    return BoundRule(groups, bound.by_shape, bound.sizes, bound.local)
+
+
+def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
+    """Terms of a view from one shape to another: the finest dims that both are made of.
+
+    Dims are matched from the left; a run of dims that only agree together becomes merged dims, where one side is one
+    dim, and stays whole where both sides are several.
+    """
+    left: list[str] = []
+    right: list[str] = []
+    i = j = number = 0
+    while i < len(have) or j < len(want):
+        if i < len(have) and have[i] == 1:
+            left.append("1")
+            i += 1
+            continue
+        if j < len(want) and want[j] == 1:
+            right.append("1")
+            j += 1
+            continue
+        if i == len(have) or j == len(want):
+            return " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
+        a, b, start, begin = have[i], want[j], i, j
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b and i < len(have):
+                a, i = a * have[i], i + 1
+            elif j < len(want):
+                b, j = b * want[j], j + 1
+            else:
+                return " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
+        number = _run(list(have[start:i]), list(want[begin:j]), number, left, right)
+    return " ".join(left) or "()", " ".join(right) or "()"
+
+
+def _run(have: list[int], want: list[int], number: int, left: list[str], right: list[str]) -> int:
+    """One run of dims that agree as a whole."""
+    if len(have) == 1 or len(want) == 1:
+        many = want if len(have) == 1 else have
+        names = [f"f{number + k}" if size != 1 else "1" for k, size in enumerate(many)]
+        split = names if len(many) > 1 else [f"f{number}"]
+        merged = "(" + " ".join(n for n in split if n != "1") + ")" if len(many) > 1 else split[0]
+        left += [merged] if len(have) == 1 else split
+        right += [merged] if len(want) == 1 else split
+        return number + len(many)
+    # several on both sides: the outermost dims are shared as far as one divides the other
+    a, b = have[0], want[0]
+    if a % b == 0 or b % a == 0:
+        outer = min(a, b)
+        rest = max(a, b) // outer
+        big = f"(f{number} r{number}!)" if rest > 1 else f"f{number}"
+        left.append(big if a >= b else f"f{number}")
+        right.append(f"f{number}" if a >= b else big)
+    else:
+        left.append(f"w{number}!")
+        right.append(f"v{number}!")
+    left += [f"x{number}_{k}!" for k in range(1, len(have))]
+    right += [f"y{number}_{k}!" for k in range(1, len(want))]
+    return number + 1
+
+
+@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
+def view(call: Call) -> BoundRule:
+    """The outer factor of a merged or split dim may be cut, where it divides evenly."""
+    left, right = regroup(call.shape(0), call.made())
+    return keeps_partial(Bind(f"{left} -> {right}", sizes={"size": "out0", "shape": "out0"}).on(call))
+
+
+def moved(names: Sequence[str], order: Sequence[str], sizes: dict[str, str] | None = None) -> Bind:
+    """A rule that puts named dims in another order."""
+    return Bind(f"{' '.join(names) or '()'} -> {' '.join(order) or '()'}", sizes=sizes or {})
+
+
+def _names(call: Call) -> list[str]:
+    return [f"d{i}" for i in range(len(call.shape(0)))]
+
+
+@rule([aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default])
+def permute(call: Call) -> BoundRule:
+    """Dims in another order."""
+    names = _names(call)
+    order = list(range(len(names)))
+    if call.target is aten.permute.default:
+        order = [d % len(names) for d in call.argument("dims")]
+    elif call.target is aten.transpose.int and names:
+        a, b = call.argument("dim0") % len(names), call.argument("dim1") % len(names)
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    return keeps_partial(moved(names, [names[d] for d in order]).on(call))
+
+
+@rule([aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+def squeeze(call: Call) -> BoundRule:
+    """Dims of size one come and go."""
+    left, right = regroup(call.shape(0), call.made())
+    return keeps_partial(Bind(f"{left} -> {right}").on(call))
+
+
+@rule(aten.expand.default)
+def expand(call: Call) -> BoundRule:
+    """Dims of size one are repeated; a cut operand keeps its cut."""
+    have, want = call.shape(0), call.made()
+    lead = len(want) - len(have)
+    right = [f"n{i}" if i < lead or have[i - lead] != want[i] else f"d{i}" for i in range(len(want))]
+    left = ["1" if right[lead + i].startswith("n") else right[lead + i] for i in range(len(have))]
+    text = f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
+    return keeps_partial(Bind(text, sizes={"size": "out0"}).on(call))
