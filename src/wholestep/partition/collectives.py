@@ -210,7 +210,7 @@ class Emitter:
         outer = tuple(a for a in (before if gathers else after).dims[step.dim] if a != step.axis)
         if self._even(whole.shape[step.dim], outer, parts):
             return node
-        length = extent(whole.shape[step.dim], (after if gathers else after).dims[step.dim], self.mesh)
+        length = extent(whole.shape[step.dim], after.dims[step.dim], self.mesh)
         made = self._made(after, whole)
         if gathers and isinstance(length, int):
             new = self.call(aten.slice.Tensor, (node, step.dim, 0, length), made, node)

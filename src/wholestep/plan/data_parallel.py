@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Literal
 
 from ..capture.precision import MixedPrecision
 from ..errors import PlanError
 from ..graph.graph import Input, Role, TrainGraph
-from ..layout import Layout, replicated, sharded
+from ..layout import Layout
 from ..mesh import Mesh
+from .strategy import Pins, Resting
 
 Style = Literal["replicate", "zero1", "zero2", "fully_shard", "default", "hybrid"]
 
 
-@dataclass(frozen=True)
-class Resting:
-    """Where one parameter rests, and where its optimizer state (and so its reduced gradient) does."""
-
-    param: Layout
-    state: Layout
+BatchDim = int | Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Every rank runs the step on its own batch; gradients are averaged over ranks.
+    """Batches are cut over ranks. `per_rank`: each rank runs the step on its own, gradients are averaged, as under DDP
+    and FSDP. `global`: the step computes what one device computes on the whole batch.
 
     Args:
         style: where parameters and optimizer state rest: `replicate` (DDP), `zero1`, `zero2`, `fully_shard` (ZeRO-3,
@@ -35,27 +34,37 @@ class DataParallel:
         reshard_after_forward: gather sharded parameters again for the backward (True), keep them (False), or keep up to
             `keep_gathered_bytes` of them, those that the backward needs first (None).
         keep_gathered_bytes: see above.
-        semantics: `per_rank`, what DDP and FSDP compute.
-        reduce: `mean` over ranks, as DDP, or `sum`.
+        semantics: `per_rank` or `global`, see above.
+        inputs: what a rank is given: its `local` part of the batch, or the `global` batch, of which it takes its part
+            (`global` semantics only). Parts may differ in size.
+        uneven_batches: under `global` with local inputs, ranks tell each other their batch sizes at every call. Give
+            False where they are always equal: sizes are then taken to be the same on all ranks.
+        reduce: `mean` over ranks, as DDP, or `sum` (`per_rank` only: `global` needs neither).
         sync_state: start from the first rank's parameters, buffers and optimizer state, as DDP does.
         broadcast_buffers: every call starts from the first rank's buffers.
         mixed_precision: dtypes for computing and for reducing gradients.
-        input_batch_dim: the dim of batch tensors that counts samples.
+        input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
+            that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same on all ranks.
     """
 
     style: Style = "fully_shard"
     axis: str | tuple[str, ...] | None = None
     reshard_after_forward: bool | None = None
     keep_gathered_bytes: int = 64 << 20
-    semantics: Literal["per_rank"] = "per_rank"
+    semantics: Literal["per_rank", "global"] = "per_rank"
+    inputs: Literal["local", "global"] = "local"
+    uneven_batches: bool = True
     reduce: Literal["mean", "sum"] = "mean"
     sync_state: bool = True
     broadcast_buffers: bool = False
     mixed_precision: MixedPrecision | None = None
-    input_batch_dim: int = 0
+    input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
-        choices = {"style": tuple(STYLES), "semantics": ("per_rank",), "reduce": ("mean", "sum")}
+        choices = {
+            "style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
+            "inputs": ("local", "global"),
+        }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise PlanError(
@@ -63,6 +72,24 @@ class DataParallel:
                     f"{name} one of {', '.join(map(repr, allowed))}",
                     "correct the name",
                 )
+
+        if self.semantics == "per_rank" and self.inputs == "global":
+            raise PlanError(
+                'inputs="global" with semantics="per_rank"',
+                "a batch of its own for each rank, or global semantics",
+                'give semantics="global"',
+            )
+        if self.semantics == "global" and (self.reduce != "mean" or self.broadcast_buffers):
+            option = "reduce" if self.reduce != "mean" else "broadcast_buffers"
+            raise PlanError(
+                f'{option}={getattr(self, option)!r} with semantics="global"',
+                "nothing: the step computes what one device computes, buffers are the same on all ranks",
+                f"drop {option}",
+            )
+
+    def batch_dim(self, given: Input) -> int | None:
+        """The dim of a batch tensor that is cut; None for one that is the same on all ranks."""
+        return batch_dim(self.input_batch_dim, given.name, len(given.meta.shape))
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes used on `mesh`.
@@ -82,46 +109,69 @@ class DataParallel:
             )
         return names
 
-    def resting(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Resting]:
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Where each parameter and its optimizer state rest."""
-        return {i.name: STYLES[self.style](i, mesh, self.axes(mesh)) for i in graph.inputs if i.role is Role.PARAM}
+        choose, axes = STYLES[self.style], self.axes(mesh)
+        params = (i for i in graph.inputs if i.role is Role.PARAM)
+        return {i.name: choose(i, before[i.name].param, mesh, axes) for i in params}
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """None: activations stay where the batch puts them."""
+        return {}
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        how = "global" if self.semantics == "global" else f"{self.reduce} over ranks"
+        return f"{self.style} on {', '.join(self.axes(mesh))}, {how}"
 
 
-def _split(given: Input, axes: tuple[str, ...]) -> Layout:
-    """Dim 0 cut by all axes; a 0-dim tensor stays whole."""
-    ndim = len(given.meta.shape)
-    return sharded(ndim, 0, *axes) if ndim else replicated(0)
+def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
+    """The dim of the batch tensor `name` that counts samples; None when it is the same on all ranks.
+
+    Raises:
+        PlanError: a dim given for this tensor by name that it does not have.
+    """
+    if isinstance(wanted, int):
+        return wanted % ndim if -ndim <= wanted < ndim else None
+    key = next((k for k in wanted if fnmatchcase(name, k)), None)
+    dim = None if key is None else wanted[key]
+    if dim is not None and not -ndim <= dim < ndim and key == name:
+        raise PlanError(
+            f"input_batch_dim={dim} is out of range for {name!r} with {ndim} dims",
+            "a dim it has, or None",
+            "correct it",
+        )
+    return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
-def _whole(given: Input) -> Layout:
-    return replicated(len(given.meta.shape))
+def _split(have: Layout, axes: tuple[str, ...]) -> Layout:
+    """Dim 0 cut by all axes, inside what cuts it already; a 0-dim tensor stays whole."""
+    return Layout(((*have.dims[0], *axes), *have.dims[1:])) if have.dims else have
 
 
-def _replicate(given: Input, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(_whole(given), _whole(given))
+def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    return Resting(have, have)
 
 
-def _zero(given: Input, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(_whole(given), _split(given, axes))
+def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    return Resting(have, _split(have, axes))
 
 
-def _fully_shard(given: Input, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(_split(given, axes), _split(given, axes))
+def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    return Resting(_split(have, axes), _split(have, axes))
 
 
-def _default(given: Input, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    ranks = 1
-    for axis in axes:
-        ranks *= mesh.axis_size(axis)
-    even = bool(given.meta.shape) and given.meta.shape[0] % ranks == 0
-    return _fully_shard(given, mesh, axes) if even else _replicate(given, mesh, axes)
+def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    ranks = prod(mesh.axis_size(axis) for axis in axes)
+    rows = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))[:1]
+    return _fully_shard(given, have, mesh, axes) if rows and rows[0] % ranks == 0 else Resting(have, have)
 
 
-def _hybrid(given: Input, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return _fully_shard(given, mesh, axes[-1:])
+def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    return _fully_shard(given, have, mesh, axes[-1:])
 
 
-STYLES: dict[str, Callable[[Input, Mesh, tuple[str, ...]], Resting]] = {
+STYLES: dict[str, Callable[[Input, Layout, Mesh, tuple[str, ...]], Resting]] = {
     "replicate": _replicate,
     "zero1": _zero,
     "zero2": _zero,

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
-from ..layout import Layout, replicated
+from ..layout import Layout, replicated, sharded
 from ..mesh import Mesh
-from .data_parallel import DataParallel, Resting
+from .data_parallel import DataParallel
 from .plan import Options, Plan
-from .propagate import Situation, batch_layout, propagate
+from .propagate import Situation, propagate, varying
 from .semantics import differences
+from .strategy import Resting, Strategies, Strategy, compose
 
 
 def plan(
     graph: TrainGraph,
     mesh: Mesh | str,
-    parallel: DataParallel | None = None,
+    parallel: Strategy | Sequence[Strategy] | Strategies | None = None,
     placed: Mapping[str, Layout] | None = None,
 ) -> Plan:
     """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+
+    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default.
 
     `placed` names inputs that rest somewhere already (another step put them there): they stay.
 
@@ -29,39 +32,51 @@ def plan(
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    parallel = parallel or DataParallel()
-    axes = parallel.axes(mesh)
-    _check_batch_dim(graph, parallel)
-    resting = _staying(graph, parallel.resting(graph, mesh), placed or {})
+    strategies = compose(parallel)
+    axes, options = strategies.axes(mesh), strategies.options
+    cut = options.axes(mesh) if strategies.data else ()
+    per_rank = frozenset(cut if options.semantics == "per_rank" else ())
+    _check_batch_dim(graph, options)
+    params = [i for i in graph.inputs if i.role is Role.PARAM]
+    base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
+    resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
+    rest = _rest(graph, mesh, options, resting, cut)
+    homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
+    op = "avg" if options.reduce == "mean" else "sum"
+    pins, scatter = strategies.pins(graph, mesh), options.style == "zero2"
+    decisions = propagate(Situation(graph, mesh, axes, rest, homes, op, scatter, per_rank, frozenset(cut), pins))
+    precision = options.mixed_precision
+    keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
+    reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers)
+    notes = differences(graph) if per_rank else ()
+    created = _created(graph, rest, homes)
+    made = Plan(mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created)
+    made.check(graph)
+    return made
+
+
+def _rest(
+    graph: TrainGraph, mesh: Mesh, options: DataParallel, resting: Mapping[str, Resting], cut: tuple[str, ...]
+) -> dict[str, Layout]:
+    """Where every input rests; batches are cut along the axes `cut`, or each rank has its own."""
+    per_rank = options.semantics == "per_rank"
     mutated = {o.target for o in graph.outputs if o.kind == "update"}
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
     for given in graph.inputs:
-        whole = replicated(len(given.meta.shape))
-        follows = given.owner and given.meta.shape == shapes[given.owner]
+        ndim = len(given.meta.shape)
+        layout = replicated(ndim)
         if given.role is Role.PARAM:
-            rest[given.name] = resting[given.name].param
-        elif given.role in (Role.STATE, Role.GRAD):
-            rest[given.name] = resting[given.owner].state if follows else whole
-        elif given.role is Role.BATCH or (given.role is Role.BUFFER and given.name in mutated):
-            rest[given.name] = batch_layout(given, axes, mesh)
-        else:
-            rest[given.name] = whole
-    rest = {name: _without_single(layout, mesh) for name, layout in rest.items()}
-    homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
-    op = "avg" if parallel.reduce == "mean" else "sum"
-    decisions = propagate(
-        Situation(graph, mesh, axes, rest, homes, op, parallel.style == "zero2", frozenset(axes), frozenset(axes))
-    )
-    precision = parallel.mixed_precision
-    keep = {True: 0, False: None, None: parallel.keep_gathered_bytes}[parallel.reshard_after_forward]
-    reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
-    options = Options(keep, reduce_dtype, parallel.broadcast_buffers)
-    strategy = f"{parallel.style} on {', '.join(axes)}, {parallel.reduce} over ranks"
-    created = _created(graph, rest, homes)
-    made = Plan(mesh, strategy, graph.inputs, rest, decisions, options, differences(graph), created)
-    made.check(graph)
-    return made
+            layout = resting[given.name].param
+        elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
+            layout = resting[given.owner].state
+        elif per_rank and (given.role is Role.BATCH or (given.role is Role.BUFFER and given.name in mutated)):
+            layout = varying(given, cut, mesh)
+        elif given.role is Role.BATCH and (dim := options.batch_dim(given)) is not None:
+            layout = sharded(ndim, dim, *cut)
+        rest[given.name] = _without_single(layout, mesh)
+    return rest
 
 
 def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
@@ -94,12 +109,15 @@ def _without_single(layout: Layout, mesh: Mesh) -> Layout:
 
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
+    wanted = parallel.input_batch_dim
+    if not isinstance(wanted, int):
+        return
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
-    short = [i for i in batch if not -len(i.meta.shape) <= parallel.input_batch_dim < len(i.meta.shape)]
+    short = [i for i in batch if not -len(i.meta.shape) <= wanted < len(i.meta.shape)]
     if short and len(short) == len(batch):
         shape = list(short[0].meta.shape)
         raise PlanError(
-            f"input_batch_dim={parallel.input_batch_dim} is out of range for {short[0].name!r} of shape {shape}",
+            f"input_batch_dim={wanted} is out of range for {short[0].name!r} of shape {shape}",
             f"a dim from 0 to {len(short[0].meta.shape) - 1}",
             "correct input_batch_dim",
         )

@@ -366,7 +366,6 @@ def _reduced(partial: Layout, home: Layout) -> Layout:
     return out
 
 
-def batch_layout(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
-    """Batches and buffers: each rank has its own."""
-    varying = tuple(sorted(a for a in axes if mesh.axis_size(a) > 1))
-    return Layout(((),) * len(given.meta.shape), varies=varying)
+def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
+    """Each rank along `axes` has its own value."""
+    return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))

@@ -1,0 +1,129 @@
+"""What a strategy is: it says where parameters rest, how batches are cut, what some results must be laid out as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ..errors import PlanError
+from ..graph.graph import TrainGraph
+from ..layout import AxisState, Layout
+from ..mesh import Mesh
+
+if TYPE_CHECKING:
+    from .data_parallel import DataParallel
+
+Pins = Mapping[str, Mapping[str, AxisState]]
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Where one parameter rests, and where its optimizer state (and so its reduced gradient) does."""
+
+    param: Layout
+    state: Layout
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """One way to use some axes of a mesh. Strategies compose: each refines what those before it decided."""
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes it uses on `mesh`. Raises MeshError or PlanError when it does not fit."""
+        ...
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Where each parameter rests; `before` is what other strategies decided, replicated to begin with."""
+        ...
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """Results whose layout it fixes along its axes, by node name."""
+        ...
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """Strategies for different axes of one mesh: at most one is data parallel, and it stores parts of parts."""
+
+    parts: tuple[Strategy, ...]
+
+    @property
+    def data(self) -> DataParallel | None:
+        """The data-parallel one."""
+        from .data_parallel import DataParallel
+
+        return next((p for p in self.parts if isinstance(p, DataParallel)), None)
+
+    @property
+    def options(self) -> DataParallel:
+        """Options of the data-parallel one, or the defaults."""
+        from .data_parallel import DataParallel
+
+        return self.data or DataParallel("replicate", axis=(), semantics="global")
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Every axis that some strategy uses, in the order of the mesh.
+
+        Raises:
+            PlanError: two strategies want one axis.
+        """
+        found: dict[str, str] = {}
+        for part in self.parts:
+            for axis in part.axes(mesh):
+                if axis in found:
+                    raise PlanError(
+                        f"axis {axis!r} is wanted by {found[axis]} and by {type(part).__name__}",
+                        "an axis of its own for each strategy",
+                        f'give axis=, as in DataParallel(axis="{mesh.names[0]}")',
+                    )
+                found[axis] = type(part).__name__
+        return tuple(axis for axis in mesh.names if axis in found)
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Where each parameter rests: data parallelism stores parts of what the others leave."""
+        out = dict(base)
+        for part in sorted(self.parts, key=lambda p: p is self.data):
+            out = part.resting(graph, mesh, out)
+        return out
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """Pins of all strategies."""
+        out: dict[str, dict[str, AxisState]] = {}
+        for part in self.parts:
+            for name, states in part.pins(graph, mesh).items():
+                out.setdefault(name, {}).update(states)
+        return out
+
+    def describe(self, mesh: Mesh) -> str:
+        """All of them, for the head of a plan."""
+        return "; ".join(part.describe(mesh) for part in self.parts)
+
+
+def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:
+    """One or several strategies as one.
+
+    Raises:
+        PlanError: something else was given, or two data-parallel strategies.
+    """
+    from .data_parallel import DataParallel
+
+    if isinstance(parallel, Strategies):
+        return parallel
+    parts = (
+        (DataParallel(),) if parallel is None else (parallel,) if isinstance(parallel, Strategy) else tuple(parallel)
+    )
+    wrong = [p for p in parts if not isinstance(p, Strategy)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if wrong or not parts:
+        raise PlanError(
+            f"parallel={wrong[0] if wrong else parts!r}",
+            "a strategy, as DataParallel or TensorParallel, or a list of them",
+            'give parallel=wholestep.DataParallel("fully_shard")',
+        )
+    if sum(isinstance(p, DataParallel) for p in parts) > 1:
+        raise PlanError("two DataParallel strategies", "one, over one or several axes", "give it axis=(...)")
+    return Strategies(parts)
