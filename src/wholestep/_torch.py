@@ -262,6 +262,11 @@ def trace(
         return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
+def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
+    """`fn` on fake tensors as a graph of ATen calls."""
+    return make_fx(fn)(*fakes).graph
+
+
 class _Replay(torch.fx.Interpreter):
     """Runs a graph as functionalization needs it.
 
@@ -338,6 +343,16 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
     """True for one overload of a torch op."""
     return isinstance(target, OpOverload)
+
+
+def overload_of(op: object) -> Any:
+    """The overload that a graph calls: of a custom op or of an op with one overload; anything else as it is."""
+    found: Any = getattr(op, "_opoverload", op)
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return found
+    packet = cast(Any, found)
+    names: list[str] = packet.overloads()
+    return getattr(packet, names[0] if len(names) == 1 else "default")
 
 
 def schema_of(target: object) -> Any:

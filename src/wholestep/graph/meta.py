@@ -184,6 +184,12 @@ def is_loose(node: Node) -> bool:
     return bool(node.meta.get("wholestep_loose"))
 
 
+def copy_origin(source: Node, target: Node) -> None:
+    """Say that `target` comes from the same place in the user's code and the same pass of autograd as `source`."""
+    if "custom" in source.meta:
+        target.meta["custom"] = source.meta["custom"]
+
+
 def copy(source: Node, target: Node) -> None:
     """Give `target` everything recorded about `source`."""
     target.meta.update(source.meta)

@@ -40,6 +40,7 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         PlanError: the plan was not made for this graph.
     """
     plan.check(graph)
+    graph = plan.expand(graph)
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     check_local_graph(local)

@@ -44,7 +44,7 @@ class DataParallel:
         broadcast_buffers: every call starts from the first rank's buffers.
         mixed_precision: dtypes for computing and for reducing gradients.
         input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
-            that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same on all ranks.
+            that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same everywhere.
     """
 
     style: Style = "fully_shard"

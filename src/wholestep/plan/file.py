@@ -41,6 +41,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "broadcast_buffers": plan.options.broadcast_buffers,
     }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
+    head["expanded"] = list(plan.expanded)
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
 
@@ -75,6 +76,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         decisions=_field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
         options=_field(data, "options", lambda v: Options(**v)),
         notes=_field(data, "notes", lambda v: tuple(map(str, v))),
+        expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import PlanError
 from ..graph import meta
+from ..graph.expand import ROUNDS, can_expand, expand
 from ..graph.graph import Role, TrainGraph
 from ..layout import Layout, replicated, sharded
 from ..mesh import Mesh
 from .data_parallel import DataParallel
-from .plan import Options, Plan
-from .propagate import Situation, propagate, varying
+from .plan import Decision, Options, Plan
+from .propagate import Situation, propagate, varying, would_gather
 from .semantics import differences
 from .strategy import Resting, Strategies, Strategy, compose
 
@@ -44,16 +46,30 @@ def plan(
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     pins, scatter = strategies.pins(graph, mesh), options.style == "zero2"
-    decisions = propagate(Situation(graph, mesh, axes, rest, homes, op, scatter, per_rank, frozenset(cut), pins))
+    start = Situation(graph, mesh, axes, rest, homes, op, scatter, per_rank, frozenset(cut), pins)
+    decisions, expanded = _propagate(start)
     precision = options.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, homes)
-    made = Plan(mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created)
+    made = Plan(mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded)
     made.check(graph)
     return made
+
+
+def _propagate(start: Situation) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    """Decisions, and the ops written out on the way: those that would need an operand whole that is cut."""
+    expanded: list[str] = []
+    for _ in range(ROUNDS):
+        decisions = propagate(start)
+        more = [n for n in would_gather(start, decisions) if can_expand(n)]
+        if not more:
+            return decisions, tuple(expanded)
+        expanded += [n.name for n in more]
+        start = replace(start, graph=expand(start.graph, {n.name for n in more}))
+    return propagate(start), tuple(expanded)
 
 
 def _rest(

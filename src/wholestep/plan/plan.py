@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, cast
 
 from ..errors import PlanError
+from ..graph.expand import expand
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
@@ -53,7 +54,8 @@ class Options:
 class Plan:
     """Where every tensor rests on a mesh.
 
-    `created` lays out state that the step makes at its first call.
+    `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
+    smaller ones, whose layouts the decisions give.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
@@ -65,6 +67,11 @@ class Plan:
     options: Options = Options()
     notes: tuple[str, ...] = ()
     created: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    expanded: tuple[str, ...] = ()
+
+    def expand(self, graph: TrainGraph) -> TrainGraph:
+        """`graph` with the ops that this plan cuts finer than they are written out (`graph.expand`)."""
+        return expand(graph, frozenset(self.expanded)) if self.expanded else graph
 
     def check(self, graph: TrainGraph) -> None:
         """Raise PlanError naming what differs when the plan was not made for `graph`."""
@@ -81,6 +88,7 @@ class Plan:
             )
         for given in self.inputs:
             self.rest[given.name].check(given.meta.shape, self.mesh, given.name)
+        graph = self.expand(graph)
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
             raise PlanError(

@@ -205,17 +205,16 @@ class _Propagation:
             return takes, gives
         for i in rule.by_shape:
             takes[i] = states[i]
-        parts = self.situation.mesh.axis_size(axis)
+        parts, moves = self.situation.mesh.axis_size(axis), node in self.moving
         for number, group in enumerate(rule.groups):
             free = [
                 o
-                for o in self._options(group, given, states, axis)
+                for o in self._options(group, given, states, axis, moves)
                 if all(
                     self._allowed(given[i], states[i], s, axis) for i, s in o.takes.items() if i not in rule.by_shape
                 )
                 and (not o.factor or group.splits(o.factor, parts * cut.get((number, o.factor), 1)))
             ]
-            moves = node in self.moving
             best = min(free, key=lambda o: (moves and o.whole, self._price(o, given, states, axis, rule, node)))
             if best.factor:
                 cut[number, best.factor] = parts * cut.get((number, best.factor), 1)
@@ -250,7 +249,7 @@ class _Propagation:
         return total
 
     def _options(
-        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str
+        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
     ) -> Iterator[_Option]:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for through in group.partial:
@@ -259,7 +258,7 @@ class _Propagation:
                 partial = AxisState("P", op=ops.pop())
                 takes = {i: partial if i in through.operands else REPLICATED for i in group.operands}
                 yield _Option(takes, dict.fromkeys(group.outputs, partial))
-        for factor in self._factors(group, given, states, axis):
+        for factor in self._factors(group, given, states, axis, moves):
             takes = {i: _at(term, factor) for i, term in group.operands.items()}
             left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
             gives = {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
@@ -267,9 +266,10 @@ class _Propagation:
         whole = dict.fromkeys(group.operands, REPLICATED)
         yield _Option(whole, dict.fromkeys(group.outputs, REPLICATED), whole=True)
 
-    def _factors(self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str) -> list[str]:
+    def _factors(
+        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
+    ) -> list[str]:
         """Factors along which some operand is cut, or its reduced gradient will be."""
-        moves = any(given[i] in self.moving and states[i] != REPLICATED for i in group.operands)
         found: dict[str, None] = {}
         for i in group.operands:
             if moves and given[i] not in self.moving and axis in self.situation.storage:
@@ -333,10 +333,27 @@ def moving(graph: TrainGraph) -> frozenset[Node]:
     """Nodes that depend on the batch or on chance, gradients only until they are complete."""
     found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is not GRAD_READY:
-            if is_random(node) or any(n in found for n in node.all_input_nodes):
-                found.add(node)
+        moves = is_random(node) or any(n in found for n in node.all_input_nodes)
+        if node.op == "call_function" and node.target is not GRAD_READY and moves:
+            found.add(node)
     return frozenset(found)
+
+
+def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> list[Node]:
+    """Calls on the batch's path that take an operand whole, or cut otherwise, which is made cut."""
+    by_node: dict[Node, Layout] = {n: situation.rest[i.name] for i, n in situation.graph.placeholders()}
+    moves, found = moving(situation.graph), list[Node]()
+    for node in situation.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        decision = decisions[node.name]
+        if decision.given:
+            by_node[node] = decision.given[0]
+        if node in moves and not _torch.is_getitem(node.target):
+            pairs = zip(operands(node), decision.operands, strict=False)
+            if any(n in moves and set(by_node[n].shard_axes()) - set(want.shard_axes()) for n, want in pairs):
+                found.append(node)
+    return found
 
 
 def _in_order(axes: Sequence[str], have: Sequence[Layout]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from ..graph.graph import Input, Role
@@ -43,11 +44,16 @@ def show_plan(plan: Plan) -> str:
     )
     lines += [f"  {line}" for line in _movement(plan)]
     lines += [f"  note: {note}" for note in plan.notes]
+    if plan.expanded:
+        lines.append(f"  written out in smaller operations, to be cut: {_some(plan.expanded)}")
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
-        some = ", ".join(ruleless[:5]) + (" ..." if len(ruleless) > 5 else "")
-        lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {some}")
+        lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {_some(ruleless)}")
     return "\n".join(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def _movement(plan: Plan) -> list[str]:
