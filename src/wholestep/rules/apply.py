@@ -66,7 +66,9 @@ def _group(
         if any(i in by_input for i in group)
     )
     filled = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
-    return Group(operands, outputs, reduces, partial, {f: seen.sizes[f] for f in factors if f in seen.even}, filled)
+    even = {f: seen.sizes[f] for f in factors if f in seen.even}
+    opaque = frozenset(o for o, (t, _) in made.items() if t.opaque)
+    return Group(operands, outputs, reduces, partial, even, filled, opaque)
 
 
 def _outputs(rule: RuleText, call: Call, entry: int, count: int) -> dict[int, tuple[Term, TensorMeta]]:

@@ -1,4 +1,4 @@
-"""One call of an op, as a rule sees it: its arguments with the meta of tensors in place of tensors, and what it makes."""
+"""One call of an op, as a rule sees it: its arguments with the meta of tensors for tensors, and what it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops that treat every element alike: all of ATen's pointwise ops by their tag, casts and copies, new tensors shaped like others."""
+"""Ops that treat every element alike: ATen's pointwise ops by their tag, casts, copies, tensors shaped like others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,18 @@ def base_name(target: Any) -> str:
 
 def elementwise(call: Call) -> Bind | None:
     """Every output element comes from the operand elements at its place; operands broadcast from the right."""
-    tensors = [slot for slot in call.slots]
+    tensors = list(call.slots)
     given = [i for i, slot in enumerate(tensors) if slot.positions]
     if not given or any(slot.is_list for slot in tensors):
         return None
     text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * len(call.outputs))}"
-    return Bind(text, linear_inputs(base_name(call.target), given))
+    return Bind(text, "" if _rounds(call) else linear_inputs(base_name(call.target), given))
+
+
+def _rounds(call: Call) -> bool:
+    """True for results cut to whole numbers or to booleans: not linear, whatever the op."""
+    exact = any(m and not (m.dtype.is_floating_point or m.dtype.is_complex) for m in call.outputs)
+    return exact or bool(call.argument("rounding_mode"))
 
 
 def linear_inputs(name: str, given: list[int]) -> str:

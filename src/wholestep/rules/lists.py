@@ -69,15 +69,19 @@ def foreach_norm(call: Call) -> BoundRule | None:
     op = NORMS.get(call.argument("ord", 2))
     if op is None:
         return None
-    return BoundRule(tuple(norm_group(i, i, len(m.shape), op) for i, m in enumerate(call.operands)))
+    return BoundRule(tuple(norm_group(i, i, m.shape, op) for i, m in enumerate(call.operands)))
 
 
-def norm_group(operand: int, output: int, ndim: int, op: str) -> Group:
-    """A norm over all dims of one tensor."""
-    term: Term = tuple(f"d{i}" for i in range(ndim))
-    return Group(
-        {operand: term}, {output: ()}, dict.fromkeys(term, op), (PassThrough(frozenset({operand}), frozenset({op})),)
-    )
+def norm_group(operand: int, output: int, shape: Sequence[int], op: str) -> Group:
+    """A norm over all dims of one tensor.
+
+    The maximum of no elements is an error, so no piece may be empty; partial maxima may be negative and do not pass.
+    """
+    term = tuple(f"d{i}" for i in range(len(shape)))
+    if op == "max":
+        return Group({operand: term}, {output: ()}, dict.fromkeys(term, op), filled=dict(zip(term, shape, strict=True)))
+    through = PassThrough(frozenset({operand}), frozenset({op}))
+    return Group({operand: term}, {output: ()}, dict.fromkeys(term, op), (through,))
 
 
 def stack(call: Call) -> BoundRule:

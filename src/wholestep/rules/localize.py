@@ -1,4 +1,4 @@
-"""What a rank calls in place of a call on global shapes: shape arguments from the rule's factors, never by matching sizes."""
+"""What a rank calls for a call on global shapes: shape arguments from the rule's factors, not by matching sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def localize(
     rule: BoundRule | None, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh,
     args: tuple[Any, ...], kwargs: Mapping[str, Any],
 ) -> Local:  # fmt: skip
-    """`call` for one rank, its operands laid out as `takes`, its outputs as `gives`; `args` hold what to call it with."""
+    """`call` for one rank: operands laid out as `takes`, outputs as `gives`; `args` hold what to call it with."""
     if rule is None or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
     cuts = {c.factor: c for group in rule.groups for c in _cuts(group, call, takes, gives, mesh)}

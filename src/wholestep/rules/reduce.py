@@ -67,6 +67,6 @@ def vector_norm(call: Call) -> BoundRule | Bind | None:
     op = NORMS.get(call.argument("ord", 2))
     dims = reduced_dims(call)
     if op is not None and len(dims) == len(call.shape(0)) and not call.made():
-        return BoundRule((norm_group(0, 0, len(call.shape(0)), op),))
+        return BoundRule((norm_group(0, 0, call.shape(0), op),))
     left, right = terms(call, dims, whole=True)
     return Bind(f"{left} -> {right}")

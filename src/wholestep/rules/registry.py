@@ -82,6 +82,7 @@ def rule(
         local: by factor, a function that a rank runs instead of the op where that factor is cut.
         by_shape: inputs whose values the op never reads.
         samples: makes argument tuples to check the rule on, where PyTorch has none for the op.
+        origin: where the rule comes from, as plans show it.
 
     Raises:
         RuleError: the text breaks the grammar.

@@ -32,7 +32,7 @@ class Group:
     Invariants: a factor stands at most once in a term; operands named in no group are shared and stay whole.
     `reduces` maps a factor that is missing in the outputs to the partial op that sharding it leaves there. `sizes`
     are those of factors that must be cut into equal parts (outer factors of merged dims) or into parts that are not
-    empty (`filled`); any other factor is cut as torch.chunk cuts.
+    empty (`filled`); any other factor is cut as torch.chunk cuts. What `opaque` outputs hold means nothing to anyone.
     """
 
     operands: Mapping[int, Term]
@@ -41,6 +41,7 @@ class Group:
     partial: tuple[PassThrough, ...] = ()
     even: Mapping[str, int] = field(default_factory=dict[str, int])
     filled: Mapping[str, int] = field(default_factory=dict[str, int])
+    opaque: frozenset[int] = frozenset()
 
     def factors_at(self, operand: int, dim: int) -> str | None:
         """The factor of one dim of one operand."""

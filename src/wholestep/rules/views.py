@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .call import Call
 from .registry import Bind, rule
-from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
+from .rule import ANY_PARTIAL, BoundRule, PassThrough
 
 aten = torch.ops.aten
 
 
 def keeps_partial(bound: BoundRule) -> BoundRule:
     """A rule of an op that only moves values: any partial value passes."""
-    groups = tuple(
-        Group(g.operands, g.outputs, g.reduces, (PassThrough(frozenset(g.operands), ANY_PARTIAL),), g.even, g.filled)
-        for g in bound.groups
-    )
-    return BoundRule(groups, bound.by_shape, bound.sizes, bound.local)
+    groups = tuple(replace(g, partial=(PassThrough(frozenset(g.operands), ANY_PARTIAL),)) for g in bound.groups)
+    return replace(bound, groups=groups)
 
 
 def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
@@ -70,7 +68,7 @@ def _run(have: list[int], want: list[int], number: int, left: list[str], right: 
     if a % b == 0 or b % a == 0:
         outer = min(a, b)
         rest = max(a, b) // outer
-        big = f"(f{number} r{number}!)" if rest > 1 else f"f{number}"
+        big = f"(f{number} r{number})" if rest > 1 else f"f{number}"
         left.append(big if a >= b else f"f{number}")
         right.append(f"f{number}" if a >= b else big)
     else:
@@ -85,7 +83,8 @@ def _run(have: list[int], want: list[int], number: int, left: list[str], right: 
 def view(call: Call) -> BoundRule:
     """The outer factor of a merged or split dim may be cut, where it divides evenly."""
     left, right = regroup(call.shape(0), call.made())
-    return keeps_partial(Bind(f"{left} -> {right}", sizes={"size": "out0", "shape": "out0"}).on(call))
+    name = "shape" if call.target is aten.reshape.default else "size"
+    return keeps_partial(Bind(f"{left} -> {right}", sizes={name: "out0"}).on(call))
 
 
 def moved(names: Sequence[str], order: Sequence[str], sizes: dict[str, str] | None = None) -> Bind:

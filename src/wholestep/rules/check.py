@@ -1,0 +1,332 @@
+"""Checks a rule against the real op: cut real tensors by hand, run every piece, put the results together, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..errors import RuleError, WholestepError
+from ..layout import AxisState, Layout, replicated, resolve
+from ..mesh import Mesh
+from .call import Call
+from .localize import localize
+from .pieces import assemble, copied, differs, parts_of, piece, with_tensors
+from .registry import bind_rule
+from .rule import BoundRule, Group, PassThrough
+
+aten = torch.ops.aten
+
+ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
+TWO_AXES = Mesh("a=2,b=2")
+# Ranks reshape where pieces are not laid out in memory as the whole was: lowering does the same.
+_ON_PIECES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+Binder = Callable[[Call], "BoundRule | None"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments to run an op on."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A place where the rule and the op disagree. `factor` may be a set of partial operands."""
+
+    op: str
+    factor: str
+    cut: str
+    place: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.factor} {self.cut}: {self.place} {self.found}, expected {self.expected}"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check covered: (op, factor) pairs, partial values that pass, samples; `shapes_only` for random ops."""
+
+    op: str
+    samples: int = 0
+    factors: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    shapes_only: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing failed."""
+        return not self.failures
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(op, factor) for each factor that was cut."""
+        return tuple((self.op, factor) for factor in self.factors)
+
+    def __add__(self, other: CheckResult) -> CheckResult:
+        return CheckResult(
+            self.op,
+            self.samples + other.samples,
+            tuple(dict.fromkeys((*self.factors, *other.factors))),
+            tuple(dict.fromkeys((*self.passes, *other.passes))),
+            (*self.failures, *other.failures),
+            self.shapes_only or other.shapes_only,
+        )
+
+    def __str__(self) -> str:
+        how = ", shapes only" if self.shapes_only else ""
+        state = "holds" if self.ok else f"{len(self.failures)} failures"
+        return f"{self.op}: {state}; factors {' '.join(self.factors) or 'none'}; {self.samples} samples{how}"
+
+
+def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
+    """Check the rule of `op` on one set of arguments.
+
+    Each factor is cut into 2, 3 and 4 parts (uneven and empty ones included) and into 2 x 2; operands that may hold
+    partial values are split into parts. Use small float64 tensors with dims greater than one.
+
+    Raises:
+        RuleError: `op` has no rule, or the rule is wrong: names the factor and the difference.
+
+    Example:
+        >>> import torch, wholestep as ws
+        >>> ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5)).factors
+        ('m', 'k', 'n')
+    """
+    target = _torch.overload_of(op)
+    result = check_sample(target, Sample(args, kwargs))
+    if result is None:
+        raise RuleError(
+            f"{target} has no rule for these arguments",
+            "a rule to check",
+            "write one with @ws.rule, or leave the op to discovery",
+        )
+    if result.failures:
+        first = result.failures[0]
+        raise RuleError(
+            f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
+            f"{first.expected}; {first.place} {first.found}",
+            "correct the rule: mark a factor that must stay whole with '!'",
+        )
+    return result
+
+
+def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+    """Everything the rule says about one call; None where it says nothing.
+
+    Raises:
+        RuleError: the rule cannot be bound to this call.
+    """
+    case = case_of(target, sample)
+    bound = bind(case.call)
+    if bound is None:
+        return None
+    factors = {f: None for group in bound.groups for f in group.factors}
+    passes: dict[str, None] = {}
+    failures: list[Failure] = []
+    for number, group in enumerate(bound.groups):
+        for factor in group.factors:
+            failures += check_factor(case, bound, number, factor, two_axes)
+        for through in group.partial if not case.random else ():
+            for op in sorted(through.ops):
+                failures += _check_pass(case, group, through, op)
+                passes[_pass_name(through, op)] = None
+    if bound.by_shape and not case.random:
+        failures += _check_unread(case, bound)
+    return CheckResult(case.name, 1, tuple(factors), tuple(passes), tuple(failures), case.random)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, its arguments, what it makes of them as a whole."""
+
+    target: Any
+    sample: Sample
+    call: Call
+    tensors: tuple[Tensor, ...]
+    whole: tuple[Tensor | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The op's name."""
+        return str(self.target)
+
+    @property
+    def random(self) -> bool:
+        """True where the op's values mean nothing: random numbers and memory that nobody wrote."""
+        return _torch.is_op(self.target) and (
+            torch.Tag.nondeterministic_seeded in self.target.tags or "empty" in str(self.target)
+        )
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The outputs on other tensors in the places of the operands."""
+        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, tensors)
+        return outputs_of(self.target, args, kwargs)
+
+
+def case_of(target: Any, sample: Sample) -> Case:
+    """Run the op as a whole."""
+    tensors = tuple(_tensors([*sample.args, *sample.kwargs.values()]))
+    args, kwargs = with_tensors(sample.args, sample.kwargs, copied(tensors))
+    with torch.no_grad():
+        made = target(*args, **kwargs)
+    call = Call.on(target, args, kwargs, made)
+    return Case(target, sample, call, tensors, _flat(made))
+
+
+def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Flat outputs of an op on copies of its operands."""
+    args, kwargs = with_tensors(args, kwargs, copied(list(_tensors([*args, *kwargs.values()]))))
+    with torch.no_grad():
+        return _flat(target(*args, **kwargs))
+
+
+def _flat(made: Any) -> tuple[Tensor | None, ...]:
+    opened: list[Any] = [x for item in _items(made) for x in _items(item)]
+    return tuple(x if isinstance(x, Tensor) else None for x in opened)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(cast(Sequence[Any], value))
+
+
+# -- cutting a factor --------------------------------------------------------------------
+def check_factor(case: Case, bound: BoundRule, number: int, factor: str, two_axes: bool = True) -> list[Failure]:
+    """Cut one factor of one group in every way it allows; the first failure of each way."""
+    group = bound.groups[number]
+    meshes = [*ONE_AXIS, TWO_AXES] if two_axes else ONE_AXIS
+    found: list[Failure] = []
+    for mesh in meshes:
+        if group.splits(factor, mesh.size):
+            problem = _cut(case, bound, group, factor, mesh)
+            if problem:
+                parts = "x".join(str(axis.size) for axis in mesh.axes)
+                found.append(Failure(case.name, f"factor {factor!r}", f"cut into {parts}", *problem))
+    return found
+
+
+def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[list[Layout], list[Layout]]:
+    """What the op takes and gives where every axis of `mesh` cuts `factor`."""
+    takes = [replicated(t.ndim) for t in case.tensors]
+    gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
+    left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else AxisState("R")
+    for axis in mesh.names:
+        for i, term in group.operands.items():
+            takes[i] = takes[i].put(axis, _at(term, factor, AxisState("R")))
+        for o, term in group.outputs.items():
+            gives[o] = gives[o].put(axis, _at(term, factor, left))
+    return takes, gives
+
+
+def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
+    return AxisState("S", list(term).index(factor)) if factor in term else other
+
+
+Problem = tuple[str, str, str]
+
+
+def _cut(case: Case, bound: BoundRule, group: Group, factor: str, mesh: Mesh) -> Problem | None:
+    """Place, found, expected of the first difference."""
+    takes, gives = layouts(case, group, factor, mesh)
+    made: list[tuple[Tensor | None, ...]] = []
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        own = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
+        args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, own)
+        try:
+            local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
+            target = _ON_PIECES.get(local.target, local.target)
+            kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
+            made.append(outputs_of(target, resolve(local.args, at), kwargs))
+        except WholestepError:
+            raise
+        except Exception as error:
+            text = str(error).strip() or type(error).__name__
+            return f"rank {rank}", f"raises {text.splitlines()[0]}", "a result"
+    return _compared(case, group, gives, mesh, made)
+
+
+def _compared(
+    case: Case, group: Group, gives: Sequence[Layout], mesh: Mesh, made: Sequence[Sequence[Tensor | None]]
+) -> Problem | None:
+    for o, (whole, layout) in enumerate(zip(case.whole, gives, strict=True)):
+        if whole is None or o in group.opaque or (len(case.call.outputs) > 1 and o not in group.outputs):
+            continue
+        for rank, outputs in enumerate(made):
+            local = outputs[o] if o < len(outputs) else None
+            want = layout.local_shape(whole.shape, mesh, mesh.coordinate(rank))
+            if local is None or tuple(local.shape) != want:
+                have = "no tensor" if local is None else f"has shape {list(local.shape)}"
+                return f"output {o} on rank {rank}", have, f"shape {list(want)}"
+        if case.random:
+            continue
+        pieces = [outputs[o] for outputs in made]
+        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
+        if problem is None and not layout.axes:
+            problem = next((d for p in pieces if p is not None and (d := differs(p, whole))), None)
+        if problem:
+            return f"output {o}", *problem
+    return None
+
+
+# -- partial values and values that are never read --------------------------------------------
+def _pass_name(through: PassThrough, op: str) -> str:
+    return f"{op}({'+'.join(map(str, sorted(through.operands)))})"
+
+
+def _check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure]:
+    """Split partial operands into two ranks' parts, run both, combine."""
+    splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
+    if any(parts is None for parts in splits.values()):
+        return []  # booleans, nan: not values that are partial in this way
+    wholes = list(case.tensors)
+    both = [list(case.tensors), list(case.tensors)]
+    for i, parts in splits.items():
+        assert parts is not None, "looked at above"
+        wholes[i] = parts[2]
+        both[0][i], both[1][i] = parts[0], parts[1]
+    name = f"partial {op} in operands {', '.join(map(str, sorted(through.operands)))}"
+    try:
+        expected, *made = (case.run(tensors) for tensors in (wholes, *both))
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {text.splitlines()[0]}", "a result")]
+    mesh = Mesh("a=2")
+    for o in group.outputs:
+        whole, pieces = expected[o], [outputs[o] for outputs in made]
+        if whole is None or o in group.opaque or any(p is None for p in pieces):
+            continue
+        layout = replicated(whole.ndim).put("a", AxisState("P", op=op))
+        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
+        if problem:
+            return [Failure(case.name, name, "in 2 parts", f"output {o}", *problem)]
+    return []
+
+
+def _check_unread(case: Case, bound: BoundRule) -> list[Failure]:
+    """Other values in operands that are never read change nothing."""
+    tensors = [torch.ones_like(t) - t if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
+    for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
+        problem = differs(other, whole) if whole is not None and other is not None else None
+        if problem:
+            name = f"operands {', '.join(map(str, sorted(bound.by_shape)))}, never read,"
+            return [Failure(case.name, name, "given other values", f"output {o}", *problem)]
+    return []
