@@ -54,7 +54,7 @@ class RuleText:
 
     Invariants: a factor stands at most once in a term; what is whole in one term is whole in all; `...` at most once
     in a term. `linear` lists sets of inputs: the op is linear in each set taken together. `reduces` names what a
-    factor missing in an output leaves there; sums by default.
+    factor missing in an output leaves there; sums by default; '' where every rank makes the same.
     """
 
     inputs: tuple[Term, ...]
@@ -172,7 +172,7 @@ def _check(rule: RuleText, text: str) -> None:
                 "give the second dim a name of its own and mark both '!'",
             )
     unknown = [f for f in rule.reduces if f not in rule.factors]
-    bad = [op for op in rule.reduces.values() if op not in REDUCTIONS]
+    bad = [op for op in rule.reduces.values() if op and op not in REDUCTIONS]
     if unknown or bad:
         raise RuleError(
             f"rule {text!r}: reduces={dict(rule.reduces)}",

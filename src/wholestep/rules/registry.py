@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from ..graph.meta import TensorMeta
 from .apply import apply
 from .call import Call
 from .language import parse
-from .rule import BoundRule
+from .rule import BoundRule, Group
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -30,11 +30,18 @@ class Bind:
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     by_shape: frozenset[int] = frozenset()
+    filled: frozenset[str] = frozenset()
 
     def on(self, call: Call) -> BoundRule:
         """These words about `call`."""
         parsed = parse(self.text, self.linear, tuple(sorted(self.reduces.items())))
-        return apply(parsed, call, self.sizes, self.local, self.by_shape)
+        bound = apply(parsed, call, self.sizes, self.local, self.by_shape)
+        return bound if not self.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
+
+    def _fill(self, group: Group, call: Call) -> Group:
+        terms = [(term, call.shape(i)) for i, term in group.operands.items()]
+        sizes = {f: n for term, shape in terms for f, n in zip(term, shape, strict=True) if f in self.filled}
+        return replace(group, filled={**group.filled, **{f: n for f, n in sizes.items() if f}})
 
 
 Function = Callable[[Call], "Bind | BoundRule | str | None"]
@@ -68,6 +75,7 @@ def rule(
     sizes: Mapping[str, str] | None = None,
     local: Mapping[str, Callable[..., Any]] | None = None,
     by_shape: Iterable[int] = (),
+    filled: Iterable[str] = (),
     samples: Samples | None = None,
     origin: str = "built in",
 ) -> Callable[[Function], Function]:
@@ -81,6 +89,7 @@ def rule(
         sizes: arguments that hold shapes: `{"size": "out0"}`, or a factor for a single number.
         local: by factor, a function that a rank runs instead of the op where that factor is cut.
         by_shape: inputs whose values the op never reads.
+        filled: factors that are not cut into more parts than there are entries: the op refuses empty pieces.
         samples: makes argument tuples to check the rule on, where PyTorch has none for the op.
         origin: where the rule comes from, as plans show it.
 
@@ -98,7 +107,7 @@ def rule(
         _bound.clear()
 
     if text:
-        bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape))
+        bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled))
         parse(text, linear, tuple(sorted(bind.reduces.items())))
         add(bind)
 
