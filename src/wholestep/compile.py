@@ -13,12 +13,12 @@ from .errors import MeshError
 from .graph.graph import TrainGraph
 from .mesh import Mesh
 from .passes.base import Pass
-from .plan.data_parallel import DataParallel
+from .plan.strategy import Strategy, compose
 from .runtime.step import CompiledStep, Progress, StepOptions
 
 
 class _Options(TypedDict, total=False):
-    parallel: DataParallel | None
+    parallel: Strategy | Sequence[Strategy] | None
     mesh: Mesh | str | None
     backend: str
     model: nn.Module | Sequence[nn.Module] | None
@@ -39,7 +39,7 @@ def compile(train_step: None = None, **options: Unpack[_Options]) -> Callable[[C
 def compile(
     train_step: Callable[..., Any] | None = None,
     *,
-    parallel: DataParallel | None = None,
+    parallel: Strategy | Sequence[Strategy] | None = None,
     mesh: Mesh | str | None = None,
     backend: str = "eager",
     model: nn.Module | Sequence[nn.Module] | None = None,
@@ -56,7 +56,9 @@ def compile(
 
     Args:
         train_step: the step: forward, backward, optimizer, on one device.
-        parallel: where tensors rest; `DataParallel("fully_shard")` by default.
+        parallel: where tensors rest: a strategy, or several for different axes of the mesh, as in
+            `[DataParallel("fully_shard", axis="dp"), TensorParallel({...}, axis="tp")]`. By default
+            `DataParallel("fully_shard")`.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
         backend: `"eager"` or `"inductor"`.
         model: modules that the step uses without being given them; those it closes over are found by themselves.
@@ -78,12 +80,12 @@ def compile(
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
     options = StepOptions(
-        parallel or DataParallel(), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra,
+        compose(parallel), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra,
         module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout, device,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
-    elif options.parallel.style == "hybrid":
+    elif options.parallel.options.style == "hybrid":
         raise MeshError("style 'hybrid' without a mesh", "a mesh of two axes", 'give mesh="replicate=2,shard=2", say')
 
     def decorate(fn: Callable[..., Any]) -> CompiledStep:

@@ -75,8 +75,11 @@ def capture_step(
     precision: MixedPrecision | None = None,
     keep_grads: bool = False,
     fused: bool = True,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Capture:
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
+
+    `whole` gives, by name, shapes of batch tensors of which the arguments are parts: the graph is that of the whole.
 
     Raises:
         CaptureError: the step cannot become one graph; says where and what to write instead.
@@ -85,7 +88,9 @@ def capture_step(
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
     with _plain_recurrence():
-        traced = trace_step(Request(fn, structure, leaves, names, state, numbers, device, precision, fused))
+        traced = trace_step(
+            Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {})
+        )
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
     return Capture(

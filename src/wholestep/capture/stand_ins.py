@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _torch
 from ..graph.graph import Input, Role
-from ..graph.meta import TensorMeta, meta_of
+from ..graph.meta import TensorMeta, meta_of, with_shape
 from . import state as held_state
 from .state import Hyper, StepState
 
@@ -49,10 +49,16 @@ class StandIns:
 
 
 def stand_ins(
-    state: StepState, hypers: Sequence[Hyper], names: Sequence[str], leaves: Sequence[Any], device: str
+    state: StepState,
+    hypers: Sequence[Hyper],
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    device: str,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StandIns:
     """Stand-ins for parameters, buffers, optimizer state, gradients, scheduled numbers and the batch, in this order.
 
+    Tensors of the batch named in `whole` are parts of tensors of the shapes given there.
     Optimizer state is as it is, or as the first step creates it.
     """
     out = StandIns(device)
@@ -68,7 +74,8 @@ def stand_ins(
         out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
-            out.add(Input(name, Role.BATCH, meta_of(leaf)), leaf.requires_grad)
+            meta = with_shape(meta_of(leaf), whole[name]) if whole and name in whole else meta_of(leaf)
+            out.add(Input(name, Role.BATCH, meta), leaf.requires_grad)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -49,6 +49,7 @@ class Request:
     """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
 
     Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's kernels do.
+    `whole` gives shapes of the batch tensors of which the step is given parts.
     """
 
     fn: Callable[..., Any]
@@ -60,6 +61,7 @@ class Request:
     device: str
     precision: MixedPrecision | None = None
     fused: bool = True
+    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 @dataclass
@@ -86,7 +88,9 @@ def trace_step(request: Request) -> Traced:
     Raises:
         CaptureError: with the user's source line, when the step cannot become one graph.
     """
-    run = _Run(request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device))
+    run = _Run(
+        request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device, request.whole)
+    )
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
@@ -120,7 +124,9 @@ class _Run:
     draws: Draws = field(default_factory=Draws)
 
     def __post_init__(self) -> None:
-        batch = dict(zip(self.request.names, self.request.leaves, strict=True))
+        pairs = zip(self.request.names, self.request.leaves, strict=True)
+        whole = self.request.whole  # a value of a part alone answers nothing
+        batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:

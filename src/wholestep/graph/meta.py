@@ -58,6 +58,16 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
 
 
+def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
+    """A TensorMeta of another shape with the same order of dims in memory, dense."""
+    if shape == found.shape:
+        return found
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (found.stride[d], -d)):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return TensorMeta(shape, tuple(strides), found.dtype, found.device)
+
+
 def value(node: Node) -> Any:
     """The fake value the tracer recorded: a tensor, a tuple or list of them, a number, or None."""
     return node.meta.get("val")

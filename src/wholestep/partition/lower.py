@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
-from ..layout import Layout, has_extent, replicated
+from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.localize import localize
-from ..rules.registry import rule_for
+from ..rules.registry import is_random, rule_for
 from .collectives import Emitter, contiguous
+from .pieces import drawn
 from .regions import Regions, find_regions
 
 aten = torch.ops.aten
@@ -143,6 +145,10 @@ class _Lowering:
         if call is not None:
             mesh = self.plan.mesh
             target, args, kwargs = localize(rule, call, decision.operands, decision.outputs, mesh, args, kwargs)
+        cut_by = decision.outputs[0].shard_axes() if decision.outputs else ()
+        if cut_by and is_random(node):
+            parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
+            target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         loose = any(meta.is_loose(n) for n in _nodes(args, kwargs))
         loose = loose or any(any(layout.dims[1:]) for layout in layouts)
         if loose and target in _VIEWS:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -45,6 +49,24 @@ def contiguous(x: Tensor) -> Tensor:
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
     """The first `size` entries along `dim`; a view."""
     return x.narrow(dim, 0, size)
+
+
+def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A random op on one piece of a tensor: its draws come from a stream of that piece's own.
+
+    The stream follows from one number of the default CPU generator, which so advances alike for all pieces.
+    """
+    seed = (int(torch.randint(0, 2**62, ())) + 0x9E3779B97F4A7C15 * (piece + 1)) % 2**63
+    outside = torch.get_rng_state()
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    outside_gpu = torch.cuda.get_rng_state() if on_gpu else None
+    torch.manual_seed(seed)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        torch.set_rng_state(outside)
+        if outside_gpu is not None:
+            torch.cuda.set_rng_state(outside_gpu)
 
 
 RANK_DEPENDENT = (take_chunk, only_first)

@@ -46,8 +46,8 @@ def guard_of(leaf: Any) -> Any:
     return leaf
 
 
-def ambient(device: str) -> tuple[Any, ...]:
-    """Settings of torch that a trace depends on."""
+def ambient(device: str, sizes: object = None) -> tuple[Any, ...]:
+    """Settings of torch that a trace depends on, and the sizes of the batch on all ranks."""
     kind = torch.device(device).type
     autocast = torch.is_autocast_enabled(kind)
     return (
@@ -55,6 +55,7 @@ def ambient(device: str) -> tuple[Any, ...]:
         autocast,
         torch.get_autocast_dtype(kind) if autocast else None,
         torch.get_default_dtype(),
+        sizes,
     )
 
 
@@ -85,7 +86,7 @@ class Guards:
             elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
                 return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
         if now != self.ambient:
-            return "autocast, grad mode or default dtype changed"
+            return "autocast, grad mode, default dtype or the size of the whole batch changed"
         return self._check_held() or self._check_read(leaves)
 
     def _check_read(self, leaves: Sequence[Any]) -> str:

@@ -20,11 +20,12 @@ from ..plan.plan import Plan
 from .guards import Guards
 from .launch import World
 from .place import find_input, local, place_entry
+from .stream import Stream
 
 
 @dataclass
 class Program:
-    """A compiled step for one kind of call.
+    """A compiled step for one kind of call. `deal` makes this rank's part of what the call is given.
 
     `run` maps the flat list from `gather_inputs` to results followed by state that the step creates.
     """
@@ -36,6 +37,8 @@ class Program:
     guards: Guards
     run: Run
     names: Sequence[str]
+    deal: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    stream: Stream | None = None
     _held: list[Any] = field(default_factory=list[Any])
     _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
         default_factory=list[tuple[Callable[[Any], Any], Any, Any]]
@@ -131,6 +134,7 @@ class Program:
 
     def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat inputs of `run` for a call with these leaves."""
+        leaves = leaves if self.deal is None else self.deal(leaves)
         for i, (optimizer, number, key, index) in enumerate(self._sources):
             value = optimizer.param_groups[number][key]
             value = value if index is None else value[index]
@@ -142,7 +146,12 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run one step."""
-        out = self.run(self.gather_inputs(leaves))
+        inputs = self.gather_inputs(leaves)
+        if self.stream is None:
+            out = self.run(inputs)
+        else:
+            with self.stream.drawing():
+                out = self.run(inputs)
         for param in self._params:
             if param.grad is not None:
                 param.grad = None

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -21,7 +22,7 @@ from ..backend.bind import bind
 from ..backend.eager import WaitClock, eager
 from ..backend.inductor import inductor
 from ..capture.capture import Capture, capture_step, find_state
-from ..capture.find import Call, leaf_names, take_apart
+from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
 from ..errors import BackendError, CaptureError, StateError, WholestepError
@@ -30,15 +31,17 @@ from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
 from ..passes.reinplace import Reinplace
-from ..plan.data_parallel import DataParallel
 from ..plan.make import plan
 from ..plan.plan import Plan
+from ..plan.strategy import Strategies, compose
 from . import random_state
 from .agree import agree, program_lines
+from .batches import Dealer, Sizes, dealer
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
 from .place import gather_before_eager_step, place, placed
 from .program import Program
+from .stream import Stream, draws
 
 Progress = Callable[[str, str, float], None]
 BACKENDS = ("eager", "inductor")
@@ -49,7 +52,7 @@ MOST_VALUES = 16
 class StepOptions:
     """How a step is compiled; see `wholestep.compile` for each field."""
 
-    parallel: DataParallel = field(default_factory=DataParallel)
+    parallel: Strategies = field(default_factory=lambda: compose(None))
     mesh: Mesh | None = None
     backend: str = "eager"
     extra: Mapping[str, nn.Module | Optimizer] = field(default_factory=dict[str, nn.Module | Optimizer])
@@ -89,6 +92,8 @@ class CompiledStep:
         self._label, self._round = "", 0
         self._promoted: set[str] = {"lr"}
         self._met = WeakSet[Optimizer]()
+        self._dealer: tuple[Structure, Dealer | None] | None = None
+        self._stream: Stream | None = None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -96,7 +101,8 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
-        program = self._program(call, args, kwargs)
+        sizes = self._deals(call, args, kwargs)
+        program = self._program(call, args, kwargs, sizes)
         if self._clock is not None:
             self._clock.seconds = 0.0
         result = program(call.leaves)
@@ -105,9 +111,23 @@ class CompiledStep:
         self.calls += 1
         return result
 
-    def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    def _deals(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
+        """Sizes of the batch on all ranks, where ranks compute on one batch together."""
+        options = self.options.parallel.options
+        if options.semantics != "global" or self.options.parallel.data is None:
+            return None
+        if self.world is None:
+            state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
+            self.world = join(self.options.mesh, self.options.device or _device_of(state))
+        if self._dealer is None or self._dealer[0] != call.structure:
+            names = leaf_names(self.fn, args, kwargs)
+            self._dealer = (call.structure, dealer(options, names, call.leaves, self.world))
+        made = self._dealer[1]
+        return None if made is None else made.sizes(call.leaves)
+
+    def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         if self.programs:
-            now = ambient(self.programs[-1].world.device)
+            now = ambient(self.programs[-1].world.device, sizes)
             newest = ""
             for i in range(len(self.programs) - 1, -1, -1):
                 program = self.programs[i]
@@ -119,7 +139,7 @@ class CompiledStep:
                 newest = newest or why
             self.misses.append(newest)
             self._refuse_endless_captures()
-        return self._build(args, kwargs)
+        return self._build(args, kwargs, sizes)
 
     def _refuse_endless_captures(self) -> None:
         """A value that the step reads and that keeps changing would cost a capture in almost every call."""
@@ -150,13 +170,13 @@ class CompiledStep:
         return self.programs[-1].local if self.programs else None
 
     # -- compiling -----------------------------------------------------------------------
-    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         failure, made, world = "", None, None
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             world = self.world = self.world or join(self.options.mesh, self.options.device or _device_of(state))
             self._label = self._label or _next_label(world, self.__name__)
-            made = self._compile(args, kwargs, world)
+            made = self._compile(args, kwargs, world, sizes)
         except WholestepError as error:
             failure = str(error).splitlines()[0]
             raise
@@ -168,7 +188,7 @@ class CompiledStep:
                 self._agree(made, failure)
         assert made is not None, "compiled or raised"
         assert world is not None, "joined or raised"
-        return self._install(made, args, kwargs, world)
+        return self._install(made, args, kwargs, world, sizes)
 
     def _agree(self, made: _Made | None, failure: str) -> None:
         lines = program_lines(made.local, made.plan) if made is not None else []
@@ -183,10 +203,10 @@ class CompiledStep:
         if self.options.progress:
             self.options.progress(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> _Made:
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> _Made:
         options = self.options
         with self._stage("capture"):
-            captured = self._capture(args, kwargs, world)
+            captured = self._capture(args, kwargs, world, sizes)
         self.captures += 1
         self._dump("1-train-graph", captured.graph)
         with self._stage("plan"):
@@ -201,10 +221,12 @@ class CompiledStep:
         self._dump("4-final-graph", local)
         return _Made(captured, planned, local)
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Capture:
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
         options = self.options
-        state, *_ = find_state(self.fn, args, kwargs, options.extra)
+        state, _, leaves, _ = find_state(self.fn, args, kwargs, options.extra)
+        deals = self._dealer[1] if self._dealer else None
+        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         self._promote_changed()
         hypers = find_hypers(state, sorted(self._promoted))
         tries: list[Sequence[Hyper]] = [hypers, find_hypers(state, ["lr"]), []]
@@ -214,8 +236,9 @@ class CompiledStep:
                 with overridden(state, options.module_overrides):
                     return capture_step(
                         self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
-                        precision=options.parallel.mixed_precision, keep_grads=options.keep_grads,
+                        precision=options.parallel.options.mixed_precision, keep_grads=options.keep_grads,
                         fused=options.backend != "inductor" and all(h.key == "lr" for h in numbers),
+                        whole=whole,
                     )  # fmt: skip
             except CaptureError as failed:
                 error = error or failed
@@ -240,25 +263,31 @@ class CompiledStep:
             if all(isinstance(v, float) for v in parts):
                 self._promoted.add(key)
 
-    def _install(self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World) -> Program:
+    def _install(
+        self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
+    ) -> Program:
         state = made.capture.state
         call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
-            place(state, made.plan, world, self.options.parallel.sync_state and self.state is None)
+            place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)
         self.state = state
-        guards = self._guards(made, call, names, world)
-        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names)
+        now = ambient(world.device, sizes)
+        guards = self._guards(made, call, names, now)
+        deals = self._dealer[1] if self._dealer else None
+        deal = partial(deals.deal, sizes=sizes) if deals and sizes else None
+        stream = self._random(made, world)
+        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, deal, stream)
         if drawn is not None:
             self._tell_placed()
             random_state.put(drawn)
-            why = guards.check(call.structure, call.leaves, ambient(world.device)) or program.refresh()
+            why = guards.check(call.structure, call.leaves, ambient(world.device, sizes)) or program.refresh()
             if why:
                 self.misses.append(why)
-                return self._build(args, kwargs)
+                return self._build(args, kwargs, sizes)
         with self._stage("backend"):
             graph = bind(made.local, world.coordinate, world.groups)
             inputs = program.gather_inputs(call.leaves)
@@ -272,14 +301,24 @@ class CompiledStep:
             call_back(self)
         self.on_placed.clear()
 
-    def _guards(self, made: _Made, call: Call, names: Sequence[str], world: World) -> Guards:
+    def _random(self, made: _Made, world: World) -> Stream | None:
+        """The stream of random numbers of ranks that compute one thing together."""
+        data = self.options.parallel.data
+        per_rank = frozenset(data.axes(world.mesh) if data and data.semantics == "per_rank" else ())
+        together = any(a.size > 1 and a.name not in per_rank for a in world.mesh.axes)
+        if not together or not draws(made.local):
+            return None
+        self._stream = self._stream or Stream.start(world, per_rank)
+        return self._stream
+
+    def _guards(self, made: _Made, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
         state, capture = made.capture.state, made.capture
         params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
         groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
         grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
         return Guards(
             call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
-            baked_numbers(state, capture.hypers), groups, grads, ambient(world.device), capture.values,
+            baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
             [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
         )  # fmt: skip
 
