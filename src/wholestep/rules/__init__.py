@@ -1,7 +1,11 @@
 """Sharding rules: which dims of an operation's tensors are cut together."""
 
+from . import attention as attention
 from . import elementwise as elementwise
+from . import index as index
 from . import lists as lists
 from . import matmul as matmul
+from . import norms as norms
 from . import reduce as reduce
+from . import softmax as softmax
 from . import views as views

@@ -102,14 +102,14 @@ def _operands(heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
 
 
 def _cpu() -> Iterator[tuple[Any, ...]]:
-    yield *_operands(6, 6), 0.0, True
-    yield *_operands(6, 2), 0.0, False
+    yield *_operands(6, 6), 0.0, True, {}
+    yield *_operands(6, 2), 0.0, False, {}
     yield *_operands(3, 3), 0.0, False, {"attn_mask": rand(1, 1, 6, 7, seed=3)}
     yield *_operands(6, 6), 0.0, False, {"attn_mask": rand(5, 6, 6, 7, seed=3)}
 
 
 def _cpu_gradients() -> Iterator[tuple[Any, ...]]:
-    for *given, dropout, causal, more in [(*s, {}) if not isinstance(s[-1], dict) else s for s in _cpu()]:
+    for *given, dropout, causal, more in _cpu():
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(*given, dropout, causal, **more)
         yield rand(*out.shape, seed=5), *given, out, sums, dropout, causal, more
 

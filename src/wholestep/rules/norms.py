@@ -19,7 +19,9 @@ def _trailing(call: Call) -> tuple[str, str, str]:
     return f"... {weights}", weights, " ".join(["...", *["1"] * count])
 
 
-@rule(aten.native_layer_norm.default, samples=lambda: [(rand(5, 7, 4, 3), [4, 3], rand(4, 3), rand(4, 3, seed=1), 1e-5)])
+@rule(
+    aten.native_layer_norm.default, samples=lambda: [(rand(5, 7, 4, 3), [4, 3], rand(4, 3), rand(4, 3, seed=1), 1e-5)]
+)
 def layer_norm(call: Call) -> Bind:
     """(input, weight, bias) -> output, mean, reciprocal deviation."""
     full, weights, stats = _trailing(call)
@@ -150,9 +152,7 @@ def _batch_norm_gradients() -> Iterator[tuple[Any, ...]]:
 
 
 @rule(ops("cudnn_batch_norm_backward", "miopen_batch_norm_backward"))
-@rule(
-    ops("batch_norm_backward"), samples=lambda: [(*given, rand(0).byte()) for given in _batch_norm_gradients()]
-)
+@rule(ops("batch_norm_backward"), samples=lambda: [(*given, rand(0).byte()) for given in _batch_norm_gradients()])
 @rule(ops("native_batch_norm_backward"), samples=_batch_norm_gradients)
 def batch_norm_backward(call: Call) -> Bind:
     """Gradients of the input and of the weights, which sum over the batch. Always trains where the op does not say."""

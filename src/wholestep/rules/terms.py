@@ -48,7 +48,7 @@ def text(inputs: Iterable[str], outputs: Iterable[str]) -> str:
 
 
 def moves(call: Call, bind: Bind, *together: int) -> BoundRule:
-    """`bind` for an op that puts values elsewhere, and zeros: whatever its operands `together` are partial in passes."""
+    """`bind` for an op that moves values and adds zeros: whatever the operands `together` are partial in passes."""
     bound = bind.on(call)
     through = (PassThrough(frozenset(together or (0,)), ANY_PARTIAL),)
     return replace(bound, groups=tuple(replace(g, partial=through) for g in bound.groups))
