@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph import meta
@@ -12,6 +14,8 @@ from ..graph.graph import LocalGraph, copy_graph
 from ..graph.verify import is_collective
 from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
+
+funcol = torch.ops._c10d_functional
 
 
 def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any]:
@@ -32,6 +36,20 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             continue
         if is_collective(node):
             node.args = (*node.args[:-1], groups[str(node.args[-1])])
+            node.target = gather if node.target is funcol.all_gather_into_tensor.default else node.target
         else:
             node.args, node.kwargs = bound_arguments(node, coordinate)
     return graph
+
+
+def gather(value: Tensor, parts: int, group: str) -> Tensor:
+    """all_gather_into_tensor, by way of its out variant on the CPU: two of the plain one in flight can crash gloo.
+
+    Each of gloo's two threads stores the name of the operation it completed in one string, without a lock. The plain
+    variant's name, ALLGATHER_COALESCED, is too long to be stored in place: when both threads complete one at once, its
+    memory is freed twice (torch 2.11 and 2.13). The out variant has a short name, as the other collectives here have.
+    """
+    if value.device.type != "cpu" or value.is_complex():
+        return funcol.all_gather_into_tensor.default(value, parts, group)
+    made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
+    return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
