@@ -16,6 +16,13 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _inductor.compile (2.0): compiles a local graph with collectives inside; a public graph compiler.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare their programs without a collective; a public
   store accessor.
+- utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
+- _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
+  of them run on CPU, to check the rules of whole families; a public list.
+- testing._internal.common_methods_invocations.op_db (1.7): sample arguments of ops, for the check of rules; a public
+  database of samples.
+- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather by its out variant; an
+  entry for it there.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 """
 
@@ -40,9 +47,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .errors import BackendError, GraphError
+from .errors import BackendError, GraphError, RuleError
 
 OpOverload = torch._ops.OpOverload
 TreeSpec = pytree.TreeSpec
@@ -309,6 +316,16 @@ def untracked(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
+def count_gather_out() -> None:
+    """Let torch's CommDebugMode count the out variant of a gather as a gather: its table lacks it."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed.tensor.debug import _comm_mode
+
+        table: dict[Any, Any] = _comm_mode.NATIVE_TO_PY_MAPPING
+        native = torch.ops._c10d_functional
+        table.setdefault(native.all_gather_into_tensor_out, table[native.all_gather_into_tensor])
+
+
 def default_store() -> Any:
     """The key-value store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -405,3 +422,50 @@ def is_getitem(target: object) -> bool:
 def is_compiled(module: torch.nn.Module) -> bool:
     """True after `module.compile()`."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def overloads(namespace: str) -> list[OpOverload[..., Any]]:
+    """Every overload of a namespace that has a schema."""
+    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+    found: dict[Any, None] = {}
+    for name in sorted(names):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+        if is_op(op):
+            found[op] = None
+    return list(found)
+
+
+def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
+    """False for an op that only accelerators have."""
+    schema = target._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+
+
+def op_infos() -> Sequence[Any]:
+    """PyTorch's own database of ops with sample arguments.
+
+    Raises:
+        RuleError: it cannot be imported: it needs a package that torch itself does not.
+    """
+    try:
+        from torch.testing._internal import common_methods_invocations as known
+    except ImportError as error:
+        raise RuleError(
+            f"PyTorch's database of sample arguments cannot be imported: {error}",
+            "the packages that torch's own tests need",
+            "pip install 'wholestep[dev]', or check one op with ws.check_rule(op, ...)",
+        ) from error
+    return cast(Any, known).op_db
+
+
+class Recorder(TorchDispatchMode):
+    """Has `call` make every call of an op below autograd."""
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})

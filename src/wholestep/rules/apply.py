@@ -58,7 +58,8 @@ def _group(
     outputs = {o: seen.term(t, m) for o, (t, m) in made.items()}
     factors = dict.fromkeys(f for term in operands.values() for f in term if f)
     lost = [f for f in factors if any(f not in term for o, term in outputs.items() if not made[o][0].opaque)]
-    reduces = {f: rule.reduces.get(f, "sum") for f in lost if f not in rule.reduces or rule.reduces[f]}
+    leaves = {f: rule.reduces.get("..." if f.startswith(".") else f, "sum") for f in lost}
+    reduces = {f: op for f, op in leaves.items() if op}
     by_input = {i: p for p, (_, i) in given.items()}
     partial = tuple(
         PassThrough(frozenset(by_input[i] for i in group if i in by_input))

@@ -15,7 +15,7 @@ from ..layout import AxisState, Layout, replicated, resolve
 from ..mesh import Mesh
 from .call import Call
 from .localize import localize
-from .pieces import assemble, copied, differs, parts_of, piece, with_tensors
+from .pieces import assemble, copied, differs, other_values, parts_of, piece, with_tensors
 from .registry import bind_rule
 from .rule import BoundRule, Group, PassThrough
 
@@ -323,7 +323,7 @@ def _check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list
 
 def _check_unread(case: Case, bound: BoundRule) -> list[Failure]:
     """Other values in operands that are never read change nothing."""
-    tensors = [torch.ones_like(t) - t if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
+    tensors = [other_values(t) if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
     for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
         problem = differs(other, whole) if whole is not None and other is not None else None
         if problem:

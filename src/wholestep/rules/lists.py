@@ -23,9 +23,9 @@ NORMS: dict[object, str] = {1: "norm1", 2: "norm2", float("inf"): "max"}
 def by_entry(call: Call) -> Bind | None:
     """Entry i of each list is computed from entry i of the others; single tensors are shared by all."""
     lists = [slot for slot in call.slots if slot.is_list and slot.positions]
-    if not lists or not _one_for_each(call, lists):
-        return None
     name = _name(call)
+    if not lists or name == "foreach_mm" or not _one_for_each(call, lists):
+        return None
     inputs = ["[...]" if slot.is_list else "*" for slot in call.slots]
     outputs = ["[...]"] * (len(call.outputs) // len(lists[0].positions))
     given = [i for i, slot in enumerate(call.slots) if slot.is_list and slot.positions]
@@ -36,7 +36,7 @@ def by_entry(call: Call) -> Bind | None:
         linear = " | ".join(map(str, given))
     elif name in _FIRST_LINEAR:
         linear = "0"
-    return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear)
+    return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear, {"...": ""})  # a count is the same everywhere
 
 
 def _name(call: Call) -> str:

@@ -57,6 +57,8 @@ def localize(
             values[name] = [extent(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
         elif source in cuts:
             values[name] = cuts[source].length
+    if rule.instead is not None:
+        return Local(rule.instead, (args[0], *values.values()), {})
     args, kwargs = call.replace(values, args, kwargs)
     swaps = [f for f in rule.local if f in cuts]
     if swaps:

@@ -14,7 +14,7 @@ rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 | 1")
 rule(aten.mv.default, "m k, k -> m", linear="0 | 1")
 rule(aten.dot.default, "k, k -> ()", linear="0 | 1")
 rule(aten.vdot.default, "k, k -> ()", linear="0 | 1")
-rule(aten.ger.default, "m, n -> m n", linear="0 | 1")
+rule(aten.ger.default, "m, n -> m n", linear="0 | 1", samples=lambda: [(torch.randn(5), torch.randn(4))])
 
 
 @rule([aten.addmm.default, aten.addbmm.default, aten.baddbmm.default])

@@ -66,10 +66,12 @@ class BoundRule:
     `by_shape` names operands whose values the op never reads. `sizes` names arguments that hold shapes, and what they
     are on a rank: `out0`, `in1` (the local shape of an output or operand) or a factor (its local size). `local` swaps
     the op itself on a rank, where cutting takes more than smaller shapes: it is given the call and the factors that
-    are cut, and returns the function to call with more arguments (`rules.localize`).
+    are cut, and returns the function to call with more arguments (`rules.localize`). `instead` is called by a rank on
+    the first argument and the values of `sizes` alone.
     """
 
     groups: tuple[Group, ...]
     by_shape: frozenset[int] = frozenset()
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    instead: Callable[..., Any] | None = None

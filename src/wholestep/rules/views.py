@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -79,7 +80,12 @@ def _run(have: list[int], want: list[int], number: int, left: list[str], right: 
     return number + 1
 
 
-@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
+def _reshapes() -> list[tuple[Any, ...]]:
+    shapes = [((4, 6), [24]), ((4, 6), [2, 2, 6]), ((4, 6), [8, 3]), ((6, 4, 5), [3, 8, 5]), ((2, 5, 3), [10, 3])]
+    return [(torch.rand(have, dtype=torch.float64), want) for have, want in shapes]
+
+
+@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default], samples=_reshapes)
 def view(call: Call) -> BoundRule:
     """The outer factor of a merged or split dim may be cut, where it divides evenly."""
     left, right = regroup(call.shape(0), call.made())
@@ -113,9 +119,10 @@ def permute(call: Call) -> BoundRule:
 
 @rule([aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
 def squeeze(call: Call) -> BoundRule:
-    """Dims of size one come and go."""
+    """Dims of size one come and go. A rank's piece of size one must not go, so a rank views its shape."""
     left, right = regroup(call.shape(0), call.made())
-    return keeps_partial(Bind(f"{left} -> {right}").on(call))
+    bound = keeps_partial(Bind(f"{left} -> {right}", sizes={"size": "out0"}).on(call))
+    return replace(bound, instead=aten.view.default)
 
 
 @rule(aten.expand.default)
