@@ -2,10 +2,14 @@
 
 from . import attention as attention
 from . import elementwise as elementwise
+from . import factories as factories
 from . import index as index
 from . import lists as lists
+from . import losses as losses
 from . import matmul as matmul
 from . import norms as norms
+from . import random as random
 from . import reduce as reduce
+from . import slices as slices
 from . import softmax as softmax
 from . import views as views

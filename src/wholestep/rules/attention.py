@@ -56,7 +56,8 @@ def attention(call: Call) -> Bind:
     made = _OUTPUTS.get(name) or _GRADIENTS[name]
     outputs = [terms.get(role, "*") for role in made] + ["*"] * (len(call.outputs) - len(made))
     grad = next((str(i) for i, slot in enumerate(call.slots) if slot.name.startswith("grad_out")), "")
-    return Bind(text(inputs, outputs[: len(call.outputs)]), grad, filled=frozenset("bgrq"))
+    same = {"v": ""} if name in _MATH else {}  # the weights do not depend on the values
+    return Bind(text(inputs, outputs[: len(call.outputs)]), grad, same, filled=frozenset("bgrq"))
 
 
 def _terms(call: Call, name: str) -> dict[str, str]:

@@ -54,6 +54,12 @@ def moves(call: Call, bind: Bind, *together: int) -> BoundRule:
     return replace(bound, groups=tuple(replace(g, partial=through) for g in bound.groups))
 
 
+def whole(call: Call) -> BoundRule:
+    """Everything whole: nothing may be cut."""
+    bound = Bind(text(["*"] * len(call.slots), ["*"] * len(call.outputs))).on(call)
+    return replace(bound, groups=tuple(replace(g, opaque=frozenset[int]()) for g in bound.groups))
+
+
 def rand(*shape: int, seed: int = 0) -> Tensor:
     """Sample values, float64, the same each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)

@@ -1,0 +1,221 @@
+"""Losses, forward and backward.
+
+Without a reduction and with sums, the batch may be cut; a mean divides by how many there are in all, so its operands
+stay whole. A class dim may be cut where losses sum: each rank counts the targets in its piece and ignores the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph.ops import CTC_LOSS
+from .call import Call
+from .registry import Bind, rule
+from .terms import aten, ints, ops, rand, text
+
+NONE, MEAN, SUM = 0, 1, 2
+_OUTSIDE = -100
+
+
+# -- negative log likelihood -----------------------------------------------------------------
+def _classes(call: Call, operand: int) -> tuple[list[str], list[str]]:
+    """Dims of the scores, and of the targets: rows, classes, places."""
+    ndim = len(call.shape(operand))
+    places = [f"s{i}" for i in range(ndim - 2)]
+    return (["n", "c", *places], ["n", *places]) if ndim > 1 else (["c"], [])
+
+
+def _near(target: Tensor, start: int, length: int, ignored: int) -> Tensor:
+    here = (target >= start) & (target < start + length) & (target != ignored)
+    return torch.where(here, target - start, _OUTSIDE)
+
+
+def _padded(scores: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """With one class more where a rank has none: losses refuse that."""
+    dim = min(1, scores.dim() - 1)
+    if scores.shape[dim]:
+        return scores, weight
+    shape = [*scores.shape[:dim], 1, *scores.shape[dim + 1 :]]
+    return scores.new_zeros(shape), None if weight is None else weight.new_zeros(1)
+
+
+def _forward_piece(op: Any) -> Any:
+    def run(
+        start: int, length: int, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+    ) -> Any:
+        scores, weight = _padded(scores, weight)
+        return op(scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE)
+
+    return run
+
+
+def _backward_piece(op: Any) -> Any:
+    def run(
+        start: int, length: int, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+        ignored: int, total: Tensor,
+    ) -> Tensor:  # fmt: skip
+        more, weight = _padded(scores, weight)
+        made = op(grad, more, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, total)
+        return made.narrow(min(1, made.dim() - 1), 0, length)
+
+    return run
+
+
+def _labels(high: int, *shape: int) -> Tensor:
+    """Targets with one that is ignored."""
+    out = ints(high, *shape)
+    out.view(-1)[0] = 3
+    return out
+
+
+def _nll() -> Iterator[tuple[Any, ...]]:
+    for reduction in (NONE, SUM, MEAN):
+        yield rand(5, 7), _labels(7, 5), rand(7, seed=1).abs(), reduction, 3
+    yield rand(5, 3), ints(3, 5), None, SUM, -100
+
+
+def _nll2d() -> Iterator[tuple[Any, ...]]:
+    for reduction in (NONE, SUM, MEAN):
+        yield rand(5, 7, 3, 4), _labels(7, 5, 3, 4), rand(7, seed=1).abs(), reduction, 3
+
+
+@rule(aten.nll_loss2d_forward.default, samples=_nll2d)
+@rule(aten.nll_loss_forward.default, samples=_nll)
+def nll_loss(call: Call) -> Bind:
+    """(log probabilities, targets, class weights) -> loss, weight of all targets."""
+    scores, targets = _classes(call, 0)
+    if call.argument("reduction") == MEAN:
+        scores, targets = [f"{d}!" for d in scores], [f"{d}!" for d in targets]
+    classes = next(d for d in scores if d.startswith("c"))
+    made = " ".join(targets) if call.argument("reduction") == NONE else ""
+    inputs = [" ".join(scores), " ".join(targets) or "()", classes]
+    return Bind(text(inputs, [made or "()", "()"]), local={"c": _forward_piece(call.target)})
+
+
+def _nll_gradients(forward: Any, samples: Any) -> Iterator[tuple[Any, ...]]:
+    for scores, target, weight, reduction, ignored in samples():
+        loss, total = forward(scores, target, weight, reduction, ignored)
+        yield rand(*loss.shape, seed=2), scores, target, weight, reduction, ignored, total
+
+
+@rule(aten.nll_loss2d_backward.default, samples=lambda: _nll_gradients(aten.nll_loss2d_forward, _nll2d))
+@rule(aten.nll_loss_backward.default, samples=lambda: _nll_gradients(aten.nll_loss_forward, _nll))
+def nll_loss_backward(call: Call) -> Bind:
+    """The total weight is that of all targets, so rows may be cut whatever the reduction."""
+    scores, targets = _classes(call, 1)
+    grad = " ".join(targets) if call.argument("reduction") == NONE else ""
+    inputs = [grad or "()", " ".join(scores), " ".join(targets) or "()", "c", "()"]
+    return Bind(text(inputs, [" ".join(scores)]), "0", local={"c": _backward_piece(call.target)})
+
+
+# -- losses of each element --------------------------------------------------------------------
+def _pairs(*weights: int, **more: float) -> Callable[[], Iterator[tuple[Any, ...]]]:
+    """Samples for every reduction; so many weights, of 7 entries or None for 0, and more arguments."""
+
+    def samples() -> Iterator[tuple[Any, ...]]:
+        for reduction in (NONE, SUM, MEAN):
+            given = [rand(n, seed=3).abs() if n else None for n in weights]
+            yield rand(5, 7).sigmoid(), rand(5, 7, seed=1).sigmoid(), *given, reduction, *more.values()
+
+    return samples
+
+
+def _pair_gradients(*weights: int, **more: float) -> Callable[[], Iterator[tuple[Any, ...]]]:
+    def samples() -> Iterator[tuple[Any, ...]]:
+        for given in _pairs(*weights, **more)():
+            none = given[2 + len(weights)] == NONE
+            yield rand(*((5, 7) if none else ()), seed=2), *given
+
+    return samples
+
+
+def each(call: Call) -> Bind:
+    """A loss of each element, or their sum or mean."""
+    kind = call.argument("reduction", MEAN)
+    term = "...!" if kind == MEAN else "..."
+    return Bind(text([term] * len(call.slots), ["..." if kind == NONE else "()"]))
+
+
+def each_backward(call: Call) -> Bind:
+    """The gradient of a loss of each element."""
+    kind = call.argument("reduction", MEAN)
+    term = "...!" if kind == MEAN else "..."
+    grad = "..." if kind == NONE else "()"
+    return Bind(text([grad, *[term] * (len(call.slots) - 1)], [term]), "0")
+
+
+rule(ops("mse_loss", "soft_margin_loss"), samples=_pairs())(each)
+rule(ops("mse_loss_backward", "soft_margin_loss_backward"), samples=_pair_gradients())(each_backward)
+rule(ops("smooth_l1_loss", "huber_loss"), samples=_pairs(delta=0.5))(each)
+rule(ops("smooth_l1_loss_backward", "huber_loss_backward"), samples=_pair_gradients(delta=0.5))(each_backward)
+rule(ops("binary_cross_entropy"), samples=_pairs(7))(each)
+rule(ops("binary_cross_entropy_backward"), samples=_pair_gradients(7))(each_backward)
+rule(ops("binary_cross_entropy_with_logits"), samples=_pairs(0, 7))(each)
+
+
+# -- margins: rows of scores --------------------------------------------------------------------
+def _margins(multi: bool) -> Iterator[tuple[Any, ...]]:
+    for reduction in (NONE, SUM, MEAN):
+        if multi:
+            yield rand(5, 7), torch.where(rand(5, 7) > 0, ints(7, 5, 7), -1), reduction
+        else:
+            yield rand(5, 7), ints(7, 5), 1, 1.0, rand(7).abs(), reduction
+
+
+def _margin_gradients(multi: bool) -> Iterator[tuple[Any, ...]]:
+    for given in _margins(multi):
+        more: list[Any] = []
+        if multi:
+            more = [aten.multilabel_margin_loss_forward(*given)[1]]
+        yield rand(*((5,) if given[-1] == NONE else ()), seed=2), *given, *more
+
+
+@rule(ops("multilabel_margin_loss_forward"), samples=lambda: _margins(True))
+@rule(ops("multi_margin_loss"), samples=lambda: _margins(False))
+def margin(call: Call) -> Bind:
+    """Rows of scores with one target, or a row of targets, each."""
+    kind = call.argument("reduction", MEAN)
+    n = "n!" if kind == MEAN else "n"
+    made = n if kind == NONE else "()"
+    if call.target is aten.multi_margin_loss.default:
+        return Bind(text([f"{n} c!", n, "c!"], [made]))
+    return Bind(text([f"{n} c!", f"{n} c!"], [made, f"{n} c!"]))
+
+
+@rule(ops("multilabel_margin_loss_backward"), samples=lambda: _margin_gradients(True))
+@rule(ops("multi_margin_loss_backward"), samples=lambda: _margin_gradients(False))
+def margin_backward(call: Call) -> Bind:
+    """The gradient of rows of scores."""
+    kind = call.argument("reduction", MEAN)
+    n = "n!" if kind == MEAN else "n"
+    grad = n if kind == NONE else "()"
+    row = f"{n} c!"
+    return Bind(text([grad, row, *([n, "c!"] if "multi_margin" in str(call.target) else [row, row])], [row]), "0")
+
+
+# -- connectionist temporal classification ----------------------------------------------------------
+def _ctc() -> Iterator[tuple[Any, ...]]:
+    """All of full length: what an op leaves past the end of a row is not set."""
+    inputs, lengths = torch.full((5,), 6), torch.full((5,), 2)
+    yield rand(6, 5, 4).log_softmax(-1), ints(3, 5, 2) + 1, inputs, lengths, 0, False
+
+
+def _ctc_gradients() -> Iterator[tuple[Any, ...]]:
+    for probs, targets, inputs, lengths, blank, infinity in _ctc():
+        loss, alpha = CTC_LOSS(probs, targets, inputs, lengths, blank, infinity)
+        yield rand(5), probs, targets, inputs, lengths, loss, alpha, blank, infinity
+
+
+rule(CTC_LOSS, "t! n c!, n s!, n, n -> n, n t! a", filled="n", samples=_ctc)
+
+
+@rule(aten._ctc_loss_backward.Tensor, samples=_ctc_gradients)
+def ctc_loss_backward(call: Call) -> Bind | None:
+    """Rows of targets, each padded to one length."""
+    if len(call.shape(2)) != 2:
+        return None
+    return Bind("n, t! n c!, n s!, n, n, n, n t! a! -> t! n c!", "0", filled=frozenset("n"))
