@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph
 from ..graph.verify import is_collective
@@ -36,7 +37,9 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             continue
         if is_collective(node):
             node.args = (*node.args[:-1], groups[str(node.args[-1])])
-            node.target = gather if node.target is funcol.all_gather_into_tensor.default else node.target
+            if node.target is funcol.all_gather_into_tensor.default:
+                node.target = gather
+                _torch.count_gather_out()
         else:
             node.args, node.kwargs = bound_arguments(node, coordinate)
     return graph

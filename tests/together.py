@@ -1,0 +1,108 @@
+"""Compares a plan with one device: all ranks of its program in one process, on the batch that the device is given."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.oracle import relative, twin
+from tests.simulate import Simulation, cut
+from wholestep import partition, plan
+from wholestep.capture import Capture, capture_step
+from wholestep.capture.find import leaf_names, take_apart
+from wholestep.graph.graph import LocalGraph, Role
+from wholestep.passes.reinplace import Reinplace
+from wholestep.plan.plan import Plan
+
+Make = Callable[[], tuple[nn.Module, Optimizer]]
+Step = Callable[..., Any]
+NOISE = 1e-13  # absolute: what is zero in exact arithmetic
+
+
+@dataclass
+class Comparison:
+    """The largest relative difference, where it is, and the program that was run."""
+
+    worst: float
+    where: str
+    plan: Plan
+    local: LocalGraph
+
+    @property
+    def ruleless(self) -> list[str]:
+        """Operations without a rule."""
+        return [name for name, d in self.plan.decisions.items() if d.why == "no rule"]
+
+
+class OneDevice:
+    """A step captured once and run on one device: `states[i]` and `losses[i]` after each step."""
+
+    def __init__(self, make: Make, step: Step, batches: Sequence[tuple[Any, ...]]) -> None:
+        (model, optimizer), (self.model, self.optimizer) = twin(make)
+        self.batches, self.step = batches, step
+        self.capture: Capture = capture_step(step, (model, optimizer, *batches[0]), {})
+        self.losses = [_flat(step(self.model, self.optimizer, *batch)) for batch in batches]
+        self.state = {n: p.detach() for n, p in self.model.named_parameters()} | dict(self.model.named_buffers())
+
+
+def compare(one: OneDevice, mesh: str, parallel: Any, in_place: bool = False) -> Comparison:
+    """Run the captured step by `parallel` on all ranks of `mesh`; the state that the device began with is untouched."""
+    graph = one.capture.graph
+    planned = plan(graph, mesh, parallel)
+    local = partition(graph, planned)
+    simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local)
+    simulation.start()
+    found = Comparison(0.0, "", planned, local)
+    names = [i.name for i in planned.inputs if i.role is Role.BATCH]
+    for number, batch in enumerate(one.batches):
+        leaves = _named(batch, one)
+        ranks: list[dict[str, Tensor]] = [{} for _ in range(planned.mesh.size)]
+        for name in names:
+            for rank, piece in enumerate(cut(leaves[name], planned.rest[name], planned.mesh)):
+                ranks[rank][name] = piece
+        for rank, results in enumerate(simulation.step(ranks)):
+            for position, (value, expected) in enumerate(zip(results, one.losses[number], strict=True)):
+                _note(found, f"result {position} of step {number} on rank {rank}", value, expected)
+    assert set(simulation.pieces) & set(one.state), "names of the state are those of the model"
+    for name in sorted(set(simulation.pieces) & set(one.state)):
+        _note(found, name, simulation.whole(name), one.state[name])
+    return found
+
+
+def _note(found: Comparison, where: str, value: Tensor, expected: Tensor) -> None:
+    if value.is_floating_point() and value.shape == expected.shape and torch.allclose(value, expected, 0, NOISE):
+        return
+    difference = relative(value, expected)
+    if not difference <= found.worst:
+        found.worst, found.where = difference, where
+
+
+def _named(batch: tuple[Any, ...], one: OneDevice) -> dict[str, Tensor]:
+    """Leaves of a batch by the names that the capture gave them."""
+    args = (one.model, one.optimizer, *batch)
+    leaves = take_apart((args, {})).leaves
+    names = leaf_names(one.step, args, {})
+    return {n: v for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)}
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [v for v in take_apart(value).leaves if isinstance(v, Tensor)]
+
+
+def without_chance(model: nn.Module) -> nn.Module:
+    """`model` with every dropout at zero: pieces of a tensor draw from other streams than the whole does."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Several batches as one."""
+    return {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
