@@ -357,6 +357,12 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if inner is None else inner
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor that holds all its values itself; ops on others may crash."""
+    odd = tensor.is_quantized or tensor.is_conj() or tensor._is_zerotensor()
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and not odd
+
+
 def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
     """True for one overload of a torch op."""
     return isinstance(target, OpOverload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -127,7 +128,15 @@ def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes
     Raises:
         RuleError: the rule cannot be bound to this call.
     """
-    case = case_of(target, sample)
+    return check_case(case_of(target, sample), bind, two_axes)
+
+
+def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+    """The same, for a call that has been run as a whole.
+
+    Raises:
+        RuleError: the rule cannot be bound to this call.
+    """
     bound = bind(case.call)
     if bound is None:
         return None
@@ -172,6 +181,15 @@ class Case:
         """The outputs on other tensors in the places of the operands."""
         args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, tensors)
         return outputs_of(self.target, args, kwargs)
+
+
+def cases_of(target: Any, samples: Iterable[Sample]) -> list[Case]:
+    """The op run as a whole on each sample; those it refuses (made for another overload) are left out."""
+    found: list[Case] = []
+    for sample in samples:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            found.append(case_of(target, sample))
+    return found
 
 
 def case_of(target: Any, sample: Sample) -> Case:

@@ -74,9 +74,12 @@ def family(target: Any) -> Function | None:
     return elementwise if pointwise else None
 
 
-rule([aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default])(copy)
+rule(
+    [aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default],
+    samples=lambda: [(torch.randn(4, 6, dtype=torch.float64),)],
+)(copy)
 rule([aten._to_copy.default, aten.lerp.Tensor, aten.lerp.Scalar, aten.native_dropout_backward.default,
-      aten._conj.default, aten.fill.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor])(elementwise)  # fmt: skip
+      aten.fill.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor])(elementwise)  # fmt: skip
 rule(
     [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
     "... -> ...", by_shape=[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -94,5 +94,10 @@ def stack(call: Call) -> BoundRule:
     return BoundRule((Group(dict.fromkeys(positions, term), {0: (*term[:at], None, *term[at:])}, partial=(through,)),))
 
 
-rule([aten._foreach_norm.Scalar])(foreach_norm)
+def _norms() -> list[tuple[Any, ...]]:
+    tensors = [torch.randn(4, 6), torch.randn(5)]
+    return [(tensors,), (tensors, 1), (tensors, float("inf"))]
+
+
+rule([aten._foreach_norm.Scalar], samples=_norms)(foreach_norm)
 rule([aten.stack.default])(stack)

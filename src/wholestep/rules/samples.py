@@ -69,7 +69,7 @@ class _Recording:
         """Make a call; keep its arguments where they are a sample of a wanted op."""
         found = self._sample(target, args, kwargs)
         made = target(*args, **kwargs)
-        if found and all(bool(t.isfinite().all()) for t in tensors_in([made])):
+        if found and all(_torch.is_plain(t) and bool(t.isfinite().all()) for t in tensors_in([made])):
             plain, kind, new = found
             self.kinds.setdefault(plain, {})[kind] = new
         return made
@@ -80,7 +80,7 @@ class _Recording:
             if target not in self.wanted:
                 return None
         tensors = list(tensors_in([*args, *kwargs.values()]))
-        if not all(map(_is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
+        if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
             return None
         kinds = self.kinds.get(target, {})
         kind = (tuple((t.ndim, t.dtype) for t in tensors), _others(args), _others(tuple(kwargs.items())))
@@ -143,10 +143,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(cast(Sequence[Any], value))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj())
 
 
 def _others(value: Any) -> str:

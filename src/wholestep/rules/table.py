@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _torch
 from ..errors import RuleError
-from .check import CheckResult, Failure, Sample, check_sample
+from .check import CheckResult, Failure, Sample, cases_of, check_case
 from .registry import RULES
 
 
@@ -43,16 +43,17 @@ class Row:
 def check_op(target: Any, samples: Sequence[Sample]) -> Row:
     """Check one op on its samples; a rule that does not fit a sample is a failure too."""
     here = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+    cases = cases_of(target, samples) if here else []
     result, bound = CheckResult(str(target)), 0
-    for sample in samples if here else ():
+    for case in cases:
         try:
-            found = check_sample(target, sample)
+            found = check_case(case)
         except RuleError as error:
-            failure = Failure(str(target), "the rule", "bound", "a sample", error.found, error.needed)
-            found = CheckResult(str(target), 1, failures=(failure,))
+            failure = Failure(case.name, "the rule", "bound", "a sample", f"is refused: {error.found}", error.needed)
+            found = CheckResult(case.name, 1, failures=(failure,))
         if found is not None:
             result, bound = result + found, bound + 1
-    return Row(str(target), result, len(samples), bound, here, target in RULES)
+    return Row(str(target), result, len(cases), bound, here, target in RULES)
 
 
 def check_table(
