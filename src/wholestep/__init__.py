@@ -22,6 +22,7 @@ from .passes.base import run_passes
 from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
+from .plan.tensor_parallel import TensorParallel
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
 
@@ -46,6 +47,7 @@ __all__ = [
     "PlanError",
     "RankMismatchError",
     "StateError",
+    "TensorParallel",
     "TrainGraph",
     "WholestepError",
     "capture",

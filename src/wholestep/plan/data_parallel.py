@@ -13,6 +13,7 @@ from ..errors import PlanError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
+from .plan import Decision
 from .strategy import Pins, Resting
 
 Style = Literal["replicate", "zero1", "zero2", "fully_shard", "default", "hybrid"]
@@ -117,7 +118,10 @@ class DataParallel:
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """None: activations stay where the batch puts them."""
-        return {}
+        return Pins()
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Nothing more is promised."""
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

@@ -13,8 +13,9 @@ from ..layout import Layout, replicated, sharded
 from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .plan import Decision, Options, Plan
-from .propagate import Situation, propagate, varying, would_gather
+from .propagate import propagate, would_gather
 from .semantics import differences
+from .situation import Situation, varying
 from .strategy import Resting, Strategies, Strategy, compose
 
 
@@ -45,9 +46,8 @@ def plan(
     rest = _rest(graph, mesh, options, resting, cut)
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
-    pins, scatter = strategies.pins(graph, mesh), options.style == "zero2"
-    start = Situation(graph, mesh, axes, rest, homes, op, scatter, per_rank, frozenset(cut), pins)
-    decisions, expanded = _propagate(start)
+    start = Situation(graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut))
+    decisions, expanded = _propagate(start, strategies)
     precision = options.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
@@ -59,17 +59,22 @@ def plan(
     return made
 
 
-def _propagate(start: Situation) -> tuple[dict[str, Decision], tuple[str, ...]]:
+def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
     """Decisions, and the ops written out on the way: those that would need an operand whole that is cut."""
     expanded: list[str] = []
     for _ in range(ROUNDS):
+        start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start)
         more = [n for n in would_gather(start, decisions) if can_expand(n)]
         if not more:
-            return decisions, tuple(expanded)
+            break
         expanded += [n.name for n in more]
         start = replace(start, graph=expand(start.graph, {n.name for n in more}))
-    return propagate(start), tuple(expanded)
+    else:
+        start = replace(start, pins=strategies.pins(start.graph, start.mesh))
+        decisions = propagate(start)
+    strategies.check(start.graph, start.mesh, decisions)
+    return decisions, tuple(expanded)
 
 
 def _rest(

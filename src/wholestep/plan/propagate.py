@@ -19,39 +19,18 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Input, Role, TrainGraph, node_at, operands
+from ..graph.graph import Role, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
-from ..mesh import Mesh
 from ..reshard import reshard
 from ..rules.registry import is_random, rule_for
 from ..rules.rule import BoundRule, Group, PassThrough
 from .plan import Decision
+from .situation import Situation, moving
 
 _PRODUCER = "producer"
 _KEEP_CUT = 8.0  # work stays where parameters are cut, unless moving the activations costs so many times more
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What propagation starts from.
-
-    `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
-    the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes the layout of a node's
-    result along some axes.
-    """
-
-    graph: TrainGraph
-    mesh: Mesh
-    axes: tuple[str, ...]
-    rest: Mapping[str, Layout]
-    homes: Mapping[str, Layout]
-    reduce_op: str
-    scatter: bool = False
-    per_rank: frozenset[str] = frozenset()
-    storage: frozenset[str] = frozenset()
-    pins: Mapping[str, Mapping[str, AxisState]] = field(default_factory=dict[str, Mapping[str, AxisState]])
 
 
 def propagate(situation: Situation) -> dict[str, Decision]:
@@ -87,7 +66,7 @@ class _Propagation:
             decision = self._gradient(node)
         else:
             decision = self._call(node)
-        if node.name in self.situation.pins:
+        if node.name in self.situation.pins.results:
             decision = self._pinned(node, decision)
         elif any(layout.partial for layout in decision.outputs):
             decision = self._settled(node, decision)
@@ -120,7 +99,7 @@ class _Propagation:
 
     def _call(self, node: Node) -> Decision:
         given = operands(node)
-        have = [self.layouts[n][0] for n in given]
+        have = [self._seen(node, n) for n in given]
         made = meta.tensors(node)
         wanted = [replicated(len(layout.dims)) for layout in have]
         outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
@@ -147,6 +126,13 @@ class _Propagation:
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_homes(node, given)
         return Decision(tuple(wanted), tuple(outputs), why)
+
+    def _seen(self, node: Node, given: Node) -> Layout:
+        """The layout in which `node` finds an operand: as made, or as it is pinned for this reader."""
+        layout = self.layouts[given][0]
+        for axis, state in self.situation.pins.reads.get((node.name, given.name), {}).items():
+            layout = layout.put(axis, state)
+        return layout
 
     def _inherit_homes(self, node: Node, given: Sequence[Node]) -> None:
         """Outputs shaped like a gradient belong where it does; list ops take the home of the entry at their place."""
@@ -182,7 +168,7 @@ class _Propagation:
     def _pinned(self, node: Node, decision: Decision) -> Decision:
         """The result is laid out as the strategy says along the axes it names."""
         layout = decision.outputs[0]
-        for axis, state in self.situation.pins[node.name].items():
+        for axis, state in self.situation.pins.results[node.name].items():
             layout = layout.put(axis, state)
         return decision if layout == decision.outputs[0] else replace(decision, settle=layout)
 
@@ -329,16 +315,6 @@ class _Option:
     whole: bool = False
 
 
-def moving(graph: TrainGraph) -> frozenset[Node]:
-    """Nodes that depend on the batch or on chance, gradients only until they are complete."""
-    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
-    for node in graph.graph.nodes:
-        moves = is_random(node) or any(n in found for n in node.all_input_nodes)
-        if node.op == "call_function" and node.target is not GRAD_READY and moves:
-            found.add(node)
-    return frozenset(found)
-
-
 def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> list[Node]:
     """Calls on the batch's path that take an operand whole, or cut otherwise, which is made cut."""
     by_node: dict[Node, Layout] = {n: situation.rest[i.name] for i, n in situation.graph.placeholders()}
@@ -381,8 +357,3 @@ def _reduced(partial: Layout, home: Layout) -> Layout:
             state = home.state(axis)
             out = out.put(axis, state if state.kind == "S" else REPLICATED)
     return out
-
-
-def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
-    """Each rank along `axes` has its own value."""
-    return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..errors import PlanError
@@ -13,8 +13,19 @@ from ..mesh import Mesh
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
+    from .plan import Decision
 
-Pins = Mapping[str, Mapping[str, AxisState]]
+States = Mapping[str, AxisState]
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Layouts that a strategy fixes along its axes: of `results`, by node, and of what a node `reads`, by reader and
+    what it reads (whatever layout that was made in).
+    """
+
+    results: Mapping[str, States] = field(default_factory=dict[str, States])
+    reads: Mapping[tuple[str, str], States] = field(default_factory=dict[tuple[str, str], States])
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,11 @@ class Strategy(Protocol):
         ...
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
-        """Results whose layout it fixes along its axes, by node name."""
+        """Results and operands whose layout it fixes along its axes."""
+        ...
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Raise PlanError where the completed plan is not what it promises."""
         ...
 
     def describe(self, mesh: Mesh) -> str:
@@ -93,11 +108,17 @@ class Strategies:
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""
-        out: dict[str, dict[str, AxisState]] = {}
+        results, reads = dict[str, States](), dict[tuple[str, str], States]()
         for part in self.parts:
-            for name, states in part.pins(graph, mesh).items():
-                out.setdefault(name, {}).update(states)
-        return out
+            pins = part.pins(graph, mesh)
+            results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
+            reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
+        return Pins(results, reads)
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """What each asks of the completed plan."""
+        for part in self.parts:
+            part.check(graph, mesh, decisions)
 
     def describe(self, mesh: Mesh) -> str:
         """All of them, for the head of a plan."""

@@ -1,0 +1,51 @@
+"""What propagation starts from, and which nodes of a step move: those that depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..graph.graph import Input, Role, TrainGraph
+from ..graph.ops import GRAD_READY
+from ..layout import Layout
+from ..mesh import Mesh
+from ..rules.registry import is_random
+from .strategy import Pins
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What propagation starts from.
+
+    `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
+    the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes layouts of results and
+    operands along some axes.
+    """
+
+    graph: TrainGraph
+    mesh: Mesh
+    axes: tuple[str, ...]
+    rest: Mapping[str, Layout]
+    homes: Mapping[str, Layout]
+    reduce_op: str
+    scatter: bool = False
+    per_rank: frozenset[str] = frozenset()
+    storage: frozenset[str] = frozenset()
+    pins: Pins = field(default_factory=Pins)
+
+
+def moving(graph: TrainGraph) -> frozenset[Node]:
+    """Nodes that depend on the batch or on chance, gradients only until they are complete."""
+    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
+    for node in graph.graph.nodes:
+        moves = is_random(node) or any(n in found for n in node.all_input_nodes)
+        if node.op == "call_function" and node.target is not GRAD_READY and moves:
+            found.add(node)
+    return frozenset(found)
+
+
+def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
+    """Each rank along `axes` has its own value."""
+    return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))

@@ -1,0 +1,207 @@
+"""Tensor and sequence parallelism: parameters of named modules are cut by the axis, everything else follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.fx import Node
+
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import TrainGraph
+from ..layout import REPLICATED, AxisState
+from ..mesh import Mesh
+from .heads import check_heads
+from .modules import Modules
+from .plan import Decision
+from .situation import moving
+from .strategy import Pins, Resting
+from .styles import Style, Wanted, style_of
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Layers are cut over the ranks of one axis, which are all given the same batch and compute one result together.
+
+    `plan` maps globs of module paths (one for each name between dots, as "layers.*.attn.wq") to styles: `"colwise"`,
+    `"rowwise"`, `"sequence"`, the classes of `torch.distributed.tensor.parallel`, or the words that transformers
+    models carry in their plans. What is not named follows by propagation.
+
+    Args:
+        plan: styles by module.
+        axis: the mesh axis.
+        sequence_dim: the dim that `"sequence"` cuts.
+        loss_parallel: leave the results of the last column-cut layer cut (torch's `loss_parallel`): the loss is
+            computed without gathering logits, even where the plan asks for a gather (`colwise_gather_output`).
+        strict: every pattern must name a module.
+
+    Example:
+        >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
+        'tp'
+    """
+
+    plan: Mapping[str, str | ParallelStyle]
+    axis: str = "tp"
+    sequence_dim: int = 1
+    loss_parallel: bool = False
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, Mapping) or not self.plan:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"TensorParallel({self.plan!r})",
+                'styles by module path, as {"layers.*.wq": "colwise"}',
+                "give such a plan, or TensorParallel.of(model) for a model that carries its own",
+            )
+        self.styles()
+
+    @staticmethod
+    def of(model: nn.Module, axis: str = "tp", **options: Any) -> TensorParallel:
+        """The plan that a transformers model carries (`model.tp_plan`).
+
+        Raises:
+            PlanError: it carries none.
+        """
+        config: Any = getattr(model, "config", None)
+        found: Any = getattr(model, "tp_plan", None) or getattr(config, "base_model_tp_plan", None)
+        if not found:
+            raise PlanError(
+                f"{type(model).__name__} carries no tensor-parallel plan",
+                "a model with tp_plan, or config.base_model_tp_plan",
+                'give a plan by module: TensorParallel({"layers.*.wq": "colwise", ...})',
+            )
+        return TensorParallel(dict(found), axis, strict=False, **options)
+
+    def styles(self) -> dict[str, Style]:
+        """The style of each pattern."""
+        return {pattern: style_of(given, pattern, self.sequence_dim) for pattern, given in self.plan.items()}
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The one axis used.
+
+        Raises:
+            MeshError: it does not exist.
+        """
+        mesh.axis_size(self.axis)
+        return (self.axis,)
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Parameters of named modules are cut, and their optimizer state with them."""
+        modules, out = Modules(graph), dict(before)
+        for path, style in self._named(modules).items():
+            for name in modules.held(path) if style.cut else ():
+                dim = _cut_dim(modules, name, path, style)
+                if dim is not None:
+                    cut, have = AxisState("S", dim), before[name]
+                    out[name] = Resting(have.param.put(self.axis, cut), have.state.put(self.axis, cut))
+        return out
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """Inputs and outputs of named modules."""
+        if mesh.axis_size(self.axis) == 1:
+            return Pins()
+        modules, results = Modules(graph), dict[str, dict[str, AxisState]]()
+        reads: dict[tuple[str, str], dict[str, AxisState]] = {}
+        named = self._named(modules)
+        for path, style in named.items():
+            gives = self._gives(style, path, modules, named)
+            for node, state in _paired(modules.outputs(path), gives):
+                results[node.name] = {self.axis: state}
+            given = modules.inputs(path, moving(graph))
+            for node, state in _paired(list(given), style.reads):
+                reads |= {(reader.name, node.name): {self.axis: state} for reader in given[node]}
+        return Pins(results, reads)
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Heads must divide.
+
+        Raises:
+            PlanError: a cut dim is split into heads that the axis does not divide.
+        """
+        if mesh.axis_size(self.axis) > 1:
+            check_heads(graph, mesh, self.axis, decisions)
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        return f"tensor parallel on {self.axis}" + (", loss parallel" if self.loss_parallel else "")
+
+    def _gives(self, style: Style, path: str, modules: Modules, named: Mapping[str, Style]) -> Wanted:
+        """Layouts of a module's results; with `loss_parallel`, the last layer that is cut by columns keeps them cut."""
+        if not self.loss_parallel or style.cut != "col":
+            return style.gives
+        columns = [p for p, s in named.items() if s.cut == "col" and modules.outputs(p)]
+        order = {n: i for i, n in enumerate(modules.graph.graph.nodes)}
+        last = max(columns, key=lambda p: order[modules.outputs(p)[-1]], default="")
+        return (AxisState("S", -1),) if path == last else style.gives
+
+    def _named(self, modules: Modules) -> dict[str, Style]:
+        """The style of each module or parameter named; a later pattern wins.
+
+        Raises:
+            PlanError: patterns that name nothing.
+        """
+        found: dict[str, Style] = {}
+        missing: list[str] = []
+        for pattern, style in self.styles().items():
+            paths = modules.matching(pattern)
+            found |= dict.fromkeys(paths, style)
+            missing += [] if paths else [pattern]
+        if missing and (self.strict or not found):
+            raise _unmatched(missing, modules)
+        return found
+
+
+def _cut_dim(modules: Modules, name: str, path: str, style: Style) -> int | None:
+    """The dim of one parameter that a style cuts; None for one that stays whole."""
+    made = meta.tensor(modules.params[name])
+    assert made is not None, "a parameter is one tensor"
+    ndim = len(made.shape)
+    if style.cut == "experts":
+        return 0 if ndim else None
+    if ndim < 2:
+        return 0 if ndim and style.cut == "col" else None
+    if modules.is_embedding(name, path):
+        return 1 if style.cut == "col" else 0
+    if ndim > 3:  # a convolution: [out, in, ...]
+        return 0 if style.cut == "col" else 1
+    if name.rpartition(".")[2].endswith("bias"):
+        return ndim - 1 if style.cut == "col" else None
+    turned = ndim == 2 and modules.is_turned(name, path)
+    return ndim - 1 if (style.cut == "col") == turned else ndim - 2
+
+
+def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
+    """Tensors with the state that is wanted of each, dims counted from the left."""
+    out: list[tuple[Node, AxisState]] = []
+    if len(wanted) == 1 and wanted[0] == REPLICATED:
+        wanted = wanted * len(nodes)
+    for node, state in zip(nodes, wanted, strict=False):
+        made = meta.tensor(node)
+        if state is None or made is None:
+            continue
+        ndim = len(made.shape)
+        if state.kind == "S" and not -ndim <= state.dim < ndim:
+            raise PlanError(
+                f"Shard({state.dim}) for a result of {ndim} dims, {list(made.shape)}",
+                f"a dim from 0 to {ndim - 1}",
+                "correct the layout",
+                meta.source_line(node),
+            )
+        out.append((node, replace(state, dim=state.dim % ndim) if state.kind == "S" else state))
+    return out
+
+
+def _unmatched(missing: list[str], modules: Modules) -> PlanError:
+    pattern = missing[0]
+    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
+    more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
+    return PlanError(
+        f"the pattern {pattern!r} of a tensor-parallel plan names no module{more}",
+        f"modules of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        "correct the pattern: one glob for each name between dots",
+    )
