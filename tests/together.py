@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from tests.oracle import relative, twin
 from tests.simulate import Simulation, cut
@@ -103,6 +104,20 @@ def without_chance(model: nn.Module) -> nn.Module:
     return model
 
 
-def joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Several batches as one."""
-    return {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+def joined(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several batches as one, in double precision."""
+    out: dict[str, Any] = {}
+    for name, first in batches[0].items():
+        whole = torch.cat([b[name] for b in batches]) if isinstance(first, Tensor) else first
+        out[name] = whole.double() if isinstance(whole, Tensor) and whole.is_floating_point() else whole
+    return out
+
+
+class Double(TorchFunctionMode):
+    """Casts to single precision, which many models write out, go to double: what is compared is the plan."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)

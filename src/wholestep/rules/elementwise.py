@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,14 +29,22 @@ def base_name(target: Any) -> str:
     return getattr(packet, "__name__", getattr(target, "__name__", str(target))).removeprefix("_")
 
 
-def elementwise(call: Call) -> Bind | None:
+def elementwise(call: Call) -> Bind | BoundRule | None:
     """Every output element comes from the operand elements at its place; operands broadcast from the right."""
     tensors = list(call.slots)
     given = [i for i, slot in enumerate(tensors) if slot.positions]
     if not given or any(slot.is_list for slot in tensors):
         return None
     text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * len(call.outputs))}"
-    return Bind(text, "" if _rounds(call) else linear_inputs(base_name(call.target), given))
+    name = base_name(call.target)
+    bind = Bind(text, "" if _rounds(call) else linear_inputs(name, given))
+    return _scalars(bind, call) if name in _JOINTLY_LINEAR and not call.made() else bind
+
+
+def _scalars(bind: Bind, call: Call) -> BoundRule:
+    """Sums of scalars, as of losses: a whole one may stand for one rank's share, and waits for the others."""
+    (group,) = bind.on(call).groups
+    return BoundRule((replace(group, partial=tuple(replace(p, mixed=True) for p in group.partial)),))
 
 
 def _rounds(call: Call) -> bool:
@@ -57,10 +66,10 @@ def linear_inputs(name: str, given: list[int]) -> str:
 
 def copy(call: Call) -> BoundRule | None:
     """Copies keep whatever partial value they are given."""
-    bound = elementwise(call)
-    if bound is None:
+    said = elementwise(call)
+    if said is None:
         return None
-    group = bound.on(call).groups[0]
+    group = (said.on(call) if isinstance(said, Bind) else said).groups[0]
     through = (PassThrough(frozenset({0}), ANY_PARTIAL),)
     return BoundRule((Group(group.operands, group.outputs, group.reduces, through),))
 
@@ -80,6 +89,7 @@ rule(
 )(copy)
 rule([aten._to_copy.default, aten.lerp.Tensor, aten.lerp.Scalar, aten.native_dropout_backward.default,
       aten.fill.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor])(elementwise)  # fmt: skip
+rule(aten._conj.default, samples=lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])(elementwise)
 rule(
     [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
     "... -> ...", by_shape=[0],
