@@ -5,6 +5,7 @@ from . import conv as conv
 from . import elementwise as elementwise
 from . import factories as factories
 from . import index as index
+from . import indexing as indexing
 from . import lists as lists
 from . import losses as losses
 from . import matmul as matmul

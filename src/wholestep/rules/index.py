@@ -19,14 +19,13 @@ from .rule import BoundRule
 from .terms import aten, dims_of, ints, moves, ops, rand, term, text
 
 
-def _near(index: Tensor, start: int, length: int, size: int | None = None) -> tuple[Tensor, Tensor]:
+def near(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
     """Which indices lie in this rank's piece, and where in it; 0 for the others."""
-    index = index if size is None else torch.where(index < 0, index + size, index)
     here = (index >= start) & (index < start + length)
     return here, torch.where(here, index - start, 0)
 
 
-def _with_one(piece: Tensor, dim: int) -> Tensor:
+def with_one(piece: Tensor, dim: int) -> Tensor:
     """`piece` with one more entry of zeros along `dim`: what lies elsewhere is looked up there."""
     shape = list(piece.shape)
     shape[dim] = 1
@@ -35,16 +34,16 @@ def _with_one(piece: Tensor, dim: int) -> Tensor:
 
 # -- embedding ---------------------------------------------------------------------------
 def _vocabulary_piece(start: int, length: int, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
-    here, at = _near(indices, start, length)
-    return aten.embedding.default(_with_one(weight, 0), torch.where(here, at, length))
+    here, at = near(indices, start, length)
+    return aten.embedding.default(with_one(weight, 0), torch.where(here, at, length))
 
 
 def _vocabulary_gradient(
     start: int, length: int, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
 ) -> Tensor:
-    here, at = _near(indices, start, length)
-    near = padding - start if start <= padding < start + length else -1
-    made = aten.embedding_dense_backward.default(grad, torch.where(here, at, length), length + 1, near, by_frequency)
+    here, at = near(indices, start, length)
+    row = padding - start if start <= padding < start + length else -1
+    made = aten.embedding_dense_backward.default(grad, torch.where(here, at, length), length + 1, row, by_frequency)
     return made.narrow(0, 0, length)
 
 
@@ -82,8 +81,8 @@ def _along(call: Call, source: int | None = None) -> tuple[list[str], list[str],
 
 
 def _gather_piece(start: int, length: int, have: Tensor, dim: int, index: Tensor, **rest: Any) -> Tensor:
-    here, at = _near(index, start, length)
-    return aten.gather.default(_with_one(have, dim), dim, torch.where(here, at, length))
+    here, at = near(index, start, length)
+    return aten.gather.default(with_one(have, dim), dim, torch.where(here, at, length))
 
 
 @rule(
@@ -104,14 +103,14 @@ def _on_piece(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`op` on this rank's piece of a cut dim: what is written elsewhere goes to an entry that is dropped."""
 
     def run(start: int, length: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **more: Any) -> Tensor:
-        here, at = _near(index, start, length)
-        made = op(_with_one(have, dim), dim, torch.where(here, at, length), *rest, **more)
+        here, at = near(index, start, length)
+        made = op(with_one(have, dim), dim, torch.where(here, at, length), *rest, **more)
         return made.narrow(dim, 0, length)
 
     return run
 
 
-def _from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`op` on this rank's piece of what is added; the first rank alone starts from `have`."""
 
     def run(start: int, length: int, have: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -150,7 +149,7 @@ def scatter_add(call: Call) -> Bind:
     """Adds along one dim: what is added may be cut along it, or else the result."""
     have, index, other, _ = _along(call, 2)
     have = _whole(have, "a")
-    swap = {"j": _from_first(aten.scatter_add.default)}
+    swap = {"j": from_first(aten.scatter_add.default)}
     return Bind(text([term(have), term(index), term(other)], [term(have)]), "0+2", local=swap)
 
 
