@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from torch.fx import Node
 
@@ -106,7 +107,7 @@ class _Propagation:
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], int] = {}
         why, random = "no operand is cut", is_random(node)
-        for axis in _in_order(list(self._active()), have):
+        for axis in _in_order(list(self._active()), have, [n in self.moving for n in given]):
             states = [layout.state(axis) for layout in have]
             varies = VARIES in states or (random and axis in self.situation.per_rank)
             if all(s == REPLICATED for s in states) and not varies:
@@ -157,13 +158,23 @@ class _Propagation:
 
     def _settled(self, node: Node, decision: Decision) -> Decision:
         """A partial value that several places read is reduced once, where it is made."""
-        users = [u for u in node.users if not _torch.is_getitem(u.target)]
+        users = [u for u in node.users if not _torch.is_getitem(u.target) and _reads(u, node)]
         at_once = self.situation.scatter and node.target is GRAD_READY
         made = decision.outputs[0]
         if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
             return decision
-        home = self._home(node) or made.without_partial()
+        home = self._home(node) or self._beside(node, made)
         return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(made, home))
+
+    def _beside(self, node: Node, made: Layout) -> Layout:
+        """Where a partial value is reduced to: cut as what it will meet is, else whole."""
+        shape, out = meta.tensors(node)[0], made.without_partial()
+        met = [n for user in node.users for n in user.all_input_nodes if n is not node and n in self.layouts]
+        alike = [self.layouts[n][0] for n in met if (found := meta.tensor(n)) and shape and found.shape == shape.shape]
+        for axis, _ in made.partial:
+            cuts = [layout.state(axis) for layout in alike if layout.state(axis).kind == "S"]
+            out = out.put(axis, cuts[0]) if cuts and shape and shape.shape else out
+        return out
 
     def _pinned(self, node: Node, decision: Decision) -> Decision:
         """The result is laid out as the strategy says along the axes it names."""
@@ -240,7 +251,12 @@ class _Propagation:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for through in group.partial:
             ops = {states[i].op for i in through.operands if states[i].kind == "P"}
-            if len(ops) == 1 and ops <= through.ops and all(_is_free(states[i], i, through) for i in group.operands):
+            rests = frozenset(i for i in group.operands if moves and given[i] not in self.moving)
+            if (
+                len(ops) == 1
+                and ops <= through.ops
+                and all(_is_free(states[i], i, through, rests) for i in group.operands)
+            ):
                 partial = AxisState("P", op=ops.pop())
                 takes = {i: partial if i in through.operands else REPLICATED for i in group.operands}
                 yield _Option(takes, dict.fromkeys(group.outputs, partial))
@@ -332,17 +348,33 @@ def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> lis
     return found
 
 
-def _in_order(axes: Sequence[str], have: Sequence[Layout]) -> list[str]:
-    """Axes in an order that agrees with those that cut one dim together: outermost first."""
-    first = [a for layout in have for dim in layout.dims if len(dim) > 1 for a in dim if a in axes]
-    return list(dict.fromkeys([*first, *axes]))
+def _reads(user: Node, node: Node) -> bool:
+    """True when `user` reads values of `node`, not only its shape."""
+    rule = rule_for(user) if user.op == "call_function" else None
+    return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 
-def _is_free(state: AxisState, operand: int, through: PassThrough) -> bool:
-    """True when an operand needs no communication for partial values to pass."""
+def _in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool]) -> list[str]:
+    """Axes in an order that agrees with those that cut one dim together, outermost first; moving values decide."""
+    pairs: dict[tuple[str, str], None] = {}
+    for wanted in (True, False):
+        for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
+            for outer, inner in (p for dim in layout.dims for p in combinations(dim, 2)):
+                if (inner, outer) not in pairs:
+                    pairs[outer, inner] = None
+    left, out = list(axes), list[str]()
+    while left:
+        free = [a for a in left if not any((b, a) in pairs for b in left)]
+        out.append((free or left)[0])
+        left.remove(out[-1])
+    return out
+
+
+def _is_free(state: AxisState, operand: int, through: PassThrough, rests: frozenset[int]) -> bool:
+    """True when an operand needs no communication for partial values to pass; a parameter is added by one rank."""
     if state.kind == "P":
         return operand in through.operands
-    return state == REPLICATED and (through.mixed or operand not in through.operands)
+    return state == REPLICATED and (through.mixed or operand not in through.operands or operand in rests)
 
 
 def _at(term: Sequence[str | None], factor: str) -> AxisState:
@@ -350,10 +382,14 @@ def _at(term: Sequence[str | None], factor: str) -> AxisState:
 
 
 def _reduced(partial: Layout, home: Layout) -> Layout:
-    """`partial` with its partial axes in the state that `home` gives them."""
-    out = partial
-    for axis in [a for axes in home.dims for a in axes] + [a for a, _ in partial.partial]:
-        if partial.state(axis).kind == "P":
-            state = home.state(axis)
-            out = out.put(axis, state if state.kind == "S" else REPLICATED)
+    """`partial` with its partial axes in the state that `home` gives them; axes that cut a dim outside of them too."""
+    out, whole = partial, [a for a, _ in partial.partial]
+    for axes in home.dims:
+        inner = max((i for i, a in enumerate(axes) if a in whole), default=-1)
+        for axis in axes[: inner + 1]:
+            if partial.state(axis).kind in ("P", "R"):
+                out = out.put(axis, home.state(axis))
+    for axis in whole:
+        if home.state(axis).kind != "S":
+            out = out.put(axis, REPLICATED)
     return out
