@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 from torch.fx import Node
 
@@ -27,6 +26,7 @@ from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
 from ..rules.registry import is_random, rule_for
 from ..rules.rule import BoundRule, Group, PassThrough
+from .axes import in_order, reduced
 from .plan import Decision
 from .situation import Situation, moving
 
@@ -107,7 +107,7 @@ class _Propagation:
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], int] = {}
         why, random = "no operand is cut", is_random(node)
-        for axis in _in_order(list(self._active()), have, [n in self.moving for n in given]):
+        for axis in in_order(list(self._active()), have, [n in self.moving for n in given]):
             states = [layout.state(axis) for layout in have]
             varies = VARIES in states or (random and axis in self.situation.per_rank)
             if all(s == REPLICATED for s in states) and not varies:
@@ -164,7 +164,7 @@ class _Propagation:
         if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
             return decision
         home = self._home(node) or self._beside(node, made)
-        return Decision(decision.operands, decision.outputs, decision.why, settle=_reduced(made, home))
+        return Decision(decision.operands, decision.outputs, decision.why, settle=reduced(made, home))
 
     def _beside(self, node: Node, made: Layout) -> Layout:
         """Where a partial value is reduced to: cut as what it will meet is, else whole."""
@@ -354,22 +354,6 @@ def _reads(user: Node, node: Node) -> bool:
     return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 
-def _in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool]) -> list[str]:
-    """Axes in an order that agrees with those that cut one dim together, outermost first; moving values decide."""
-    pairs: dict[tuple[str, str], None] = {}
-    for wanted in (True, False):
-        for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
-            for outer, inner in (p for dim in layout.dims for p in combinations(dim, 2)):
-                if (inner, outer) not in pairs:
-                    pairs[outer, inner] = None
-    left, out = list(axes), list[str]()
-    while left:
-        free = [a for a in left if not any((b, a) in pairs for b in left)]
-        out.append((free or left)[0])
-        left.remove(out[-1])
-    return out
-
-
 def _is_free(state: AxisState, operand: int, through: PassThrough, rests: frozenset[int]) -> bool:
     """True when an operand needs no communication for partial values to pass; a parameter is added by one rank."""
     if state.kind == "P":
@@ -379,17 +363,3 @@ def _is_free(state: AxisState, operand: int, through: PassThrough, rests: frozen
 
 def _at(term: Sequence[str | None], factor: str) -> AxisState:
     return AxisState("S", list(term).index(factor)) if factor in term else REPLICATED
-
-
-def _reduced(partial: Layout, home: Layout) -> Layout:
-    """`partial` with its partial axes in the state that `home` gives them; axes that cut a dim outside of them too."""
-    out, whole = partial, [a for a, _ in partial.partial]
-    for axes in home.dims:
-        inner = max((i for i, a in enumerate(axes) if a in whole), default=-1)
-        for axis in axes[: inner + 1]:
-            if partial.state(axis).kind in ("P", "R"):
-                out = out.put(axis, home.state(axis))
-    for axis in whole:
-        if home.state(axis).kind != "S":
-            out = out.put(axis, REPLICATED)
-    return out
