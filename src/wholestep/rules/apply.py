@@ -67,7 +67,7 @@ def _group(
         if any(i in by_input for i in group)
     )
     filled = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
-    even = {f: seen.sizes[f] for f in factors if f in seen.even}
+    even = {f: seen.sizes[f] for f in seen.even}
     opaque = frozenset(o for o, (t, _) in made.items() if t.opaque)
     return Group(operands, outputs, reduces, partial, even, filled, opaque)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,6 +35,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[TensorMeta | None, ...]
+    reword: Callable[[Any], Any] | None = field(default=None, compare=False)
+    """Changes the words of rules bound to this call: how mutation tests get at them."""
 
     @staticmethod
     def of(node: Node) -> Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -140,16 +140,15 @@ def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> C
     bound = bind(case.call)
     if bound is None:
         return None
-    factors = {f: None for group in bound.groups for f in group.factors}
+    factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
     passes: dict[str, None] = {}
-    failures: list[Failure] = []
-    for number, group in enumerate(bound.groups):
-        for factor in group.factors:
-            failures += check_factor(case, bound, number, factor, two_axes)
+    failures = [found for way in ways(case, bound, two_axes) if (found := check_way(case, bound, way))]
+    for group in bound.groups:
         for through in group.partial if not case.random else ():
             for op in sorted(through.ops):
-                failures += _check_pass(case, group, through, op)
-                passes[_pass_name(through, op)] = None
+                found = check_pass(case, group, through, op)
+                failures += found or ()
+                passes |= {} if found is None else {_pass_name(through, op): None}
     if bound.by_shape and not case.random:
         failures += _check_unread(case, bound)
     return CheckResult(case.name, 1, tuple(factors), tuple(passes), tuple(failures), case.random)
@@ -164,6 +163,8 @@ class Case:
     call: Call
     tensors: tuple[Tensor, ...]
     whole: tuple[Tensor | None, ...]
+    draws: bool = False
+    """True where the op gave other values when it was run again."""
 
     @property
     def name(self) -> str:
@@ -173,9 +174,7 @@ class Case:
     @property
     def random(self) -> bool:
         """True where the op's values mean nothing: random numbers and memory that nobody wrote."""
-        return _torch.is_op(self.target) and (
-            torch.Tag.nondeterministic_seeded in self.target.tags or "empty" in str(self.target)
-        )
+        return self.draws or "empty" in str(self.target)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The outputs on other tensors in the places of the operands."""
@@ -199,7 +198,11 @@ def case_of(target: Any, sample: Sample) -> Case:
     with torch.no_grad():
         made = target(*args, **kwargs)
     call = Call.on(target, args, kwargs, made)
-    return Case(target, sample, call, tensors, _flat(made))
+    case = Case(target, sample, call, tensors, _flat(made))
+    if not _torch.is_op(target) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return case
+    pairs = (pair for _ in range(8) for pair in zip(case.whole, case.run(tensors), strict=True))
+    return replace(case, draws=any(a is not None and b is not None and differs(a, b) for a, b in pairs))
 
 
 def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -227,21 +230,42 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 # -- cutting a factor --------------------------------------------------------------------
-def check_factor(case: Case, bound: BoundRule, number: int, factor: str, two_axes: bool = True) -> list[Failure]:
-    """Cut one factor of one group in every way it allows; the first failure of each way."""
-    group = bound.groups[number]
-    meshes = [*ONE_AXIS, TWO_AXES] if two_axes else ONE_AXIS
-    found: list[Failure] = []
-    for mesh in meshes:
-        if group.splits(factor, mesh.size):
-            problem = _cut(case, bound, group, factor, mesh)
-            if problem:
-                parts = "x".join(str(axis.size) for axis in mesh.axes)
-                found.append(Failure(case.name, f"factor {factor!r}", f"cut into {parts}", *problem))
-    return found
+@dataclass(frozen=True)
+class Way:
+    """One thing a rule claims: a factor of a group may be cut by the axes of a mesh."""
+
+    number: int
+    factor: str
+    mesh: Mesh
+    takes: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
 
 
-def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[list[Layout], list[Layout]]:
+def ways(case: Case, bound: BoundRule, two_axes: bool = True) -> Iterator[Way]:
+    """Everything a rule claims may be cut."""
+    for number, group in enumerate(bound.groups):
+        for factor in claimed_factors(bound, group):
+            for mesh in (*ONE_AXIS, TWO_AXES) if two_axes else ONE_AXIS:
+                if group.splits(factor, mesh.size):
+                    yield Way(number, factor, mesh, *layouts(case, group, factor, mesh))
+
+
+def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
+    """Factors of operands. Those of outputs alone where there are no operands, or an op of its own for ranks."""
+    made = dict.fromkeys(f for term in group.outputs.values() for f in term if f)
+    return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
+
+
+def check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
+    """Cut, run every rank, put together, compare: the first difference."""
+    problem = _cut(case, bound, way)
+    if problem is None:
+        return None
+    parts = "x".join(str(axis.size) for axis in way.mesh.axes)
+    return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
+
+
+def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """What the op takes and gives where every axis of `mesh` cuts `factor`."""
     takes = [replicated(t.ndim) for t in case.tensors]
     gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
@@ -251,7 +275,7 @@ def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[list[Lay
             takes[i] = takes[i].put(axis, _at(term, factor, AxisState("R")))
         for o, term in group.outputs.items():
             gives[o] = gives[o].put(axis, _at(term, factor, left))
-    return takes, gives
+    return tuple(takes), tuple(gives)
 
 
 def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
@@ -261,9 +285,9 @@ def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
 Problem = tuple[str, str, str]
 
 
-def _cut(case: Case, bound: BoundRule, group: Group, factor: str, mesh: Mesh) -> Problem | None:
+def _cut(case: Case, bound: BoundRule, way: Way) -> Problem | None:
     """Place, found, expected of the first difference."""
-    takes, gives = layouts(case, group, factor, mesh)
+    mesh, takes, gives = way.mesh, way.takes, way.gives
     made: list[tuple[Tensor | None, ...]] = []
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
@@ -279,7 +303,7 @@ def _cut(case: Case, bound: BoundRule, group: Group, factor: str, mesh: Mesh) ->
         except Exception as error:
             text = str(error).strip() or type(error).__name__
             return f"rank {rank}", f"raises {text.splitlines()[0]}", "a result"
-    return _compared(case, group, gives, mesh, made)
+    return _compared(case, bound.groups[way.number], gives, mesh, made)
 
 
 def _compared(
@@ -310,11 +334,11 @@ def _pass_name(through: PassThrough, op: str) -> str:
     return f"{op}({'+'.join(map(str, sorted(through.operands)))})"
 
 
-def _check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure]:
-    """Split partial operands into two ranks' parts, run both, combine."""
+def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
+    """Split partial operands into two ranks' parts, run both, combine; None where they cannot be split."""
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
     if any(parts is None for parts in splits.values()):
-        return []  # booleans, nan: not values that are partial in this way
+        return None  # booleans, nan: not values that are partial in this way
     wholes = list(case.tensors)
     both = [list(case.tensors), list(case.tensors)]
     for i, parts in splits.items():

@@ -34,9 +34,10 @@ class Bind:
 
     def on(self, call: Call) -> BoundRule:
         """These words about `call`."""
-        parsed = parse(self.text, self.linear, tuple(sorted(self.reduces.items())))
-        bound = apply(parsed, call, self.sizes, self.local, self.by_shape)
-        return bound if not self.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
+        said: Bind = call.reword(self) if call.reword else self
+        parsed = parse(said.text, said.linear, tuple(sorted(said.reduces.items())))
+        bound = apply(parsed, call, said.sizes, said.local, said.by_shape)
+        return bound if not said.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
 
     def _fill(self, group: Group, call: Call) -> Group:
         terms = [(term, call.shape(i)) for i, term in group.operands.items()]

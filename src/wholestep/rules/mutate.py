@@ -1,0 +1,278 @@
+"""Changes rules in small ways: a check that is worth something fails on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import RuleError
+from .call import Call
+from .check import Case, Way, check_pass, check_way, ways
+from .language import Dim, RuleText, Term, parse
+from .registry import Bind, find
+from .rule import BoundRule, Group
+
+_OTHER = {"sum": "max", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one rule, and whether the check failed on it.
+
+    `verdict`: `caught`; else `could be cut` for a '!' and `could stay partial` for a claim of linearity, where the op
+    can do more than its rule says, which costs communication and nothing else; or `survived`.
+    """
+
+    op: str
+    rule: str
+    change: str
+    caught: bool
+    verdict: str
+
+
+Reword = Callable[[Bind], Bind]
+Rebind = Callable[[BoundRule], BoundRule]
+
+
+@dataclass(frozen=True)
+class _Mutant:
+    """A rule changed in its words, or after it was bound."""
+
+    change: str
+    rule: str
+    reword: Reword | None = None
+    rebind: Rebind | None = None
+    partial: bool = False
+    careful: str = ""
+
+    def bind(self, call: Call) -> BoundRule | None:
+        bound = bind_reworded(call, self.reword)
+        return self.rebind(bound) if self.rebind and bound else bound
+
+
+def bind_reworded(call: Call, reword: Reword | None) -> BoundRule | None:
+    """The rule of a call, its words changed on the way."""
+    known = find(call.target)
+    return known.bind(replace(call, reword=reword)) if known else None
+
+
+Key = tuple[str, str]
+"""Text of a rule, and the change."""
+
+
+def mutate_op(
+    cases: Sequence[Case], crashing: Collection[Key] = (), starts: Callable[[Key], None] = lambda key: None
+) -> list[Mutation]:
+    """Every mutation of the rule of one op, on the samples in `cases`; those that change nothing are left out.
+
+    Ops that trust their shapes may end the process on a changed rule: `starts` is told before each try, and what is
+    known as `crashing` counts as caught.
+    """
+    found: dict[Key, Mutation] = {}
+    for case in cases:
+        words: list[Bind] = []
+        try:
+            bound = bind_reworded(case.call, lambda bind, seen=words: seen.append(bind) or bind)
+        except RuleError:
+            continue
+        if bound is None:
+            continue
+        for mutant in _mutants(case.call, bound, words):
+            key = (mutant.rule, mutant.change)
+            if key in found and found[key].caught:
+                continue
+            starts(key)
+            caught = key in crashing or _fails(case, bound, mutant)
+            if caught is not None:
+                verdict = "caught" if caught else mutant.careful or "survived"
+                found[key] = Mutation(case.name, mutant.rule, mutant.change, caught, verdict)
+    return list(found.values())
+
+
+def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
+    """True when the check of the changed rule fails; None when it claims nothing new about this sample."""
+    try:
+        changed = mutant.bind(case.call)
+    except Exception:  # a rule that cannot be bound is caught before any check, however it fails
+        return True
+    if changed is None:
+        return None
+    if mutant.partial:
+        old = {(g, through) for g, group in enumerate(bound.groups) for through in group.partial}
+        new = [(g, t) for g, group in enumerate(changed.groups) for t in group.partial if (g, t) not in old]
+        tried = [check_pass(case, changed.groups[g], t, op) for g, t in new for op in sorted(t.ops)]
+        return None if case.random or all(t is None for t in tried) else any(tried)
+    known = {_claim(bound, way) for way in ways(case, bound, two_axes=False)}
+    claimed = [way for way in ways(case, changed, two_axes=False) if _claim(changed, way) not in known]
+    return any(check_way(case, changed, way) for way in claimed) if claimed else None
+
+
+def _claim(bound: BoundRule, way: Way) -> Any:
+    """What is claimed, whatever the factor is called."""
+    sizes = tuple(sorted(bound.sizes.items()))
+    return way.mesh, way.takes, way.gives, sizes, bound.instead, bound.local.get(way.factor)
+
+
+# -- what to change ---------------------------------------------------------------------------
+def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
+    text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
+    for w in words[:1]:
+        rule = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items()))), call)
+        text = str(rule)
+        for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
+            careful = "could be cut" if change.startswith("drop !") else ""
+            yield _Mutant(change, text, reword=_saying(new), careful=careful)
+        for change, new in _linear(rule):
+            careful = "" if change.startswith("take out") else "could stay partial"
+            yield _Mutant(change, text, reword=_saying(new), partial=True, careful=careful)
+    yield from _rebound(bound, text, by_hand=not words)
+
+
+def _by_hand(bound: BoundRule) -> str:
+    """Text of a rule that was made without any."""
+
+    def show(terms: Mapping[int, tuple[str | None, ...]]) -> str:
+        return ", ".join(" ".join(f or "1" for f in term) or "()" for _, term in sorted(terms.items()))
+
+    return "; ".join(f"{show(g.operands)} -> {show(g.outputs)}" for g in bound.groups)
+
+
+def _saying(rule: RuleText) -> Reword:
+    linear = " | ".join("+".join(map(str, sorted(group))) for group in rule.linear)
+    reduces = {f: op for f, op in rule.reduces.items() if f in rule.factors}
+    return lambda bind: replace(bind, text=str(rule), linear=linear, reduces=reduces)
+
+
+def _expanded(rule: RuleText, call: Call) -> RuleText:
+    """The rule with names for the dims that `...` matches, where that is the same in every entry of a list."""
+    metas = [[call.operands[p] for p in slot.positions] for slot in call.slots[: len(rule.inputs)]]
+    lists = max([len(m) for m, t in zip(metas, rule.inputs, strict=False) if t.is_list], default=1)
+    at = 0
+    for term in rule.outputs:
+        size = lists if term.is_list else 1
+        metas.append([m for m in call.outputs[at : at + size] if m is not None])
+        at += size
+    terms: list[Term] = []
+    reduces = dict(rule.reduces)
+    for term, found in zip((*rule.inputs, *rule.outputs), metas, strict=False):
+        extras = {len(m.shape) - sum(not d.rest for d in term.dims) for m in found}
+        if not any(d.rest for d in term.dims) or not found:
+            terms.append(term)
+            continue
+        if len(extras) != 1:
+            return rule
+        names = [f"e{i}" for i in range(extras.pop(), 0, -1)]
+        reduces |= {n: rule.reduces["..."] for n in names if "..." in rule.reduces}
+        dims = [[Dim((n,), d.whole) for n in names] if d.rest else [d] for d in term.dims]
+        terms.append(replace(term, dims=tuple(d for ds in dims for d in ds)))
+    count = len(rule.inputs)
+    if len(terms) < count + len(rule.outputs):
+        return rule
+    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]), reduces=reduces)
+
+
+def _terms(rule: RuleText) -> tuple[Term, ...]:
+    return (*rule.inputs, *rule.outputs)
+
+
+def _with(rule: RuleText, terms: Sequence[Term]) -> RuleText:
+    count = len(rule.inputs)
+    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]))
+
+
+def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
+    terms = list(_terms(rule))
+    terms[at] = replace(terms[at], dims=tuple(dims))
+    return _with(rule, terms)
+
+
+def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Each `!` dropped, wherever its factor stands."""
+    for factor in sorted(rule.whole):
+        terms = [
+            replace(t, dims=tuple(replace(d, whole=d.whole and not _has(d, factor)) for d in t.dims))
+            for t in _terms(rule)
+        ]
+        yield f"drop ! of {factor}", _with(rule, terms)
+
+
+def _has(dim: Dim, factor: str) -> bool:
+    return dim.rest if factor == "..." else factor in dim.factors
+
+
+def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Factors in each other's places, in a term that does not have them, in another order in a merged dim."""
+    whole = rule.whole
+    for at, term in enumerate(_terms(rule)):
+        name = f"input {at}" if at < len(rule.inputs) else f"output {at - len(rule.inputs)}"
+        for i, dim in enumerate(term.dims):
+            free = [f for f in dim.factors if f not in whole]
+            for j in range(i + 1, len(term.dims)):
+                other = term.dims[j]
+                if not (dim.rest or other.rest) and (free or any(f not in whole for f in other.factors)):
+                    dims = list(term.dims)
+                    dims[i], dims[j] = other, dim
+                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims)
+            for factor in free:
+                renamed = Dim(tuple("other" if f == factor else f for f in dim.factors), dim.whole)
+                dims = [*term.dims[:i], renamed, *term.dims[i + 1 :]]
+                yield f"rename {factor} in {name}", _put(rule, at, dims)
+            if len(free) > 1:
+                dims = [*term.dims[:i], Dim(dim.factors[::-1], dim.whole), *term.dims[i + 1 :]]
+                yield f"turn {dim} round in {name}", _put(rule, at, dims)
+
+
+def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """What cutting a missing factor leaves: nothing, or something else."""
+    for factor in rule.factors:
+        missing = any(not t.opaque and not any(_has(d, factor) for d in t.dims) for t in rule.outputs)
+        if missing and factor not in rule.whole:
+            op = rule.reduces.get(factor, "sum")
+            for other in dict.fromkeys(("", _OTHER.get(op, "sum"))):
+                if other != op:
+                    what = f"{other or 'the same on all ranks'} for {op or 'the same on all ranks'} of {factor}"
+                    yield what, replace(rule, reduces={**rule.reduces, factor: other})
+
+
+def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Inputs that are not said to be linear; sets taken apart, and put together."""
+    known = set(rule.linear)
+    singles = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
+    for single in singles:
+        joint = [group for group in known if single < group]
+        if single not in known:
+            what = "take out" if joint else "claim"
+            yield f"{what} linear in {min(single)}", replace(rule, linear=(*(known - set(joint)), single))
+    for a in singles:
+        for b in singles:
+            if min(a) < min(b) and a | b not in known and (a in known or b in known):
+                yield f"linear in {min(a)} and {min(b)} together", replace(rule, linear=(*known, a | b))
+
+
+def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
+    """Changes that no words can make: uneven and empty pieces allowed, local shapes and local ops forgotten."""
+
+    def each(change: Callable[[Group], Group]) -> Rebind:
+        return lambda b: replace(b, groups=tuple(map(change, b.groups)))
+
+    nothing: Mapping[str, int] = {}
+    if any(g.even for g in bound.groups):
+        yield _Mutant("uneven pieces of merged dims", text, rebind=each(lambda g: replace(g, even=nothing)))
+    if any(g.filled for g in bound.groups):
+        emptied = each(lambda g: replace(g, filled=nothing))
+        yield _Mutant("empty pieces", text, rebind=emptied, careful="could be cut")
+    if bound.sizes:
+        yield _Mutant("global sizes on ranks", text, rebind=lambda b: replace(b, sizes={}, instead=None))
+    if bound.local:
+        yield _Mutant("the op itself on ranks", text, rebind=lambda b: replace(b, local={}))
+    if by_hand:
+        if any(g.reduces for g in bound.groups):
+            yield _Mutant("nothing to reduce", text, rebind=each(lambda g: replace(g, reduces={})))
+            other = each(lambda g: replace(g, reduces={f: _OTHER.get(op, "sum") for f, op in g.reduces.items()}))
+            yield _Mutant("reduced in another way", text, rebind=other)
+        yield _Mutant("turn outputs round", text, rebind=each(lambda g: replace(g, outputs=_turned(g))))
+
+
+def _turned(group: Group) -> Mapping[int, tuple[str | None, ...]]:
+    return {o: term[::-1] for o, term in group.outputs.items()}
