@@ -12,15 +12,25 @@ from .call import Call
 from .lists import by_entry
 from .registry import Bind, Function, rule
 from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
+from .terms import aten, moves, ops, rand
 
-aten = torch.ops.aten
-
-_JOINTLY_LINEAR = {"add", "sub", "rsub"}
+_JOINTLY_LINEAR = {"add", "sub", "rsub", "complex"}
 _EACH_LINEAR = {"mul"}
-_FIRST_LINEAR = {"div", "neg", "to_copy", "clone", "positive", "real", "conj_physical"}
+_FIRST_LINEAR = {"div", "neg", "to_copy", "clone", "positive", "real", "conj_physical", "conj", "neg_view"}
 _IN_GRADIENT = {"threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward",
                 "relu_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish_backward",
-                "softplus_backward", "native_dropout_backward", "log_sigmoid_backward", "mish_backward"}  # fmt: skip
+                "softplus_backward", "native_dropout_backward", "log_sigmoid_backward", "mish_backward",
+                "hardshrink_backward", "hardsigmoid_backward", "softshrink_backward", "prelu_kernel_backward",
+                "rrelu_with_noise_backward", "masked_scale"}  # fmt: skip
+# Pointwise, and ATen has not tagged them so.
+_UNTAGGED = (
+    "_add_relu.Tensor", "_add_relu.Scalar", "_prelu_kernel", "_prelu_kernel_backward", "complex", "polar",
+    "floor_divide", "floor_divide.Scalar", "elu_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish",
+    "hardswish_backward", "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward", "log_sigmoid_backward",
+    "softplus_backward", "softshrink_backward", "rrelu_with_noise_backward", "rsub.Tensor", "_standard_gamma_grad",
+    "isin.Tensor_Scalar", "lerp.Tensor", "lerp.Scalar", "_to_copy", "native_dropout_backward", "fill.Scalar",
+    "masked_fill.Scalar", "masked_fill.Tensor",
+)  # fmt: skip
 
 
 def base_name(target: Any) -> str:
@@ -87,8 +97,31 @@ rule(
     [aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default],
     samples=lambda: [(torch.randn(4, 6, dtype=torch.float64),)],
 )(copy)
-rule([aten._to_copy.default, aten.lerp.Tensor, aten.lerp.Scalar, aten.native_dropout_backward.default,
-      aten.fill.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor])(elementwise)  # fmt: skip
+rule(ops(*_UNTAGGED))(elementwise)
+rule(ops("_standard_gamma_grad"), samples=lambda: [(rand(5, 7).exp(), rand(5, 7, seed=1).exp())])(elementwise)
+rule(ops("_prelu_kernel"), samples=lambda: [(rand(5, 7), rand(5, 7, seed=1))])(elementwise)
+rule(ops("zero", "_neg_view", "hardswish"), samples=lambda: [(rand(5, 7),)])(elementwise)
+rule(ops("fill.Tensor"), samples=lambda: [(rand(5, 7), rand())])(elementwise)
+rule(ops("_add_relu.Tensor"), samples=lambda: [(rand(5, 7), rand(5, 7, seed=1))])(elementwise)
+rule(ops("_masked_scale"), samples=lambda: [(rand(5, 7), (rand(5, 7) > 0).byte(), 2.0)])(elementwise)
+rule(ops("floor_divide"), samples=lambda: [(rand(5, 7), rand(7)), (rand(5, 7), 0.3)])(elementwise)
+rule(ops("lift", "lift_fresh", "_lazy_clone", "lift_fresh_copy"), samples=lambda: [(rand(5, 7),)])(copy)
+
+
+@rule(aten.copy.default, samples=lambda: [(rand(5, 7, 6), rand(7, 1, seed=1)), (rand(5, 7), rand(5, 7, seed=1))])
+def copy_into(call: Call) -> BoundRule:
+    """The second operand, of the shape and type of the first."""
+    return moves(call, Bind("..., ... -> ..."), 1)
+
+
+@rule(ops("view.dtype"), samples=lambda: [(rand(5, 6), torch.int64), (rand(5, 6), torch.int32)])
+def reinterpreted(call: Call) -> Bind:
+    """The same bits as another type: the last dim stays whole where sizes differ."""
+    return Bind("... -> ..." if call.shape(0) == call.made() else "... a! -> ... b")
+
+
+rule(ops("view_as_complex"), "... c! -> ...", linear="0", samples=lambda: [(rand(5, 6, 2),)])
+rule(ops("view_as_real"), "... -> ... c", linear="0", samples=lambda: [(torch.complex(rand(5, 6), rand(5, 6)),)])
 rule(aten._conj.default, samples=lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])(elementwise)
 rule(
     [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],

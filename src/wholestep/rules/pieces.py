@@ -66,7 +66,7 @@ def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
     if op == "sum" or op == "norm1":
         return stacked.sum(0, dtype=stacked.dtype)
     if op == "avg":
-        return stacked.double().mean(0).to(stacked.dtype)
+        return stacked.to(torch.promote_types(stacked.dtype, torch.float64)).mean(0).to(stacked.dtype)
     if op == "norm2":
         return stacked.square().sum(0).sqrt()
     return stacked.amax(0) if op == "max" else stacked.amin(0)
