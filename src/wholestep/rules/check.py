@@ -214,7 +214,11 @@ def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]
 
 def _flat(made: Any) -> tuple[Tensor | None, ...]:
     opened: list[Any] = [x for item in _items(made) for x in _items(item)]
-    return tuple(x if isinstance(x, Tensor) else None for x in opened)
+    return tuple(torch.tensor(x) if isinstance(x, (bool, int, float)) else _tensor(x) for x in opened)
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -337,8 +341,8 @@ def _pass_name(through: PassThrough, op: str) -> str:
 def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
     """Split partial operands into two ranks' parts, run both, combine; None where they cannot be split."""
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
-    if any(parts is None for parts in splits.values()):
-        return None  # booleans, nan: not values that are partial in this way
+    if any(parts is None for parts in splits.values()) or all(case.tensors[i].numel() < 2 for i in splits):
+        return None  # booleans, nan: not values that are partial in this way; too few to tell
     wholes = list(case.tensors)
     both = [list(case.tensors), list(case.tensors)]
     for i, parts in splits.items():
@@ -354,7 +358,7 @@ def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[
     mesh = Mesh("a=2")
     for o in group.outputs:
         whole, pieces = expected[o], [outputs[o] for outputs in made]
-        if whole is None or o in group.opaque or any(p is None for p in pieces):
+        if whole is None or o in group.opaque or any(p is None for p in pieces) or not whole.numel():
             continue
         layout = replicated(whole.ndim).put("a", AxisState("P", op=op))
         problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)

@@ -43,7 +43,7 @@ def elementwise(call: Call) -> Bind | BoundRule | None:
     """Every output element comes from the operand elements at its place; operands broadcast from the right."""
     tensors = list(call.slots)
     given = [i for i, slot in enumerate(tensors) if slot.positions]
-    if not given or any(slot.is_list for slot in tensors):
+    if not given or None in call.outputs or any(slot.is_list for slot in tensors):
         return None
     text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * len(call.outputs))}"
     name = base_name(call.target)
@@ -122,6 +122,9 @@ def reinterpreted(call: Call) -> Bind:
 
 rule(ops("view_as_complex"), "... c! -> ...", linear="0", samples=lambda: [(rand(5, 6, 2),)])
 rule(ops("view_as_real"), "... -> ... c", linear="0", samples=lambda: [(torch.complex(rand(5, 6), rand(5, 6)),)])
+rule(
+    aten.rrelu_with_noise_backward.default, samples=lambda: [(*torch.randn(3, 4, 6).double(), 0.1, 0.3, False, False)]
+)(elementwise)
 rule(aten._conj.default, samples=lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])(elementwise)
 rule(
     [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],

@@ -13,15 +13,16 @@ from .language import Dim, RuleText, Term, parse
 from .registry import Bind, find
 from .rule import BoundRule, Group
 
-_OTHER = {"sum": "max", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
+_OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
 
 
 @dataclass(frozen=True)
 class Mutation:
     """A change of one rule, and whether the check failed on it.
 
-    `verdict`: `caught`; else `could be cut` for a '!' and `could stay partial` for a claim of linearity, where the op
-    can do more than its rule says, which costs communication and nothing else; or `survived`.
+    `verdict`: `caught`; else `could be cut` for a '!', `could stay partial` for a claim of linearity and `could do
+    without` for local sizes, where the op can do more than its rule says, which costs communication and nothing else;
+    or `survived`.
     """
 
     op: str
@@ -82,7 +83,8 @@ def mutate_op(
             key = (mutant.rule, mutant.change)
             if key in found and found[key].caught:
                 continue
-            starts(key)
+            if key not in crashing:
+                starts(key)
             caught = key in crashing or _fails(case, bound, mutant)
             if caught is not None:
                 verdict = "caught" if caught else mutant.careful or "survived"
@@ -103,15 +105,16 @@ def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
         new = [(g, t) for g, group in enumerate(changed.groups) for t in group.partial if (g, t) not in old]
         tried = [check_pass(case, changed.groups[g], t, op) for g, t in new for op in sorted(t.ops)]
         return None if case.random or all(t is None for t in tried) else any(tried)
-    known = {_claim(bound, way) for way in ways(case, bound, two_axes=False)}
-    claimed = [way for way in ways(case, changed, two_axes=False) if _claim(changed, way) not in known]
+    known = {_claim(case, bound, way) for way in ways(case, bound, two_axes=False)}
+    claimed = [way for way in ways(case, changed, two_axes=False) if _claim(case, changed, way) not in known]
     return any(check_way(case, changed, way) for way in claimed) if claimed else None
 
 
-def _claim(bound: BoundRule, way: Way) -> Any:
-    """What is claimed, whatever the factor is called."""
+def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
+    """What is claimed, whatever the factor is called; where an output is all zeros, no claim about it can be wrong."""
     sizes = tuple(sorted(bound.sizes.items()))
-    return way.mesh, way.takes, way.gives, sizes, bound.instead, bound.local.get(way.factor)
+    gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.whole, way.gives, strict=True)]
+    return way.mesh, way.takes, tuple(gives), sizes, bound.instead, way.factor in bound.local
 
 
 # -- what to change ---------------------------------------------------------------------------
@@ -121,7 +124,7 @@ def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_M
         rule = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items()))), call)
         text = str(rule)
         for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
-            careful = "could be cut" if change.startswith("drop !") else ""
+            careful = "could be cut" if "!" in change else ""
             yield _Mutant(change, text, reword=_saying(new), careful=careful)
         for change, new in _linear(rule):
             careful = "" if change.startswith("take out") else "could stay partial"
@@ -263,7 +266,8 @@ def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
         emptied = each(lambda g: replace(g, filled=nothing))
         yield _Mutant("empty pieces", text, rebind=emptied, careful="could be cut")
     if bound.sizes:
-        yield _Mutant("global sizes on ranks", text, rebind=lambda b: replace(b, sizes={}, instead=None))
+        bare: Rebind = lambda b: replace(b, sizes={}, instead=None)  # noqa: E731
+        yield _Mutant("global sizes on ranks", text, rebind=bare, careful="could do without")
     if bound.local:
         yield _Mutant("the op itself on ranks", text, rebind=lambda b: replace(b, local={}))
     if by_hand:

@@ -18,7 +18,11 @@ Samples = Callable[[Any], Sequence[Sample]]
 
 
 def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any, list[Mutation]]]:
-    """Every op with the mutations of its rule. A mutation that ends the process is caught."""
+    """Every op with the mutations of its rule. A mutation that ends the process is caught.
+
+    Memory that one op damaged may end the process at a later one, so an op is blamed only where a new process ends at
+    it too.
+    """
     context = multiprocessing.get_context("fork")
     left = list(targets)
     crashing: set[Key] = set()
@@ -28,19 +32,20 @@ def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any
         worker.start()
         send.close()
         last: Key | None = None
+        new = True
         while (message := _next(receive)) is not None:
             if isinstance(message, list):
                 yield left.pop(0), cast(list[Mutation], message)
                 crashing.clear()
-                last = None
+                last, new = None, False
             else:
                 last = cast(Key, message)
         worker.join()
-        if left and (last is None or last in crashing):
+        if left and new and last is None:
             op = left.pop(0)
-            yield op, [Mutation(str(op), "", f"the process ended with {worker.exitcode}", False, "survived")]
+            yield op, [Mutation(str(op), "", f"none: the process ended with {worker.exitcode}", False, "survived")]
             crashing.clear()
-        elif last is not None:
+        elif new and last is not None:
             crashing.add(last)
 
 
@@ -57,4 +62,7 @@ def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], se
     for number, target in enumerate(targets):
         here = not _torch.is_op(target) or _torch.runs_on_cpu(target)
         cases = cases_of(target, samples(target)) if here else []
-        send.send(mutate_op(cases, crashing if number == 0 else (), send.send))
+        try:
+            send.send(mutate_op(cases, crashing if number == 0 else (), send.send))
+        except Exception as error:  # a defect of the check itself must not pass for a caught mutation
+            send.send([Mutation(str(target), "", f"none: {type(error).__name__}: {error}", False, "survived")])

@@ -63,6 +63,8 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
 def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
     """What a reduction over ranks makes of their partial values."""
     stacked = torch.stack(list(parts))
+    if stacked.dtype == torch.bool and op not in ("max", "min"):
+        stacked = stacked.long()  # booleans have no sums: the type tells
     if op == "sum" or op == "norm1":
         return stacked.sum(0, dtype=stacked.dtype)
     if op == "avg":
@@ -86,18 +88,18 @@ def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor]
     if exact:
         noise = torch.randint(0, 5, whole.shape, generator=source).to(whole.dtype)
     else:
-        noise = torch.rand(whole.shape, generator=source, dtype=torch.float64).to(whole.dtype)
+        noise = torch.randn(whole.shape, generator=source, dtype=torch.float64).to(whole.dtype)
+        noise = noise * (1 + whole.abs().max()) if whole.numel() else noise
     first = torch.randint(0, 2, whole.shape, generator=source).bool()
     if op in ("max", "min"):
-        other = whole - noise if op == "max" else whole + noise
+        other = whole - noise.abs() if op == "max" else whole + noise.abs()
         return torch.where(first, whole, other), torch.where(first, other, whole), whole
     if op == "norm2":
         size = whole.abs()
         return size * noise.cos(), size * noise.sin(), size
     if op == "norm1":
         size = whole.abs()
-        part = (size * noise if not exact else torch.where(first, size, 0 * size)).to(whole.dtype)
-        return part, size - part, size
+        return torch.where(first, size, 0 * size), torch.where(first, 0 * size, size), size
     scale = 2 if op == "avg" else 1
     return noise, scale * whole - noise, whole
 

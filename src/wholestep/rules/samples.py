@@ -87,7 +87,7 @@ class _Recording:
         score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
         if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
             return None
-        return target, kind, (score, Sample(*with_tensors(args, kwargs, [t.detach().clone() for t in tensors])))
+        return target, kind, (score, Sample(*with_tensors(args, kwargs, [_lively(t.detach()) for t in tensors])))
 
     def best(self) -> dict[Any, list[Sample]]:
         out: dict[Any, list[Sample]] = {}
@@ -114,6 +114,13 @@ def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> di
                     _run(info, sample, recording)
             progress((number + 1) / len(infos))
     return recording.best()
+
+
+def _lively(tensor: Tensor) -> Tensor:
+    """A copy; zeros, which hide most mistakes, become random numbers."""
+    if tensor.is_floating_point() and tensor.numel() > 1 and not bool(tensor.any()):
+        return torch.randn_like(tensor)
+    return tensor.clone()
 
 
 def _samples(info: Any) -> Iterator[Any]:

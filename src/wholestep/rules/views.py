@@ -117,9 +117,16 @@ def permute(call: Call) -> BoundRule:
     return keeps_partial(moved(names, [names[d] for d in order]).on(call))
 
 
-@rule([aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+@rule(aten.unsqueeze.default)
+def unsqueeze(call: Call) -> BoundRule:
+    """A dim of size one comes."""
+    left, right = regroup(call.shape(0), call.made())
+    return keeps_partial(Bind(f"{left} -> {right}").on(call))
+
+
+@rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
 def squeeze(call: Call) -> BoundRule:
-    """Dims of size one come and go. A rank's piece of size one must not go, so a rank views its shape."""
+    """Dims of size one go. A rank's piece of size one must not, so a rank views its shape."""
     left, right = regroup(call.shape(0), call.made())
     bound = keeps_partial(Bind(f"{left} -> {right}", sizes={"size": "out0"}).on(call))
     return replace(bound, instead=aten.view.default)
