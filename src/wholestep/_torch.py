@@ -340,6 +340,17 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def shard_of(placement: object) -> tuple[int, int] | None:
+    """The dim that a placement shards and its split factor, 1 for a plain shard; None for other placements."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not isinstance(placement, (Shard, _StridedShard)):
+        return None
+    known = cast(Any, placement)
+    return int(known.dim), int(getattr(known, "split_factor", 1))
+
+
 def inductor_compile(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph of local tensors, collectives included, with TorchInductor."""
     try:

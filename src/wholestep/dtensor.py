@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import _torch
+from .errors import LayoutError
 from .layout import Layout
 from .mesh import Mesh
 
@@ -17,26 +20,44 @@ from .mesh import Mesh
 def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
     """One placement for each mesh axis. Axes that shard one dim out of mesh order become strided shards."""
     out: list[Any] = []
-    for m, axis in enumerate(mesh.axes):
-        state = layout.state(axis.name)
+    for axis in mesh.names:
+        state = layout.state(axis)
         if state.kind != "S":
             out.append(Replicate())
             continue
-        order = layout.dims[state.dim]
-        inner = [a for a in order[: order.index(axis.name)] if mesh.names.index(a) > m]
-        factor = 1
-        for name in inner:
-            factor *= mesh.axis_size(name)
+        factor = _factor(axis, layout.dims[state.dim], mesh)
         out.append(Shard(state.dim) if factor == 1 else _torch.strided_shard(state.dim, factor))
     return tuple(out)
 
 
+def _factor(axis: str, order: Sequence[str], mesh: Mesh) -> int:
+    """How many pieces axes make that cut a dim before `axis` does but stand after it in the mesh."""
+    before = order[: order.index(axis)]
+    return prod(mesh.axis_size(a) for a in before if mesh.names.index(a) > mesh.names.index(axis))
+
+
 def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
-    """The layout of a DTensor whose shards follow mesh order."""
+    """The layout of a DTensor.
+
+    Raises:
+        LayoutError: its strided shards follow no order of the axes of the mesh.
+    """
     dims: list[tuple[str, ...]] = [()] * tensor.dim()
+    factors: dict[str, int] = {}
     for axis, placement in zip(mesh.axes, tensor.placements, strict=True):
-        if isinstance(placement, Shard) and axis.size > 1:
-            dims[placement.dim] = (*dims[placement.dim], axis.name)
+        found = _torch.shard_of(placement)
+        if found is not None and axis.size > 1:
+            dims[found[0]] = (*dims[found[0]], axis.name)
+            factors[axis.name] = found[1]
+    for dim, axes in enumerate(dims):
+        orders = [o for o in permutations(axes) if all(_factor(a, o, mesh) == factors[a] for a in o)]
+        if not orders:
+            raise LayoutError(
+                f"a DTensor placed as {tensor.placements} on {mesh}",
+                "shards that follow an order of the axes",
+                "redistribute it, to Shard() or Replicate() on each axis",
+            )
+        dims[dim] = orders[0]
     return Layout(tuple(dims))
 
 
