@@ -15,7 +15,8 @@ from torch import Tensor
 from ..graph.ops import CTC_LOSS
 from .call import Call
 from .registry import Bind, rule
-from .terms import aten, ints, ops, rand, text
+from .rule import BoundRule
+from .terms import aten, ints, ops, rand, text, whole
 
 NONE, MEAN, SUM = 0, 1, 2
 _OUTSIDE = -100
@@ -210,12 +211,17 @@ def _ctc_gradients() -> Iterator[tuple[Any, ...]]:
         yield rand(5), probs, targets, inputs, lengths, loss, alpha, blank, infinity
 
 
-rule(CTC_LOSS, "t! n c!, n s!, n, n -> n, n t! a", filled="n", samples=_ctc)
+@rule(CTC_LOSS, samples=_ctc)
+def ctc_loss(call: Call) -> Bind | BoundRule:
+    """Rows of targets, each padded to one length; end to end they stay whole."""
+    if len(call.shape(1)) != 2:
+        return whole(call)
+    return Bind("t! n c!, n s!, n, n -> n, n t! a", filled=frozenset("n"))
 
 
 @rule(aten._ctc_loss_backward.Tensor, samples=_ctc_gradients)
-def ctc_loss_backward(call: Call) -> Bind | None:
-    """Rows of targets, each padded to one length."""
+def ctc_loss_backward(call: Call) -> Bind | BoundRule:
+    """Gradients of the probabilities."""
     if len(call.shape(2)) != 2:
-        return None
+        return whole(call)
     return Bind("n, t! n c!, n s!, n, n, n, n t! a! -> t! n c!", "0", filled=frozenset("n"))

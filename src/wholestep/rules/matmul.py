@@ -6,6 +6,7 @@ import torch
 
 from .call import Call
 from .registry import Bind, rule
+from .terms import fitted, ops, rand, text
 
 aten = torch.ops.aten
 
@@ -20,10 +21,58 @@ rule(aten.ger.default, "m, n -> m n", linear="0 | 1", samples=lambda: [(torch.ra
 @rule([aten.addmm.default, aten.addbmm.default, aten.baddbmm.default])
 def with_bias(call: Call) -> Bind:
     """A product and a bias that broadcasts: the bias must be added once, so a cut contraction needs it whole."""
-    name = call.target._overloadpacket.__name__
+    name = call.target._overloadpacket.__name__.removeprefix("_").removesuffix("_activation")
     product = {"addmm": "m k!, k! n -> m n", "baddbmm": "b m k!, b k! n -> b m n", "addbmm": "b! m k!, b! k! n -> m n"}
     left, _, made = product[name].partition("->")
     dims = made.split()
     bias = dims[len(dims) - len(call.shape(0)) :]
     term = " ".join("1" if size == 1 else dim for dim, size in zip(bias, call.shape(0), strict=True)) or "()"
     return Bind(f"{term}, {left}-> {made}")
+
+
+rule(ops("mm.dtype"), "m k, k n -> m n", linear="0 | 1")
+rule(ops("bmm.dtype"), "b m k, b k n -> b m n", linear="0 | 1")
+rule(ops("_int_mm"), "m k, k n -> m n", linear="0 | 1", samples=lambda: [_bytes()])
+rule(ops("addmm.dtype", "baddbmm.dtype", "_addmm_activation"))(with_bias)
+rule(
+    ops("_addmm_activation"),
+    samples=lambda: [(rand(6), rand(5, 4), rand(4, 6)), (rand(6), rand(5, 4), rand(4, 6), {"use_gelu": True})],
+)(with_bias)
+
+
+def _bytes() -> tuple[torch.Tensor, torch.Tensor]:
+    return (3 * rand(5, 4)).to(torch.int8), (3 * rand(4, 6)).to(torch.int8)
+
+
+@rule(ops("addmv"))
+def matrix_vector(call: Call) -> Bind:
+    """A product with a vector, and a bias."""
+    return Bind(text([fitted(["m"], call.shape(0)), "m k!", "k!"], ["m"]))
+
+
+@rule(ops("addr"))
+def outer(call: Call) -> Bind:
+    """A product of vectors, and a bias."""
+    return Bind(text([fitted(["m", "n"], call.shape(0)), "m", "n"], ["m n"]))
+
+
+@rule(ops("_scaled_mm"))
+def scaled(call: Call) -> Bind | None:
+    """A product of numbers of 8 bits, with a scale for all, or for each row and column."""
+    (m, n), sizes = call.made(), [call.operands[s.positions[0]].numel for s in call.slots[2:4] if s.positions]
+    if len(sizes) != 2 or sizes[0] not in (1, m) or sizes[1] not in (1, n):
+        return None
+    rows, columns = (fitted(dims, call.shape(i)) for dims, i in ((["m", "k"], 2), (["k", "n"], 3)))
+    return Bind(text(["m k!", "k! n", rows, columns, "n", "*"], ["m n"]))
+
+
+@rule(ops("_grouped_mm"))
+def grouped(call: Call) -> Bind | None:
+    """Products of groups of rows, or of columns, or of matrices: `offsets` count what is in each group."""
+    kinds = {(2, 3): "t! k, e! k n, e! -> t! n", (3, 2): "e! m k, k t!, e! -> m t!", (2, 2): "m t!, t! n, e! -> e m n",
+             (3, 3): "e m k, e k n, * -> e m n"}  # fmt: skip
+    found = kinds[len(call.shape(0)), len(call.shape(1))]
+    if call.slots[3].positions:
+        return None
+    left, _, made = found.partition(" -> ")
+    return Bind(f"{left}, * -> {made}", "0 | 1")

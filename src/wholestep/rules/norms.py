@@ -165,3 +165,33 @@ def batch_norm_backward(call: Call) -> Bind:
     grad = next(i for i, slot in enumerate(call.slots) if slot.name.startswith("grad"))
     cut = frozenset(d for d in full.split() if not d.endswith("!"))
     return Bind(text(terms, [full, "c", "c"]), str(grad), filled=cut)
+
+
+# -- weights ------------------------------------------------------------------------------------
+def _weight_norm() -> Iterator[tuple[Any, ...]]:
+    yield rand(5, 4, 3), rand(5, 1, 1), 0
+    yield rand(5, 4, 3), rand(1, 1, 3), 2
+
+
+@rule(ops("_weight_norm_interface"), samples=_weight_norm)
+def weight_norm(call: Call) -> Bind:
+    """(directions, lengths) -> weights, norms: whole but for the dim that has lengths of its own."""
+    dims = dims_of(call)
+    at = dims[int(call.argument("dim", 0)) % len(dims)]
+    full, line = term(dims, [d for d in dims if d != at]), " ".join(at if d == at else "1" for d in dims)
+    return Bind(text([full, line], [full, line]), filled=frozenset({at}))
+
+
+def _weight_norm_gradients() -> Iterator[tuple[Any, ...]]:
+    for v, g, dim in _weight_norm():
+        norms = aten._weight_norm_interface(v, g, dim)[1]
+        yield rand(5, 4, 3, seed=3), v, g, norms, dim
+
+
+@rule(ops("_weight_norm_interface_backward"), samples=_weight_norm_gradients)
+def weight_norm_backward(call: Call) -> Bind:
+    """Gradients of directions and lengths."""
+    dims = dims_of(call)
+    at = dims[int(call.argument("dim", 0)) % len(dims)]
+    full, line = term(dims, [d for d in dims if d != at]), " ".join(at if d == at else "1" for d in dims)
+    return Bind(text([full, full, line, line], [full, line]), "0", filled=frozenset({at}))

@@ -10,6 +10,7 @@ from .call import Call
 from .lists import NORMS, norm_group
 from .registry import Bind, rule
 from .rule import BoundRule
+from .terms import ops, rand
 
 aten = torch.ops.aten
 
@@ -50,8 +51,28 @@ rule([aten.amin.default, aten.min.default])(reduction("min"))
 rule(
     [aten.prod.default, aten.prod.dim_int, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
      aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.logsumexp.default,
-     aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.median.dim, aten.mode.default]
+     aten.var.correction, aten.std.correction, aten.var_mean.correction,
+     *ops("all.dims", "std_mean.correction", "aminmax", "_aminmax", "_aminmax.dim", "norm.ScalarOpt_dim",
+          "norm.ScalarOpt_dim_dtype", "norm.Scalar", "norm.ScalarOpt_dtype", "native_norm",
+          "native_norm.ScalarOpt_dim_dtype", "linalg__powsum")]
 )(reduction(""))  # fmt: skip
+rule(ops("count_nonzero", "count_nonzero.dim_IntList", "nansum"))(reduction("sum"))
+rule(ops("_aminmax"), samples=lambda: [(rand(5, 7),)])(reduction(""))
+rule(ops("_aminmax.dim"), samples=lambda: [(rand(5, 7), 1)])(reduction(""))
+rule(ops("trace"), "a! b! -> ()", linear="0", samples=lambda: [(rand(5, 7),)])
+
+
+@rule(ops("dist"), samples=lambda: [(rand(5, 7), rand(7, seed=1), 3)])
+def dist(call: Call) -> Bind:
+    """A norm of a difference."""
+    return Bind("...!, ...! -> ()")
+
+
+@rule(ops("histc"), samples=lambda: [(rand(5, 7), 4, -2, 2), (rand(5, 7), 4)])
+def histc(call: Call) -> Bind:
+    """Counts in bins: sums where the range is given, else over the range of all values."""
+    given = call.argument("min") != call.argument("max")
+    return Bind("... -> k" if given else "...! -> k")
 
 
 @rule([aten.mean.default, aten.mean.dim])

@@ -5,12 +5,16 @@ All of them move values, and zeros: any partial value passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
+
+from torch import Tensor
 
 from .call import Call
 from .registry import Bind, rule
 from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough, Term
-from .terms import aten, dims_of, moves, ops, rand, term, text
+from .terms import aten, dims_of, moves, ops, rand, term, text, whole
 
 
 def _dim(call: Call, ndim: int, name: str = "dim", default: int = 0) -> int:
@@ -238,3 +242,38 @@ def constant_pad(call: Call) -> BoundRule:
     out = [f"p{i}" if d in padded else d for i, d in enumerate(dims)]
     bind = Bind(text([term(dims, padded)], [term(out)]))
     return moves(call, bind) if not call.argument("value", 0) else bind.on(call)
+
+
+# -- by strides -----------------------------------------------------------------------------
+def _rows_piece(start: int, length: int, have: Tensor, size: list[int], stride: list[int], *rest: Any) -> Tensor:
+    return aten.as_strided.default(have.contiguous(), [length, *size[1:]], stride)
+
+
+def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
+    """True where strides read each row of a tensor by itself, as it lies in memory."""
+    size, stride = call.argument("size"), call.argument("stride")
+    have = call.operands[0]
+    if not have.is_contiguous or call.argument("storage_offset") or not size or not shape or size[0] != shape[0]:
+        return False
+    row = prod(shape[1:])
+    reach = sum((n - 1) * step for n, step in zip(size[1:], stride[1:], strict=True))
+    return row > 0 and stride[0] == row and reach < row
+
+
+@rule(
+    ops("as_strided"),
+    samples=lambda: [(rand(5, 6), [5, 3, 4], [6, 1, 1]), (rand(5, 6), [6, 5], [1, 6]), (rand(30), [5, 3], [6, 1])],
+)
+def as_strided(call: Call) -> BoundRule:
+    """Reads memory, not dims: whole, but for rows that are read apart."""
+    dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
+    apart = _rows_apart(call, call.shape(0))
+    given = term(["n", *dims[1:]], dims[1:]) if apart else term(dims, dims)
+    out = term(["n", *made[1:]]) if apart else term(made)
+    return moves(call, Bind(text([given], [out]), local={"n": _rows_piece} if apart else {}))
+
+
+@rule(ops("as_strided_scatter"))
+def as_strided_scatter(call: Call) -> BoundRule:
+    """Writes memory, not dims: whole."""
+    return whole(call)
