@@ -72,6 +72,8 @@ class Emitter:
         if step.kind == "vary" or (step.kind == "mask" and step.op == "avg"):
             return at
         if step.kind == "slice":
+            here = meta.tensor(at)
+            made = replace(made, stride=here.stride) if here is not None else made
             node = self.call(take_chunk, (at, step.dim, self.mesh.axis_size(step.axis), step.axis), made, at)
             meta.set_loose(node, meta.is_loose(at) or step.dim > 0)
             return node

@@ -253,7 +253,9 @@ class _Lowering:
     def _shape(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
-        return contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
+        made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
+        repeats = tuple(0 if of_whole == 0 else own for of_whole, own in zip(whole.stride, made.stride, strict=True))
+        return replace(made, stride=repeats)  # what repeats along a dim still does
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -1,0 +1,169 @@
+"""`semantics="global"` on gloo ranks: uneven parts, whole batches, random numbers, against one device in float64."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import wholestep as ws
+from tests.dist.launch import RankError, run_ranks
+
+ROWS = (8, 8, 7, 9, 5, 8)
+PARTS = {2: ((4, 4), (3, 5), (1, 6), (5, 4), (0, 5), (4, 4)), 3: ((3, 3, 2), (2, 2, 4), (3, 3, 1), (9, 0, 0), (2, 2, 1), (1, 4, 3))}
+
+
+class Net(nn.Module):
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(drop), nn.Linear(33, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    optimizer.zero_grad()
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    loss = (losses * batch["weight"]).sum() / batch["weight"].sum()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return {"loss": loss.detach(), "largest": losses.detach().amax()}
+
+
+def batches() -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(n, 12, generator=g), "y": torch.randint(0, 7, (n,), generator=g),
+            "weight": torch.rand(n, generator=g),
+        }
+        for n in ROWS
+    ]  # fmt: skip
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _trains(rank: int, world: int, style: str, inputs: str) -> tuple[float, list[int]]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(rank)  # the first rank's parameters are taken
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    torch.manual_seed(0)
+    twin = Net()
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01, eps=1e-4)
+    step = ws.compile(train, parallel=ws.DataParallel(style, semantics="global", inputs=inputs))
+    worst, captures = 0.0, []
+    for batch, parts in zip(batches(), PARTS[world], strict=True):
+        start = sum(parts[:rank])
+        own = {k: v[start : start + parts[rank]] for k, v in batch.items()}
+        found, expected = step(model, optimizer, own if inputs == "local" else batch), train(twin, other, batch)
+        captures.append(step.captures)
+        worst = max([worst, *((found[k] - expected[k]).abs().item() for k in expected)])
+    for a, b in zip([*model.parameters(), *model.buffers()], [*twin.parameters(), *twin.buffers()], strict=True):
+        worst = max(worst, (whole(a) - b).abs().max().item())
+    return worst, captures
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("inputs", ["local", "global"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_same_as_one_device(style: str, inputs: str, world: int) -> None:
+    for worst, captures in run_ranks(_trains, world, style, inputs):
+        assert worst < 1e-12
+        assert captures[0] == 1
+        assert captures[-1] == captures[-2] if inputs == "global" else True  # a size that was met before
+
+
+def _drops(rank: int, world: int) -> tuple[list[float], list[float], list[Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5))
+    scale = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(scale.parameters(), lr=0.0)
+
+    def look(optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dropped = model(x)  # cut over ranks
+        noise = torch.rand(3)  # the same on all ranks
+        loss = scale(dropped).mean() * noise.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), noise, dropped
+
+    step = ws.compile(look, model=[model, scale], parallel=ws.DataParallel("replicate", semantics="global"))
+    torch.manual_seed(100 + rank)
+    before, found = torch.get_rng_state(), []
+    for _ in range(2):
+        found.append(step(optimizer, torch.ones(8, 16)))
+    assert torch.equal(before, torch.get_rng_state()), "the user's generator is left alone"
+    return [float(f[0]) for f in found], [float(f[1].sum()) for f in found], [f[2] for f in found]
+
+
+def test_random_numbers() -> None:
+    """Whole tensors are drawn alike on all ranks, pieces differ, and so do steps."""
+    (losses, noise, dropped), (losses_2, noise_2, dropped_2) = run_ranks(_drops, 2)
+    assert losses == losses_2
+    assert noise == noise_2
+    assert noise[0] != noise[1]
+    for a, b in zip(dropped, dropped_2, strict=True):
+        assert torch.equal(a, b), "the result is the whole tensor on every rank"
+        top, bottom = a.chunk(2)
+        assert not torch.equal(top, bottom), "pieces are drawn from streams of their own"
+        assert 0.2 < (a == 0).double().mean() < 0.8
+    assert not torch.equal(dropped[0], dropped[1])
+
+
+def _two_axes(rank: int, world: int, wrong: bool) -> float:
+    """Ranks along an axis that cuts no batch are given the same one."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = copy.deepcopy(model)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    parallel = ws.DataParallel("fully_shard", axis="dp", semantics="global")
+    step = ws.compile(train, parallel=parallel, mesh="dp=2,other=2")
+    worst = 0.0
+    for batch, parts in zip(batches()[:2], PARTS[2], strict=False):
+        part = rank // 2
+        start = sum(parts[:part])
+        length = parts[part] - (1 if wrong and rank == 3 else 0)
+        own = {k: v[start : start + length] for k, v in batch.items()}
+        worst = max(worst, (step(model, optimizer, own)["loss"] - train(twin, other, batch)["loss"]).abs().item())
+    return worst
+
+
+def test_ranks_of_one_part() -> None:
+    assert max(run_ranks(_two_axes, 4, False)) < 1e-12
+    with pytest.raises(RankError, match="the same batch on ranks that differ only outside dp"):
+        run_ranks(_two_axes, 4, True)
+
+
+def _reads(rank: int, world: int) -> str:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, mask: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * (2.0 if mask.all() else 1.0)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model: Any = nn.Linear(3, 2)
+    step = ws.compile(train, parallel=ws.DataParallel("replicate", semantics="global"))
+    try:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool))
+    except ws.CaptureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_value_of_a_part_says_nothing_about_the_whole() -> None:
+    """A step may read integers of its batch, but not of a part of it."""
+    for text in run_ranks(_reads, 2):
+        assert "mask.all()" in text
