@@ -10,6 +10,7 @@ import torch
 from .. import _torch
 from .call import Call
 from .lists import by_entry
+from .matmul import LATE
 from .registry import Bind, Function, rule
 from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
 from .terms import aten, moves, ops, rand
@@ -89,6 +90,8 @@ def family(target: Any) -> Function | None:
     name = base_name(target)
     if name.startswith(("foreach_", "fused_")):
         return by_entry
+    if str(target) in LATE:
+        return LATE[str(target)]
     pointwise = _torch.is_op(target) and torch.Tag.pointwise in target.tags
     return elementwise if pointwise else None
 
@@ -123,7 +126,7 @@ def reinterpreted(call: Call) -> Bind:
 rule(ops("view_as_complex"), "... c! -> ...", linear="0", samples=lambda: [(rand(5, 6, 2),)])
 rule(ops("view_as_real"), "... -> ... c", linear="0", samples=lambda: [(torch.complex(rand(5, 6), rand(5, 6)),)])
 rule(
-    aten.rrelu_with_noise_backward.default, samples=lambda: [(*torch.randn(3, 4, 6).double(), 0.1, 0.3, False, False)]
+    aten.rrelu_with_noise_backward.default, samples=lambda: [(*torch.randn(3, 2, 5, 4).double(), 0.1, 0.3, False, False)]
 )(elementwise)
 rule(aten._conj.default, samples=lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])(elementwise)
 rule(

@@ -42,10 +42,9 @@ class _Places:
     def _names(self) -> list[str | None]:
         return [None if n == 1 else f"i{j}" for j, n in enumerate(self.found)]
 
-    def longest(self) -> str | None:
-        """The dim of the indices with most entries."""
-        sizes = {name: n for name, n in zip(self._names(), self.found, strict=True) if name}
-        return max(sizes, key=lambda name: sizes[name]) if sizes else None
+    def outermost(self) -> str | None:
+        """The first dim of the indices that has entries to cut."""
+        return next((name for name in self._names() if name), None)
 
     def first(self, shape: Sequence[int]) -> int | None:
         """The first dim that is indexed, where there is something to cut."""
@@ -137,7 +136,7 @@ def put(call: Call) -> BoundRule | None:
     if indices is None:
         return _masked(call)
     places, accumulate = _Places(call.shape(0), indices), bool(call.argument("accumulate"))
-    last, keep = len(places.index) + 1, places.longest() if accumulate else None
+    last, keep = len(places.index) + 1, places.outermost() if accumulate else None
     full = _full(places, call.shape(0))
     values = _right(places.out, call.shape(last), full)
     dim = None if accumulate else places.first(call.shape(0))

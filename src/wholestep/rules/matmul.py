@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from .call import Call
-from .registry import Bind, rule
+from .registry import Bind, Function, rule
+from .rule import BoundRule
 from .terms import fitted, ops, rand, text
 
 aten = torch.ops.aten
@@ -66,13 +71,34 @@ def scaled(call: Call) -> Bind | None:
     return Bind(text(["m k!", "k! n", rows, columns, "n", "*"], ["m n"]))
 
 
-@rule(ops("_grouped_mm"))
-def grouped(call: Call) -> Bind | None:
-    """Products of groups of rows, or of columns, or of matrices: `offsets` count what is in each group."""
+def _groups() -> Iterator[tuple[Any, ...]]:
+    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
+    yield rand(8, 16).float(), rand(3, 16, 24).float(), ends
+    yield rand(3, 16, 24).float(), rand(3, 24, 16).float()
+
+
+@rule(ops("_grouped_mm"), samples=_groups)
+def grouped(call: Call) -> BoundRule | None:
+    """Products of groups of rows, or of columns, or of matrices: `offsets` say where each group ends.
+
+    The kernel wants rows of a multiple of 16 bytes: pieces are as long.
+    """
     kinds = {(2, 3): "t! k, e! k n, e! -> t! n", (3, 2): "e! m k, k t!, e! -> m t!", (2, 2): "m t!, t! n, e! -> e m n",
              (3, 3): "e m k, e k n, * -> e m n"}  # fmt: skip
-    found = kinds[len(call.shape(0)), len(call.shape(1))]
     if call.slots[3].positions:
         return None
-    left, _, made = found.partition(" -> ")
-    return Bind(f"{left}, * -> {made}", "0 | 1")
+    left, _, made = kinds[len(call.shape(0)), len(call.shape(1))].partition(" -> ")
+    bound = Bind(f"{left}, * -> {made}", "0 | 1").on(call)
+    group, size = bound.groups[0], call.operands[0].dtype.itemsize
+    lengths = {f: n for i, t in group.operands.items() for f, n in zip(t, call.shape(i), strict=True) if f}
+    even = {f: n * size // 16 for f, n in lengths.items() if f != "e"}
+    return replace(bound, groups=(replace(group, even=even),))
+
+
+# Ops of other libraries, by name: they exist once those are imported.
+LATE: dict[str, Function] = {
+    "transformers.grouped_mm_fallback.default": lambda call: Bind("t! k, e! k n, e! -> t! n", "0 | 1"),
+    "transformers.grouped_mm_fallback_backward.default": lambda call: Bind(
+        "t! k, e! k n, e!, t! n -> t! k, e! k n", "3"
+    ),
+}

@@ -273,7 +273,24 @@ def as_strided(call: Call) -> BoundRule:
     return moves(call, Bind(text([given], [out]), local={"n": _rows_piece} if apart else {}))
 
 
-@rule(ops("as_strided_scatter"))
+@rule(
+    ops("as_strided_scatter"),
+    samples=lambda: [
+        (rand(30), rand(5, 6, seed=1), [5, 6], [6, 1]), (rand(5, 6), rand(5, 3, 2, seed=1), [5, 3, 2], [6, 2, 1]),
+        (rand(5, 6), rand(3, 4, seed=1), [3, 4], [6, 1]),
+    ],
+)  # fmt: skip
 def as_strided_scatter(call: Call) -> BoundRule:
-    """Writes memory, not dims: whole."""
-    return whole(call)
+    """Writes memory, not dims: whole, but where all of it is written in order."""
+    have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
+    in_order = [prod(size[i + 1 :]) for i in range(len(size))] == stride and not call.argument("storage_offset")
+    if not in_order or prod(size) != have.numel or not have.is_contiguous or not size:
+        return whole(call)
+    dims, given = dims_of(call), dims_of(call, 1, "m")
+    if have.shape[0] == size[0]:
+        left, right = term(["n", *dims[1:]], dims[1:]), term(["n", *given[1:]], given[1:])
+    elif len(dims) == 1:
+        left, right = f"(n {' '.join(given[1:])})", term(["n", *given[1:]], given[1:])
+    else:
+        return whole(call)
+    return moves(call, Bind(text([left, right], [left]), sizes={"size": "in1"}), 0, 1)
