@@ -85,7 +85,7 @@ def _drops(rank: int, world: int) -> tuple[list[float], list[float], list[Tensor
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5))
-    scale = nn.Linear(1, 1)
+    scale = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(scale.parameters(), lr=0.0)
 
     def look(optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

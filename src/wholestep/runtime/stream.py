@@ -28,7 +28,8 @@ class Stream:
     @staticmethod
     def start(world: World, per_rank: frozenset[str]) -> Stream:
         """A stream from the first rank's generator; ranks that differ along `per_rank` axes have different ones."""
-        seed = torch.randint(0, 2**62, (1,)).to(world.device)
+        with torch.random.fork_rng(devices=[]):
+            seed = torch.randint(0, 2**62, (1,)).to(world.device)
         dist.broadcast(seed, 0)
         number = 0
         for axis in world.mesh.axes:
