@@ -11,6 +11,7 @@ from .errors import (
     MeshError,
     PlanError,
     RankMismatchError,
+    RuleError,
     StateError,
     WholestepError,
 )
@@ -23,6 +24,8 @@ from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
+from .rules.check import CheckResult, check_rule
+from .rules.yours import rule
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
 
@@ -32,6 +35,7 @@ __all__ = [
     "Axis",
     "BackendError",
     "CaptureError",
+    "CheckResult",
     "Checkpoint",
     "CheckpointError",
     "CompiledStep",
@@ -46,15 +50,18 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankMismatchError",
+    "RuleError",
     "StateError",
     "TensorParallel",
     "TrainGraph",
     "WholestepError",
     "capture",
+    "check_rule",
     "compile",
     "load",
     "partition",
     "plan",
+    "rule",
     "run_passes",
     "save",
 ]

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from .check_rules import check_rules
 from .demo import demo
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command("check-rules")(check_rules)
 
 
 def _show_version(wanted: bool) -> None:

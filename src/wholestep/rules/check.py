@@ -117,9 +117,15 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         raise RuleError(
             f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
             f"{first.expected}; {first.place} {first.found}",
-            "correct the rule: mark a factor that must stay whole with '!'",
+            "correct the rule: " + _mend(first),
         )
     return result
+
+
+def _mend(failure: Failure) -> str:
+    if failure.factor.startswith("factor"):
+        return "mark a factor that must stay whole with '!'"
+    return "linear= names inputs that may stay partial, by_shape= those that are never read"
 
 
 def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:

@@ -126,7 +126,8 @@ def reinterpreted(call: Call) -> Bind:
 rule(ops("view_as_complex"), "... c! -> ...", linear="0", samples=lambda: [(rand(5, 6, 2),)])
 rule(ops("view_as_real"), "... -> ... c", linear="0", samples=lambda: [(torch.complex(rand(5, 6), rand(5, 6)),)])
 rule(
-    aten.rrelu_with_noise_backward.default, samples=lambda: [(*torch.randn(3, 2, 5, 4).double(), 0.1, 0.3, False, False)]
+    aten.rrelu_with_noise_backward.default,
+    samples=lambda: [(*torch.randn(3, 2, 5, 4).double(), 0.1, 0.3, False, False)],
 )(elementwise)
 rule(aten._conj.default, samples=lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])(elementwise)
 rule(

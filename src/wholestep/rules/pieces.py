@@ -49,7 +49,7 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
         return reduce_parts(pieces, layout.partial[0][1])
     if not layout.is_sharded:
         return pieces[0]
-    out = torch.zeros(whole.shape, dtype=pieces[0].dtype)
+    out = pieces[0].new_zeros(whole.shape)
     for rank, part in enumerate(pieces):
         place = out
         for dim, axes in enumerate(layout.dims):

@@ -61,7 +61,8 @@ class Rule:
         """What the rule says about `call`; None when it has nothing to say."""
         body = self.body(call) if callable(self.body) else self.body
         body = Bind(body) if isinstance(body, str) else body
-        return body.on(call) if isinstance(body, Bind) else body
+        bound = body.on(call) if isinstance(body, Bind) else body
+        return bound if bound is None or bound.origin == self.origin else replace(bound, origin=self.origin)
 
 
 RULES: dict[Any, Rule] = {}
@@ -83,7 +84,7 @@ def rule(
     """Give one or several ops a rule: `text`, or, as a decorator, a function of the call that returns one.
 
     Args:
-        targets: op overloads, or functions that a custom graph calls.
+        targets: op overloads, custom ops, or functions that a custom graph calls; one or a list.
         text: the rule in the language of `rules.language`, one term for each tensor argument of the schema.
         linear: inputs in which the op is linear: `"0 | 1"` in each alone, `"0+1"` in both together.
         reduces: what cutting a factor that is missing in an output leaves there; sums by default.
@@ -100,7 +101,8 @@ def rule(
     Example:
         >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n", linear="0 | 1")
     """
-    found: list[Any] = [*targets] if isinstance(targets, (list, tuple)) else [targets]
+    given: list[Any] = [*targets] if isinstance(targets, (list, tuple)) else [targets]
+    found: list[Any] = [_torch.overload_of(target) for target in given]
 
     def add(body: Bind | Function) -> None:
         for target in found:
@@ -129,29 +131,36 @@ def find(target: Any) -> Rule | None:
         return None
     plain = _torch.functional_form(target)
     if plain is not None and plain in RULES:
-        return Rule(target, RULES[plain].body, RULES[plain].samples)
+        return replace(RULES[plain], target=target)
     from .elementwise import family
 
     body = family(target if plain is None else plain)
     return Rule(target, body) if body else None
 
 
-def bind_rule(call: Call) -> BoundRule | None:
-    """The rule of `call` on its shapes, or None when there is none: its inputs are then made whole."""
+def bind_rule(call: Call, discover: bool = False) -> BoundRule | None:
+    """The rule of `call` on its shapes, or None when there is none: its inputs are then made whole.
+
+    `discover`: where the table has no rule, the op runs on small random inputs to find one (`rules.discover`).
+    """
     found = find(call.target)
+    if found is None and discover:
+        from .discover import discover as search
+
+        return search(call)
     return found.bind(call) if found else None
 
 
-def rule_for(node: Node) -> BoundRule | None:
+def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
     """The rule of `node` on its global shapes. Calls that look alike share one."""
     call = Call.of(node)
-    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs)
+    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs, discover)
     try:
         return _bound[key]
     except KeyError:
-        return _bound.setdefault(key, bind_rule(call))
+        return _bound.setdefault(key, bind_rule(call, discover))
     except TypeError:  # an argument that cannot be hashed
-        return bind_rule(call)
+        return bind_rule(call, discover)
 
 
 _bound: dict[Any, BoundRule | None] = {}

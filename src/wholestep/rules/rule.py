@@ -67,7 +67,7 @@ class BoundRule:
     are on a rank: `out0`, `in1` (the local shape of an output or operand) or a factor (its local size). `local` swaps
     the op itself on a rank, where cutting takes more than smaller shapes: it is given the call and the factors that
     are cut, and returns the function to call with more arguments (`rules.localize`). `instead` is called by a rank on
-    the first argument and the values of `sizes` alone.
+    the first argument and the values of `sizes` alone. `origin`: `built in`, `yours` or `discovered`.
     """
 
     groups: tuple[Group, ...]
@@ -75,3 +75,4 @@ class BoundRule:
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     instead: Callable[..., Any] | None = None
+    origin: str = "built in"

@@ -1,0 +1,115 @@
+"""`wholestep check-rules`: every sharding rule against the real op, as a table."""
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from wholestep.rules.mutate import Mutation
+    from wholestep.rules.table import Row
+
+_COLORS = {"holds": "green", "shapes hold": "green", "wrong": "bold red", "no sample": "red"}
+_SHOWN = 20  # failures and surviving mutations that are written out
+
+
+def check_rules(
+    op: Annotated[str, typer.Option("--op", help="Only ops whose names match, as in 'aten.sum*'.")] = "*",
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="Change every rule in small ways too: the check must fail on each.")
+    ] = False,
+) -> None:
+    """Check sharding rules against the real ops: cut real tensors, run the pieces, put them together, compare.
+
+    Samples come from PyTorch's own test database. Exit status 1 when a rule is wrong, was never tried, or a changed
+    rule passes.
+    """
+    import wholestep.rules  # noqa: F401  # fills the table
+    from wholestep.rules.mutate_table import mutate_table
+    from wholestep.rules.samples import samples_of, table
+    from wholestep.rules.table import check_table
+
+    console = Console()
+    targets = table(op)
+    if not targets:
+        typer.echo(f"wholestep check-rules: no op with a rule matches {op!r}", err=True)
+        raise typer.Exit(2)
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
+    mutations: list[Mutation] = []
+    with Progress(*columns, console=console, transient=True) as progress, _quiet():
+        task = progress.add_task("samples", total=1.0, at="")
+        samples = samples_of(targets, lambda done: progress.update(task, completed=done))
+        task = progress.add_task("check", total=len(targets), at="")
+        rows: list[Row] = []
+        for row in check_table(targets, samples.__getitem__):
+            rows.append(row)
+            progress.update(task, advance=1, at=row.op)
+        if mutate:
+            task = progress.add_task("mutate", total=len(targets), at="")
+            for target, found in mutate_table(targets, samples.__getitem__):
+                mutations += found
+                progress.update(task, advance=1, at=str(target))
+    console.print(_table(rows, mutations if mutate else None))
+    for line in _details(rows, mutations):
+        console.print(line, markup=False, highlight=False)
+    survived = [m for m in mutations if m.verdict == "survived"]
+    console.print(_summary(rows, mutations if mutate else None), highlight=False)
+    raise typer.Exit(1 if survived or not all(row.ok for row in rows) else 0)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without what torch's kernels write to standard error about odd pieces."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _table(rows: "list[Row]", mutations: "list[Mutation] | None") -> Table:
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("op", "factors", "samples", *([] if mutations is None else ["mutations", "caught"]), "verdict"):
+        found.add_column(name, justify="right" if name in ("samples", "mutations", "caught") else "left")
+    for row in rows:
+        cells = [row.op, " ".join(row.result.factors) or "none", str(row.bound)]
+        if mutations is not None:
+            mine = _tried([m for m in mutations if m.op == row.op])
+            cells += [str(len(mine)), str(sum(m.caught for m in mine))]
+        color = _COLORS.get(row.verdict, "dim")
+        found.add_row(*cells, f"[{color}]{row.verdict}[/]")
+    return found
+
+
+def _tried(mutations: "list[Mutation]") -> "list[Mutation]":
+    """Those that claim something false: where an op can do more than its rule says, nothing is wrong."""
+    return [m for m in mutations if m.verdict in ("caught", "survived")]
+
+
+def _details(rows: "list[Row]", mutations: "list[Mutation]") -> list[str]:
+    lines = [str(row.result.failures[0]) for row in rows if row.result.failures]
+    lines += [f"{m.op}: '{m.rule}' passes with {m.change}" for m in mutations if m.verdict == "survived"]
+    more = len(lines) - _SHOWN
+    return lines[:_SHOWN] + ([f"... and {more} more; --op narrows it down"] if more > 0 else [])
+
+
+def _summary(rows: "list[Row]", mutations: "list[Mutation] | None") -> str:
+    pairs = {pair for row in rows for pair in row.result.pairs}
+    wrong = sum(not row.ok for row in rows)
+    text = f"{len(rows)} ops, {len(pairs)} (op, factor) pairs, {sum(row.bound for row in rows)} samples, {wrong} wrong"
+    if mutations is None:
+        return text
+    tried = _tried(mutations)
+    text += f"; {len(tried)} mutations tried, {sum(m.caught for m in tried)} caught"
+    extra = {m.verdict: sum(x.verdict == m.verdict for x in mutations) for m in mutations if m not in tried}
+    return text + "".join(f", {count} true ({verdict})" for verdict, count in sorted(extra.items()))
