@@ -22,7 +22,8 @@ from ..plan.plan import Decision, Plan
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.localize import localize
-from ..rules.registry import is_random, rule_for
+from ..rules.lookup import find_rule
+from ..rules.registry import is_random
 from .collectives import Emitter, contiguous
 from .pieces import drawn
 from .regions import Regions, find_regions
@@ -139,7 +140,7 @@ class _Lowering:
         """The call of `node` with a rank's shapes in its arguments."""
         layouts = (*decision.operands, *decision.outputs)
         cut = any(layout.is_sharded for layout in layouts)
-        rule = rule_for(node) if cut else None
+        rule = find_rule(node) if cut else None
         call = Call.of(node) if rule else None
         target = node.target
         if call is not None:

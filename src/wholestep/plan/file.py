@@ -31,6 +31,8 @@ def encode(plan: Plan) -> dict[str, Any]:
             [number(x) for x in d.outputs],
             d.why,
             None if d.settle is None else number(d.settle),
+            list(d.because),
+            list(d.reads),
         ]
         for name, d in plan.decisions.items()
     }
@@ -41,7 +43,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "broadcast_buffers": plan.options.broadcast_buffers,
     }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
-    head["expanded"] = list(plan.expanded)
+    head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
 
@@ -77,6 +79,8 @@ def decode(data: Mapping[str, Any]) -> Plan:
         options=_field(data, "options", lambda v: Options(**v)),
         notes=_field(data, "notes", lambda v: tuple(map(str, v))),
         expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
+        deciders=_field(data, "deciders", lambda v: {str(k): str(x) for k, x in v.items()}),
+        nodes=_field(data, "nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
     )
 
 
@@ -101,13 +105,17 @@ def _layout(value: Any) -> Layout:
     )
 
 
-def _decision(value: tuple[list[int], list[int], str, int | None], layouts: list[Layout]) -> Decision:
-    operands, outputs, why, settle = value
+def _decision(
+    value: tuple[list[int], list[int], str, int | None, list[str], list[str]], layouts: list[Layout]
+) -> Decision:
+    operands, outputs, why, settle, because, reads = value
     return Decision(
         tuple(layouts[i] for i in operands),
         tuple(layouts[i] for i in outputs),
         str(why),
         None if settle is None else layouts[settle],
+        tuple(map(str, because)),
+        tuple(map(str, reads)),
     )
 
 

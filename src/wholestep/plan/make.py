@@ -54,7 +54,12 @@ def plan(
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, homes)
-    made = Plan(mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded)
+    deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
+    nodes = {i.name: node.name for i, node in graph.placeholders()}
+    made = Plan(
+        mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
+        nodes,
+    )  # fmt: skip
     made.check(graph)
     return made
 

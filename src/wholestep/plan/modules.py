@@ -10,9 +10,8 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from .. import _torch
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph, node_at, operands
+from ..graph.graph import Role, TrainGraph, operands
 
 aten = torch.ops.aten
 EMBEDDINGS = (aten.embedding.default,)
@@ -79,23 +78,20 @@ class Modules:
         """True for a table that rows are taken from."""
         return any(u.target in EMBEDDINGS for u in self.uses(param, path))
 
+    def is_convolution(self, param: str, path: str) -> bool:
+        """True for a weight of a convolution: [out, in, ...]."""
+        return any("convolution" in str(u.target) for u in self.uses(param, path))
+
     def is_turned(self, param: str, path: str) -> bool:
         """True for a weight that is multiplied as it is stored, [in, out]: not turned around first, as Linear's is."""
         reads = self.uses(param, path)
-        return bool(reads) and not any(u.target in TURNS or "convolution" in str(u.target) for u in reads)
+        return bool(reads) and not any(u.target in TURNS for u in reads)
 
 
 def fits(path: str, pattern: str) -> bool:
     """True when a path has the names that a pattern asks for, one by one."""
     have, want = path.split("."), pattern.split(".")
     return len(have) == len(want) and all(fnmatchcase(h, w) for h, w in zip(have, want, strict=True))
-
-
-def source(node: Node) -> Node:
-    """The node that made a value, seen through views of one operand and picked outputs."""
-    while node.op == "call_function" and (_torch.is_getitem(node.target) or len(node.all_input_nodes) == 1):
-        node = node_at(node, 0)
-    return node
 
 
 def _above(path: str) -> Iterator[str]:

@@ -15,20 +15,23 @@ from ..layout import Layout
 from ..mesh import Mesh
 
 FORMAT = "wholestep.plan"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class Decision:
     """Layouts one node takes its operands in (in order, lists opened) and gives its outputs in, and what decided it.
 
-    `settle` is set where a partial result is reduced at once, to that layout.
+    `settle` is set where a result is resharded at once, to that layout. `because` says it in words, `reads` names the
+    operands.
     """
 
     operands: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     why: str
     settle: Layout | None = None
+    because: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def given(self) -> tuple[Layout, ...]:
@@ -55,7 +58,8 @@ class Plan:
     """Where every tensor rests on a mesh.
 
     `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
-    smaller ones, whose layouts the decisions give.
+    smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
+    is called in the graph.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
@@ -68,6 +72,28 @@ class Plan:
     notes: tuple[str, ...] = ()
     created: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     expanded: tuple[str, ...] = ()
+    deciders: Mapping[str, str] = field(default_factory=dict[str, str])
+    nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def explain(self, name: str) -> str:
+        """Where an input rests and why, what reads it and at which cost; or the same of an operation.
+
+        Raises:
+            PlanError: the plan knows no such name; says which are near.
+        """
+        from .explain import explain
+
+        return explain(self, name)
+
+    def explain_op(self, name: str) -> str:
+        """The layouts of an operation, the rule and the neighbour that decided them, what it reshards and the cost.
+
+        Raises:
+            PlanError: the plan has no such operation; says which are near.
+        """
+        from .explain import explain_op
+
+        return explain_op(self, name)
 
     def expand(self, graph: TrainGraph) -> TrainGraph:
         """`graph` with the ops that this plan cuts finer than they are written out (`graph.expand`)."""

@@ -24,9 +24,11 @@ from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
-from ..rules.registry import is_random, rule_for
+from ..rules.lookup import find_rule
+from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from .axes import in_order, reduced
+from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .plan import Decision
 from .situation import Situation, moving
 
@@ -85,7 +87,7 @@ class _Propagation:
         picked = self.layouts[source][start : start + sizes[index]]
         if source in self.homes:
             self.homes[node] = self.homes[source][start : start + sizes[index]]
-        return Decision((), picked, _PRODUCER)
+        return Decision((), picked, _PRODUCER, reads=(source.name,))
 
     def _gradient(self, node: Node) -> Decision:
         """The mark on a gradient: what varied becomes a partial value with a meaning, the mean or sum over ranks."""
@@ -96,7 +98,8 @@ class _Propagation:
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
         self.homes[node] = (self.situation.homes[str(param)],)
-        return Decision((layout,), (partial,), f"gradient of {param}")
+        reads = (node_at(node, 0).name,)
+        return Decision((layout,), (partial,), f"gradient of {param}", reads=reads)
 
     def _call(self, node: Node) -> Decision:
         given = operands(node)
@@ -106,7 +109,7 @@ class _Propagation:
         outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], int] = {}
-        why, random = "no operand is cut", is_random(node)
+        why, random, because = "no operand is cut", is_random(node), list[str]()
         for axis in in_order(list(self._active()), have, [n in self.moving for n in given]):
             states = [layout.state(axis) for layout in have]
             varies = VARIES in states or (random and axis in self.situation.per_rank)
@@ -114,19 +117,24 @@ class _Propagation:
                 continue
             if varies:
                 why = "varies"
+                because.append(f"{axis}: each rank has its own value")
                 wanted = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(wanted, states, strict=True)]
                 outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             if axis in self.situation.storage and node.target in VIEWS and node not in self.moving:
                 why = "a view of the whole"  # gathered as stored: rows first
+                because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
                 continue
-            rule = rule or rule_for(node)
-            why = "rule" if rule else "no rule"
-            takes, gives = self._choose(node, axis, given, states, rule, cut)
+            rule = rule or find_rule(node)
+            why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
+            takes, gives, reason = self._choose(node, axis, given, states, rule, cut)
+            because.append(f"{axis}: {reason}")
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_homes(node, given)
-        return Decision(tuple(wanted), tuple(outputs), why)
+        because += moves(given, have, wanted, self.situation.mesh) if have != wanted else ()
+        reads = tuple(n.name for n in given)
+        return Decision(tuple(wanted), tuple(outputs), why, because=tuple(because), reads=reads)
 
     def _seen(self, node: Node, given: Node) -> Layout:
         """The layout in which `node` finds an operand: as made, or as it is pinned for this reader."""
@@ -163,8 +171,9 @@ class _Propagation:
         made = decision.outputs[0]
         if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
             return decision
-        home = self._home(node) or self._beside(node, made)
-        return Decision(decision.operands, decision.outputs, decision.why, settle=reduced(made, home))
+        home = reduced(made, self._home(node) or self._beside(node, made))
+        said = settled(meta.tensors(node)[0], made, home, self.situation.mesh)
+        return replace(decision, settle=home, because=(*decision.because, said))
 
     def _beside(self, node: Node, made: Layout) -> Layout:
         """Where a partial value is reduced to: cut as what it will meet is, else whole."""
@@ -181,7 +190,10 @@ class _Propagation:
         layout = decision.outputs[0]
         for axis, state in self.situation.pins.results[node.name].items():
             layout = layout.put(axis, state)
-        return decision if layout == decision.outputs[0] else replace(decision, settle=layout)
+        if layout == decision.outputs[0]:
+            return decision
+        said = settled(meta.tensors(node)[0], decision.outputs[0], layout, self.situation.mesh)
+        return replace(decision, settle=layout, because=(*decision.because, f"pinned: {said}"))
 
     # -- choosing one axis ---------------------------------------------------------------
     def _active(self) -> Iterator[str]:
@@ -195,11 +207,11 @@ class _Propagation:
         states: Sequence[AxisState],
         rule: BoundRule | None,
         cut: dict[tuple[int, str], int],
-    ) -> tuple[list[AxisState], dict[int, AxisState]]:
-        """What the op takes and gives along one axis; `cut` counts the parts each factor is in already."""
-        takes, gives = [REPLICATED] * len(given), dict[int, AxisState]()
+    ) -> tuple[list[AxisState], dict[int, AxisState], str]:
+        """What the op takes and gives along one axis, and why; `cut` counts the parts each factor is in already."""
+        takes, gives, why = [REPLICATED] * len(given), dict[int, AxisState](), ""
         if rule is None:
-            return takes, gives
+            return takes, gives, "whole: the op has no rule"
         for i in rule.by_shape:
             takes[i] = states[i]
         parts, moves = self.situation.mesh.axis_size(axis), node in self.moving
@@ -218,7 +230,8 @@ class _Propagation:
             for i, state in best.takes.items():
                 takes[i] = states[i] if i in rule.by_shape else state
             gives |= best.gives
-        return takes, gives
+            why = why or _reason(best, group, given, states)
+        return takes, gives, why
 
     def _price(
         self,
@@ -331,6 +344,12 @@ class _Option:
     whole: bool = False
 
 
+def _reason(option: _Option, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+    if option.factor:
+        return cut_reason(group, option.factor, given, states)
+    return whole_reason(group) if option.whole else partial_reason(given, option.takes)
+
+
 def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> list[Node]:
     """Calls on the batch's path that take an operand whole, or cut otherwise, which is made cut."""
     by_node: dict[Node, Layout] = {n: situation.rest[i.name] for i, n in situation.graph.placeholders()}
@@ -350,7 +369,7 @@ def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> lis
 
 def _reads(user: Node, node: Node) -> bool:
     """True when `user` reads values of `node`, not only its shape."""
-    rule = rule_for(user) if user.op == "call_function" else None
+    rule = find_rule(user) if user.op == "call_function" else None
     return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 

@@ -46,6 +46,9 @@ def show_plan(plan: Plan) -> str:
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.expanded:
         lines.append(f"  written out in smaller operations, to be cut: {_some(plan.expanded)}")
+    found = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")
+    if found:
+        lines.append(f"  cut by discovered rules (see wholestep.rule to write your own): {_some(found)}")
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
         lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {_some(ruleless)}")

@@ -167,7 +167,7 @@ def _cut_dim(modules: Modules, name: str, path: str, style: Style) -> int | None
         return 0 if ndim and style.cut == "col" else None
     if modules.is_embedding(name, path):
         return 1 if style.cut == "col" else 0
-    if ndim > 3:  # a convolution: [out, in, ...]
+    if modules.is_convolution(name, path):
         return 0 if style.cut == "col" else 1
     if name.rpartition(".")[2].endswith("bias"):
         return ndim - 1 if style.cut == "col" else None

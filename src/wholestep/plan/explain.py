@@ -1,0 +1,147 @@
+"""Why a plan is as it is, in words: kept with each decision while it is made, read back by `Plan.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from ..errors import LayoutError, PlanError
+from ..graph import meta
+from ..graph.graph import Role
+from ..graph.meta import TensorMeta
+from ..layout import AxisState, Layout
+from ..mesh import Mesh
+from ..reshard import Path, reshard
+from ..rules.rule import Group
+
+if TYPE_CHECKING:
+    from .plan import Decision, Plan
+
+_KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "taken as each rank's own"}
+
+
+def show_group(group: Group) -> str:
+    """`m k, k n -> m n`: the factors of a call's tensors; `_` for a dim that stays whole."""
+    left = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.operands.values())
+    right = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.outputs.values())
+    return f"{left} -> {right}"
+
+
+def _factor(name: str | None) -> str:
+    return (name or "_").replace(".", "d")
+
+
+def cut_reason(group: Group, factor: str, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+    """Which factor is cut, and the operand that brought it."""
+    by = [n.name for i, n in enumerate(given) if i in group.operands and _at(group, i, states[i]) == factor]
+    neighbour = f", as %{by[0]} is" if by else ""
+    return f"cut along {_factor(factor)} of '{show_group(group)}'{neighbour}"
+
+
+def _at(group: Group, operand: int, state: AxisState) -> str | None:
+    return group.factors_at(operand, state.dim) if state.kind == "S" else None
+
+
+def partial_reason(given: Sequence[Node], takes: Mapping[int, AxisState]) -> str:
+    """Partial values pass."""
+    names = [f"%{given[i].name}" for i, state in takes.items() if state.kind == "P"]
+    return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
+
+
+def whole_reason(group: Group) -> str:
+    """Nothing could be cut."""
+    return f"whole: no operand is cut where '{show_group(group)}' may be"
+
+
+def moves(given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh) -> Iterator[str]:
+    """What it takes to bring the operands together."""
+    for node, before, after in zip(given, have, want, strict=True):
+        made = meta.tensor(node)
+        if before != after and made is not None:
+            yield f"%{node.name} {_move(made, before, after, mesh)}"
+
+
+def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh) -> str:
+    """A result that is resharded where it is made."""
+    return f"the result {_move(made, before, after, mesh)}, once for all readers" if made else ""
+
+
+def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh) -> str:
+    try:
+        path = reshard(before, after, made.shape, made.dtype.itemsize, mesh)
+    except LayoutError:
+        return f"{before.show(made.shape)} becomes {after.show(made.shape)}"
+    return f"{before.show(made.shape)} becomes {after.show(made.shape)}: {_steps(path)}"
+
+
+def _steps(path: Path) -> str:
+    words = [f"{_KINDS.get(s.kind, s.kind)} over {s.axis}" for s in path.steps]
+    return f"{', '.join(words)} ({path.cost_us:.1f} us)"
+
+
+def explain_op(plan: Plan, name: str) -> str:
+    """The layouts of one operation, what decided them, and what it costs to bring its operands together.
+
+    Raises:
+        PlanError: the plan has no such operation; names near ones.
+    """
+    name = name.removeprefix("%")
+    decision = plan.decisions.get(name)
+    if decision is None:
+        raise PlanError(f"the plan has no operation %{name}", _near(name, plan.decisions), "correct the name")
+    lines = [f"%{name}  {_takes(decision)}"]
+    lines += [f"  {line}" for line in decision.because or (decision.why,)]
+    readers = [n for n, d in plan.decisions.items() if name in d.reads]
+    if readers:
+        lines.append(f"  read by {', '.join('%' + n for n in readers[:8])}{' ...' if len(readers) > 8 else ''}")
+    return "\n".join(lines)
+
+
+def _takes(decision: Decision) -> str:
+    gives = ", ".join(str(layout) for layout in decision.given)
+    takes = ", ".join(f"%{n} {layout}" for n, layout in zip(decision.reads, decision.operands, strict=False))
+    return f"({takes}) -> {gives}" if takes else f"-> {gives}"
+
+
+def explain(plan: Plan, name: str) -> str:
+    """Where an input rests and why; what reads it, in which layout, at which cost.
+
+    Raises:
+        PlanError: the plan knows neither an input nor an operation of this name; names near ones.
+    """
+    given = next((i for i in plan.inputs if i.name == name), None)
+    if given is None:
+        if name.removeprefix("%") in plan.decisions:
+            return explain_op(plan, name)
+        known = [i.name for i in plan.inputs]
+        raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, known), "correct the name")
+    layout = plan.rest[name]
+    lines = [f"{name}  {given.role.value} {layout.show(given.meta.shape)}"]
+    for axis in [*layout.shard_axes(), *layout.varies]:
+        lines.append(f"  {axis}: {plan.deciders.get(axis, plan.strategy)}")
+    if not layout.axes:
+        lines.append(f"  whole on every rank: {plan.strategy}")
+    node = plan.nodes.get(name, "")
+    for reader, decision in plan.decisions.items():
+        if node and node in decision.reads:
+            lines.append(
+                f"  read by %{reader} as {decision.operands[decision.reads.index(node)].show(given.meta.shape)}"
+            )
+            lines += [f"    {line}" for line in decision.because if line.startswith(f"%{node} ")]
+    gradients = [n for n, d in plan.decisions.items() if d.why == f"gradient of {name}"]
+    for gradient in gradients if given.role is Role.PARAM else ():
+        lines.append(f"  gradient %{gradient}: {plan.decisions[gradient].outputs[0].show(given.meta.shape)}")
+        lines += [f"    {line}" for line in plan.decisions[gradient].because]
+        for reader, decision in plan.decisions.items():
+            if gradient in decision.reads:
+                lines += [f"    %{reader}: {line}" for line in decision.because if line.startswith(f"%{gradient} ")]
+    return "\n".join(lines)
+
+
+def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, list(known), 3, 0.4)
+    return f"one of its names, as {', '.join(found)}" if found else "one of its names"
