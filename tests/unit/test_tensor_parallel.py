@@ -1,0 +1,413 @@
+"""Tensor and sequence parallel plans, alone and with data parallelism, against one device in float64."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
+from torch.fx import Node
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from tests import tp_models as models
+from tests.oracle import relative, twin
+from tests.simulate import Simulation
+from tests.together import Comparison, Double, OneDevice, compare, joined, without_chance
+from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
+from wholestep import DataParallel, TensorParallel
+from wholestep.capture import capture_step
+from wholestep.graph import meta
+from wholestep.graph.graph import LocalGraph
+
+TOLERANCE = 1e-10
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def builder(kind: Callable[..., nn.Module], lr: float = 0.05, **options: Any) -> Callable[[], Any]:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = kind(**options)
+        return model, AdamW(model.parameters(), lr=lr, eps=1e-4)
+
+    return make
+
+
+def floats(*shape: int, steps: int = STEPS) -> list[tuple[Any, ...]]:
+    return [(torch.randn(shape), torch.randn(shape)) for _ in range(steps)]
+
+
+def tokens(rows: int = 4, length: int = 6, vocab: int = models.VOCAB) -> list[tuple[Any, ...]]:
+    made = [(torch.randint(0, vocab, (rows, length)), torch.randint(0, vocab, (rows, length))) for _ in range(STEPS)]
+    made[0][1][0, :4] = -100
+    return made
+
+
+def collectives(local: LocalGraph) -> dict[str, Counter[str]]:
+    """By axis, how many collectives of each kind."""
+    out: dict[str, Counter[str]] = {}
+    for node in local.graph.nodes:
+        if "_c10d_functional" in str(node.target) and "wait" not in str(node.target):
+            kind = str(node.target).split(".")[1].removesuffix("_tensor").removesuffix("_into")
+            out.setdefault(str(node.args[-1]), Counter())[kind] += 1
+    return out
+
+
+def moved(local: LocalGraph, kind: str, axis: str) -> list[Node]:
+    return [n for n in local.graph.nodes if f".{kind}" in str(n.target) and n.args[-1] == axis]
+
+
+def check(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
+    found = compare(one, mesh, parallel)
+    assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"
+    assert not found.ruleless
+    return found
+
+
+def dp(style: Any = "fully_shard", axis: Any = "dp", **options: Any) -> DataParallel:
+    return DataParallel(style, axis=axis, semantics="global", **options)
+
+
+# -- layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [32, 33])
+@pytest.mark.parametrize("shape", [(6, 12), (3, 4, 12)])
+def test_columns_then_rows(hidden: int, shape: tuple[int, ...]) -> None:
+    one = OneDevice(builder(MLP, hidden=hidden), step_of(squares), floats(*shape))
+    for mesh in ("tp=2", "tp=3", "tp=4"):
+        found = check(one, mesh, TensorParallel(models.MLP_PLAN))
+        # one to join the outputs, one for the norm of the gradients
+        assert collectives(found.local) == {"tp": Counter(all_reduce=2)}
+    assert found.plan.rest["net1.weight"].show((hidden, 12)) == f"{hidden}@tp 12"
+    assert found.plan.rest["net1.bias"].show((hidden,)) == f"{hidden}@tp"
+    assert found.plan.rest["net2.weight"].show((12, hidden)) == f"12 {hidden}@tp"
+    assert found.plan.rest["net2.bias"].show((12,)) == "12"
+    assert found.plan.rest["net2.weight/exp_avg"] == found.plan.rest["net2.weight"]
+
+
+MESHES = ["dp=2,tp=2", "tp=2,dp=2", "dp=3,tp=2", "dp=2,tp=3"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard", "default"])
+def test_two_axes(mesh: str, style: str) -> None:
+    one = OneDevice(builder(MLP, hidden=14), step_of(squares), floats(12, 12))
+    for parallel in ([dp(style), TensorParallel(models.MLP_PLAN)], [TensorParallel(models.MLP_PLAN), dp(style)]):
+        found = check(one, mesh, parallel)
+    if style == "fully_shard":
+        assert found.plan.rest["net1.weight"].show((14, 12)) == "14@tp,dp 12"
+        assert found.plan.rest["net2.weight"].show((12, 14)) == "12@dp 14@tp"
+        assert found.plan.rest["net1.weight/exp_avg"] == found.plan.rest["net1.weight"]
+        assert collectives(found.local) == {
+            "tp": Counter(all_reduce=2),
+            # each parameter is gathered once; the loss and the norm of the gradients are summed
+            "dp": Counter(all_gather=4, reduce_scatter=4, all_reduce=2),
+        }
+
+
+@pytest.mark.parametrize("order", list(permutations(["rep", "dp", "tp"])))
+def test_three_axes_in_any_order(order: tuple[str, ...]) -> None:
+    one = OneDevice(builder(MLP, hidden=18), step_of(squares), floats(8, 3, 12))
+    mesh = ",".join(f"{axis}=2" for axis in order)
+    found = check(one, mesh, [dp("hybrid", ("rep", "dp")), TensorParallel(models.MLP_PLAN)])
+    assert found.plan.rest["net1.weight"].show((18, 12)) == "18@tp,dp 12"
+    counts = collectives(found.local)
+    assert counts["tp"] == Counter(all_reduce=2)
+    assert counts["dp"] == Counter(all_gather=4, reduce_scatter=4, all_reduce=2)
+    assert counts["rep"] == Counter(all_reduce=5)  # gradients and the loss
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
+def test_each_rank_its_own_batch(mesh: str, gather: bool) -> None:
+    """Per-rank semantics over dp: gradients are averaged; ranks along tp compute one result."""
+    (model, optimizer), (twin_model, twin_optimizer) = twin(builder(MLP, hidden=14))
+    batches = [floats(3, 4, 12), floats(3, 4, 12)]  # of each rank along dp
+    captured = capture_step(step_of(squares), (model, optimizer, *batches[0][0]), {})
+    parallel = [
+        DataParallel("fully_shard", axis="dp", reshard_after_forward=gather),
+        TensorParallel(models.MLP_PLAN),
+    ]
+    plan = ws.plan(captured.graph, mesh, parallel)
+    local = ws.partition(captured.graph, plan)
+    simulation = Simulation(captured, plan, local)
+    simulation.start()
+    for step in range(STEPS):
+        mine = [batches[plan.mesh.coordinate(r)["dp"]][step] for r in range(4)]
+        results = simulation.step([dict(zip(_names(plan), batch, strict=True)) for batch in mine])
+        losses = [squares(twin_model, *batches[d][step]) for d in range(2)]
+        for rank, (found,) in enumerate(results):
+            assert relative(found, losses[plan.mesh.coordinate(rank)["dp"]].detach()) < TOLERANCE
+        twin_optimizer.zero_grad()
+        (sum(losses) / 2).backward()
+        nn.utils.clip_grad_norm_(twin_model.parameters(), 1.0)
+        twin_optimizer.step()
+    for name, param in twin_model.named_parameters():
+        assert relative(simulation.whole(name), param.detach()) < TOLERANCE, name
+    expected = Counter(all_gather=4 + 2 * gather, reduce_scatter=4, all_reduce=1)  # weights are read in the backward
+    assert collectives(local)["dp"] - expected == Counter()
+
+
+def _names(plan: ws.Plan) -> list[str]:
+    return [i.name for i in plan.inputs if i.role.value == "batch"]
+
+
+def test_fully_shard_and_tensor_parallel_of_the_simple_model() -> None:
+    """Four layers of two axes: net3 is data parallel only, inputs and outputs of the others are cut by rows."""
+    one = OneDevice(builder(SimpleModel), step_of(lambda m, x, y: m(x).sum(), None), floats(8, 3, 5))
+    for style in ("fully_shard", "zero2"):
+        found = check(one, "dp=2,tp=2", [dp(style), TensorParallel(models.SIMPLE_PLAN)])
+    assert found.plan.rest["net1.weight"].show((8, 5)) == "8@tp 5"
+    assert found.plan.rest["net2.bias"].show((4,)) == "4"
+    counts = collectives(found.local)["tp"]
+    assert counts["reduce_scatter"] >= 1  # the rows of net2
+
+
+def test_sequence_sharded_norm_and_mlp() -> None:
+    """Five collectives along tp, as torch's own: two gathers, two reduce-scatters, and the gradient of the norm."""
+    one = OneDevice(builder(Normed), step_of(squares, None), floats(4, 6, 10))
+    found = check(one, "tp=2", TensorParallel(models.NORMED_PLAN))
+    assert collectives(found.local)["tp"] == Counter(all_gather=2, reduce_scatter=2, all_reduce=2)  # one for the loss
+    found = check(one, "dp=2,tp=2", [dp(), TensorParallel(models.NORMED_PLAN)])
+    assert collectives(found.local) == {
+        "tp": Counter(all_gather=2, reduce_scatter=2, all_reduce=2),
+        "dp": Counter(all_gather=3, reduce_scatter=3, all_reduce=1),
+    }
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sequence_on_either_dim(dim: int) -> None:
+    plan = {"norm": "sequence", "mlp.net1": "colwise", "mlp.net2": RowwiseParallel(output_layouts=Shard(dim))}
+    one = OneDevice(builder(Normed, bias=True), step_of(squares), floats(5, 7, 10))
+    for mesh in ("tp=2", "tp=3"):
+        found = check(one, mesh, TensorParallel(plan, sequence_dim=dim))
+        assert found.plan.rest["norm.weight"].show((10,)) == "10"
+        assert collectives(found.local)["tp"]["reduce_scatter"] == 2
+
+
+# -- a language model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "tp=2,dp=2"])
+@pytest.mark.parametrize("name", ["LAYERS", "WHOLE_VOCABULARY", "SEQUENCE"])
+def test_llama(name: str, mesh: str) -> None:
+    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    parallel: list[Any] = [TensorParallel(getattr(models, name))]
+    found = check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
+    counts = collectives(found.local)["tp"]
+    if name == "LAYERS":  # two for each layer forward and backward, and the norm of the gradients
+        assert counts == Counter(all_reduce=9)
+    if name == "WHOLE_VOCABULARY":  # also the embedding and the gradient of the last norm, and five small ones
+        assert counts == Counter(all_reduce=16)
+    if name == "SEQUENCE":
+        assert counts["all_gather"] == 9  # before q k v, w1 w3 and the head; their backwards but the head's
+        assert counts["reduce_scatter"] <= 11
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:
+    """Neither the table nor the logits are gathered along tp: what is reduced there is at most a hidden state."""
+    plan = {"tok": "rowwise", "out": "colwise"}
+    one = OneDevice(builder(Llama, tied=tied, layers=1), step_of(next_token), tokens())
+    found = check(one, mesh, [dp(), TensorParallel(plan)] if "dp" in mesh else TensorParallel(plan))
+    assert not moved(found.local, "all_gather", "tp")
+    hidden = 4 * 6 * 16
+    assert all(meta.tensor(n).numel <= hidden for n in moved(found.local, "all_reduce", "tp"))  # pyright: ignore
+    assert found.plan.rest["tok.weight"].dims[0][0] == "tp"
+
+
+def test_loss_parallel_over_a_plan_that_gathers_logits() -> None:
+    plan = {**models.LAYERS, "out": "colwise_gather_output"}
+    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    whole = check(one, "tp=2", TensorParallel(plan))
+    assert [meta.module_path(n) for n in moved(whole.local, "all_gather", "tp")] == ["out"]
+    cut = check(one, "tp=2", TensorParallel(plan, loss_parallel=True))
+    assert not moved(cut.local, "all_gather", "tp")
+
+
+def test_columns_of_an_embedding() -> None:
+    one = OneDevice(builder(Llama, layers=1), step_of(next_token), tokens())
+    found = check(one, "tp=2", TensorParallel({"tok": "colwise"}))
+    assert found.plan.rest["tok.weight"].show((21, 16)) == "21 16@tp"
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma2"])
+def test_hugging_face_by_its_own_plan(name: str, mesh: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.hf_models import entries, loss_of
+
+    (entry,) = entries([name])
+    generator = torch.Generator().manual_seed(5)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model: Any = without_chance(entry.build().double())
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # the grouped product knows no double precision
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with Double():
+            return loss_of(model, batch)
+
+    one = OneDevice(make, step_of(loss), [(joined([entry.batch(generator) for _ in range(4)]),) for _ in range(2)])
+    parallel: list[Any] = [TensorParallel.of(make()[0], loss_parallel=True)]
+    found = compare(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    cut = [n for n, layout in found.plan.rest.items() if layout.state("tp").kind == "S" and "/" not in n]
+    assert len(cut) >= 12
+    if name in ("llama", "qwen3"):
+        assert not moved(found.local, "all_gather", "tp")
+
+
+# -- what a plan may say --------------------------------------------------------------------
+
+
+def graph_of(make: Callable[[], Any], loss: Callable[..., Tensor], batch: tuple[Any, ...]) -> ws.TrainGraph:
+    return capture_step(step_of(loss), (*make(), *batch), {}).graph
+
+
+def test_classes_and_words_mean_the_same() -> None:
+    graph = graph_of(builder(MLP), squares, floats(4, 12)[0])
+    words = ws.plan(graph, "tp=2", TensorParallel({"net1": "colwise", "net2": "rowwise"}))
+    classes = ws.plan(graph, "tp=2", TensorParallel({"net1": ColwiseParallel(), "net2": RowwiseParallel()}))
+    assert words == classes
+    assert ws.Plan.from_json(words.to_json()) == words
+    assert words.strategy == "tensor parallel on tp"
+
+
+def test_a_path_may_leave_out_the_name_of_the_argument() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = MLP(), MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    one = OneDevice(builder(Two), step_of(squares), floats(4, 12))
+    for plan in ({"*.net1": "colwise", "*.net2": "rowwise"}, {"net1": "colwise", "net2": "rowwise"}):
+        found = check(one, "tp=2", TensorParallel(plan))
+        assert found.plan.rest["second.net1.weight"].show((32, 12)) == "32@tp 12"
+
+
+def test_weights_stored_in_by_out_and_convolutions() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_fc, self.c_proj = nn.Parameter(torch.randn(12, 32) / 4), nn.Parameter(torch.randn(32, 12) / 4)
+            self.conv1, self.conv2 = nn.Conv1d(1, 6, 3, padding=1), nn.Conv1d(6, 1, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(x @ self.c_fc) @ self.c_proj
+            return self.conv2(torch.tanh(self.conv1(x[:, None])))[:, 0]
+
+    plan = {"c_fc": "colwise", "c_proj": "rowwise", "conv1": "colwise", "conv2": "rowwise"}
+    one = OneDevice(builder(Turned), step_of(squares), floats(4, 12))
+    found = check(one, "tp=2", TensorParallel(plan))
+    shown = {n: str(found.plan.rest[n]) for n in ("c_fc", "c_proj", "conv1.weight", "conv2.weight")}
+    assert shown == {"c_fc": "_ _@tp", "c_proj": "_@tp _", "conv1.weight": "_@tp _ _", "conv2.weight": "_ _@tp _"}
+
+
+def test_prepared_inputs_and_outputs() -> None:
+    one = OneDevice(builder(Normed), step_of(squares), floats(4, 6, 10))
+    rows = Shard(1)
+    plan: dict[str, str | ParallelStyle] = {
+        "norm": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=rows),
+        "mlp": PrepareModuleInputOutput(
+            input_layouts=rows,
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=rows,
+        ),
+        "mlp.net1": ColwiseParallel(),
+        "mlp.net2": RowwiseParallel(output_layouts=rows),
+    }
+    found = check(one, "tp=2", TensorParallel(plan))
+    assert collectives(found.local)["tp"]["all_gather"] == 2
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide() -> None:
+    graph = graph_of(builder(Llama, heads=4, kv=2), next_token, tokens()[0])
+    with pytest.raises(ws.PlanError) as caught:
+        ws.plan(graph, "tp=4", TensorParallel(models.LAYERS))
+    found = str(caught.value).splitlines()
+    assert found[0] == (
+        "layers.0.attn (and 1 more modules): layers.0.attn.wq makes 4 heads of 4, layers.0.attn.wk makes 2 heads of 4, "
+        "layers.0.attn.wv makes 2 heads of 4; they do not divide over tp=4"
+    )
+    assert found[2:] == [
+        "  needed: an axis whose size divides all head counts: 1, 2",
+        "  next: choose another size, or leave those projections out of the plan",
+    ]
+    assert "self.wk" in found[1] or "x.view" in found[1]
+
+
+def test_a_pattern_that_names_nothing() -> None:
+    graph = graph_of(builder(MLP), squares, floats(4, 12)[0])
+    with pytest.raises(ws.PlanError) as caught:
+        ws.plan(graph, "tp=2", TensorParallel({"net1": "colwise", "nets2": "rowwise", "layers.*.wq": "colwise"}))
+    assert str(caught.value) == (
+        "the pattern 'nets2' of a tensor-parallel plan names no module (and 1 more: 'layers.*.wq')\n"
+        "  needed: modules of the step, as 'net2', 'net1', 'net2.bias'\n"
+        "  next: correct the pattern: one glob for each name between dots"
+    )
+    ws.plan(graph, "tp=2", TensorParallel({"net1": "colwise", "nets2": "rowwise"}, strict=False))
+
+
+class Odd(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorParallel({"net1": "columns"}), "the style 'columns' of 'net1' is unknown"),
+        (lambda: TensorParallel({"net1": Odd()}), "Odd for 'net1'"),
+        (lambda: TensorParallel({}), "TensorParallel({})"),
+        (lambda: TensorParallel.of(MLP()), "MLP carries no tensor-parallel plan"),
+    ],
+)
+def test_plans_that_say_nothing(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ws.PlanError) as caught:
+        make()
+    assert str(caught.value).splitlines()[0] == message
+
+
+def test_axes_that_do_not_fit() -> None:
+    graph = graph_of(builder(MLP), squares, floats(4, 12)[0])
+    with pytest.raises(ws.MeshError, match="has no axis 'tp'"):
+        ws.plan(graph, "dp=2", TensorParallel(models.MLP_PLAN))
+    with pytest.raises(ws.PlanError, match="axis 'tp' is wanted by DataParallel and by TensorParallel"):
+        ws.plan(graph, "dp=2,tp=2", [DataParallel(), TensorParallel(models.MLP_PLAN)])
+    with pytest.raises(ws.PlanError, match=r"Shard\(3\) for a result of 2 dims"):
+        ws.plan(graph, "tp=2", TensorParallel({"net2": RowwiseParallel(output_layouts=Shard(3))}))
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    graph = graph_of(builder(Normed), squares, floats(4, 6, 10)[0])
+    found = ws.partition(graph, ws.plan(graph, "tp=1", TensorParallel(models.NORMED_PLAN)))
+    assert not found.collectives()
