@@ -454,8 +454,10 @@ def overloads(namespace: str) -> list[OpOverload[..., Any]]:
 
 
 def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
-    """False for an op that only accelerators have."""
+    """False for an op that only accelerators have; `overrideable` ones only say so when they are called."""
     schema = target._schema
+    if "overrideable" in schema.name:
+        return False
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
 

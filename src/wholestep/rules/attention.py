@@ -23,7 +23,6 @@ _OUTPUTS = {
     "_scaled_dot_product_fused_attention_overrideable": ["out", "sums"],
     "_scaled_dot_product_attention_math": ["out", "scores"],
     "_scaled_dot_product_attention_math_for_mps": ["out", "scores"],
-    "scaled_dot_product_attention": ["out"],
     "_flash_attention_forward": ["out", "sums"],
     "_efficient_attention_forward": ["out", "sums"],
     "_cudnn_attention_forward": ["out", "sums"],
@@ -63,7 +62,7 @@ def attention(call: Call) -> Bind:
 def _terms(call: Call, name: str) -> dict[str, str]:
     """The term of each role. Queries stay whole where a kernel masks by position or pads its sums."""
     shapes = {slot.name: call.shape(slot.positions[0]) for slot in call.slots if slot.positions}
-    sequence_first = name in _SEQUENCE_FIRST and name != "scaled_dot_product_attention"
+    sequence_first = name in _SEQUENCE_FIRST
     lead = ["b", *(f"b{i}" for i in range(1, len(shapes["query"]) - 3))] if len(shapes["query"]) > 3 else []
     q = "q" if name in _CUT_QUERIES and not call.argument("is_causal") else "q!"
     v = "v" if name in _MATH else "v!"

@@ -30,7 +30,6 @@ def _places(call: Call, operand: int, letter: str) -> str:
 
 
 @rule(ops("convolution"), samples=lambda: _samples())
-@rule(ops("_convolution"))
 def convolution(call: Call) -> Bind:
     """(input, weight, bias): a bias must be added once, so with one a cut sum over input channels needs it whole."""
     i, o, w0, w1, alone = _channels(call, 0, 1)

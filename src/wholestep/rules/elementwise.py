@@ -13,7 +13,7 @@ from .lists import by_entry
 from .matmul import LATE
 from .registry import Bind, Function, rule
 from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough
-from .terms import aten, moves, ops, rand
+from .terms import aten, ints, moves, ops, rand
 
 _JOINTLY_LINEAR = {"add", "sub", "rsub", "complex"}
 _EACH_LINEAR = {"mul"}
@@ -106,6 +106,8 @@ rule(ops("_prelu_kernel"), samples=lambda: [(rand(5, 7), rand(5, 7, seed=1))])(e
 rule(ops("zero", "_neg_view", "hardswish"), samples=lambda: [(rand(5, 7),)])(elementwise)
 rule(ops("fill.Tensor"), samples=lambda: [(rand(5, 7), rand())])(elementwise)
 rule(ops("_add_relu.Tensor"), samples=lambda: [(rand(5, 7), rand(5, 7, seed=1))])(elementwise)
+rule(ops("_add_relu.Scalar", "floor_divide.Scalar"), samples=lambda: [(rand(5, 7), 0.3)])(elementwise)
+rule(ops("isin.Tensor_Scalar"), samples=lambda: [(ints(9, 5, 7), 3)])(elementwise)
 rule(ops("_masked_scale"), samples=lambda: [(rand(5, 7), (rand(5, 7) > 0).byte(), 2.0)])(elementwise)
 rule(ops("floor_divide"), samples=lambda: [(rand(5, 7), rand(7)), (rand(5, 7), 0.3)])(elementwise)
 rule(ops("lift", "lift_fresh", "_lazy_clone", "lift_fresh_copy"), samples=lambda: [(rand(5, 7),)])(copy)

@@ -88,6 +88,7 @@ rule(
     ops("_cdist_backward"),
     "... p r, ... p m, ... r m, ... p r -> ... p m",
     linear="0",
+    filled=[".1", ".2", ".3", "p", "r", "m"],
     samples=lambda: [(rand(3, 5, 6), rand(3, 5, 4), rand(3, 6, 4, seed=1), 2.0, _distances())],
 )
 

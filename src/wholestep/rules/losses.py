@@ -177,20 +177,24 @@ def _margin_gradients(multi: bool) -> Iterator[tuple[Any, ...]]:
 
 @rule(ops("multilabel_margin_loss_forward"), samples=lambda: _margins(True))
 @rule(ops("multi_margin_loss"), samples=lambda: _margins(False))
-def margin(call: Call) -> Bind:
+def margin(call: Call) -> Bind | BoundRule:
     """Rows of scores with one target, or a row of targets, each."""
+    if len(call.shape(0)) != 2:
+        return whole(call)
     kind = call.argument("reduction", MEAN)
     n = "n!" if kind == MEAN else "n"
     made = n if kind == NONE else "()"
     if call.target is aten.multi_margin_loss.default:
-        return Bind(text([f"{n} c!", n, "c!"], [made]))
+        return Bind(text([f"{n} c!", n, "c!"], [made]), filled=frozenset("n"))
     return Bind(text([f"{n} c!", f"{n} c!"], [made, f"{n} c!"]))
 
 
 @rule(ops("multilabel_margin_loss_backward"), samples=lambda: _margin_gradients(True))
 @rule(ops("multi_margin_loss_backward"), samples=lambda: _margin_gradients(False))
-def margin_backward(call: Call) -> Bind:
+def margin_backward(call: Call) -> Bind | BoundRule:
     """The gradient of rows of scores."""
+    if len(call.shape(1)) != 2:
+        return whole(call)
     kind = call.argument("reduction", MEAN)
     n = "n!" if kind == MEAN else "n"
     grad = n if kind == NONE else "()"

@@ -52,7 +52,7 @@ def _bytes() -> tuple[torch.Tensor, torch.Tensor]:
 @rule(ops("addmv"))
 def matrix_vector(call: Call) -> Bind:
     """A product with a vector, and a bias."""
-    return Bind(text([fitted(["m"], call.shape(0)), "m k!", "k!"], ["m"]))
+    return Bind(text([fitted(["m"], call.shape(0)), "m k!", "k!"], ["m"]), filled=frozenset("m"))
 
 
 @rule(ops("addr"))
@@ -61,7 +61,13 @@ def outer(call: Call) -> Bind:
     return Bind(text([fitted(["m", "n"], call.shape(0)), "m", "n"], ["m n"]))
 
 
-@rule(ops("_scaled_mm"))
+def _scales() -> Iterator[tuple[Any, ...]]:
+    small, wide = rand(8, 32).to(torch.float8_e4m3fn), rand(16, 32, seed=1).to(torch.float8_e4m3fn).t()
+    yield small, wide, torch.tensor(0.5), torch.tensor(2.0), None, None, torch.float32
+    yield small, wide, rand(8, 1).abs().float(), rand(1, 16).abs().float(), None, None, torch.float32
+
+
+@rule(ops("_scaled_mm"), samples=_scales)
 def scaled(call: Call) -> Bind | None:
     """A product of numbers of 8 bits, with a scale for all, or for each row and column."""
     (m, n), sizes = call.made(), [call.operands[s.positions[0]].numel for s in call.slots[2:4] if s.positions]

@@ -26,7 +26,7 @@ def one_of_each_row(call: Call) -> Bind:
     """One value of each row, and its index."""
     dims = dims_of(call)
     at = int(call.argument("dim", -1)) % max(len(dims), 1)
-    keep = ["1"] if call.argument("keepdim") else []
+    keep = ["1"] if call.argument("keepdim") and dims else []
     out = term([*dims[:at], *keep, *dims[at + 1 :]])
     return Bind(text([term(dims, dims[at : at + 1])], [out] * len(call.outputs)))
 

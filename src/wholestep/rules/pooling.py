@@ -55,7 +55,7 @@ def _pools(op: Any, *options: Any) -> Iterator[tuple[Any, ...]]:
     yield rand(*values.shape, seed=3), x, *options, *indices
 
 
-rule(ops("avg_pool1d", "avg_pool2d", "avg_pool3d"))(forward)
+rule(ops("avg_pool2d", "avg_pool3d"))(forward)
 rule(ops("avg_pool2d"), samples=lambda: [(rand(*_PLANE), [3, 2], [2, 2])])(forward)
 rule(ops("avg_pool2d_backward", "avg_pool3d_backward"))(backward)
 _AVERAGE = ([3, 2], [2, 2], [0, 0], False, True, None)
@@ -94,8 +94,15 @@ _NAMES = (
     *(f"upsample_{kind}" for kind in _KINDS), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
     "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa",
 )  # fmt: skip
-rule(ops(*_NAMES, *(f"{name}.vec" for name in _NAMES)))(forward)
+rule(ops(*_NAMES))(forward)
+rule(ops(*(name for name in _NAMES if name.endswith("2d_aa"))), samples=lambda: [(rand(2, 5, 6, 8), [3, 4], False)])(
+    forward
+)
 rule(ops(*(f"{name}_backward" for name in _NAMES)))(backward)
+rule(
+    ops(*(f"{name}_backward" for name in _NAMES if name.endswith("2d_aa"))),
+    samples=lambda: [(rand(2, 5, 3, 4), [3, 4], [2, 5, 6, 8], False)],
+)(backward)
 rule(ops("upsample_bilinear2d"), samples=lambda: [(rand(2, 5, 3, 4), [5, 6], False)])(forward)
 rule(ops("upsample_bilinear2d_backward"), samples=lambda: [(rand(2, 5, 5, 6), [5, 6], [2, 5, 3, 4], False)])(backward)
 
@@ -111,7 +118,7 @@ def im2col(call: Call) -> Bind:
 def col2im(call: Call) -> Bind:
     """Sums of windows that overlap."""
     lead = "n " if len(call.shape(0)) == 3 else ""
-    return Bind(f"{lead}(c k) l! -> {lead}c y x", "0")
+    return Bind(f"{lead}{_merged('c', 'k', call.made()[-3])} l! -> {lead}c y x", "0")
 
 
 def _grids() -> tuple[Tensor, Tensor]:
@@ -153,6 +160,11 @@ def affine_grid(call: Call) -> Bind:
     return Bind(f"n a! b! -> n {made}", "", local={"n": _grid_piece})
 
 
+def _merged(outer: str, inner: str, size: int) -> str:
+    """A merged dim, of which the inner factor alone is never cut."""
+    return f"({outer} {inner})" if size > 1 else f"{inner}!"
+
+
 # -- padding and shuffling ------------------------------------------------------------------
 _PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
 
@@ -174,13 +186,15 @@ rule(
 @rule(ops("pixel_shuffle"), samples=lambda: [(rand(5, 12, 3, 2), 2)])
 def pixel_shuffle(call: Call) -> BoundRule:
     """Channels become places inside each place."""
-    return moves(call, Bind("... (c r) y x -> ... c (y i) (x j)", filled=_LEADING))
+    channels = _merged("c", "r", call.made()[-3])
+    return moves(call, Bind(f"... {channels} y x -> ... c (y i) (x j)", filled=_LEADING))
 
 
 @rule(ops("pixel_unshuffle"), samples=lambda: [(rand(5, 3, 6, 4), 2)])
 def pixel_unshuffle(call: Call) -> BoundRule:
     """Places become channels."""
-    return moves(call, Bind("... c (y i) (x j) -> ... (c r) y x", filled=_LEADING))
+    rows, columns = _merged("y", "i", call.made()[-2]), _merged("x", "j", call.made()[-1])
+    return moves(call, Bind(f"... c {rows} {columns} -> ... (c r) y x", filled=_LEADING))
 
 
 @rule(ops("channel_shuffle", "native_channel_shuffle"), samples=lambda: [(rand(5, 6, 3, 2), 2)])

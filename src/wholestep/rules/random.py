@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from .call import Call
-from .registry import Bind, rule
+from .registry import Bind, Samples, rule
 from .terms import ops, rand, text
 
-# Ops that draw for each element of their operands; `_BY_SHAPE`: they look at the shape of the first alone.
-_BY_SHAPE = ops(
-    "rand_like", "rand_like.generator", "randn_like", "randn_like.generator", "randint_like", "randint_like.low_dtype",
-    "randint_like.generator", "randint_like.low_generator_dtype", "bernoulli.p", "normal_functional", "uniform",
-    "exponential", "geometric", "cauchy", "log_normal", "random", "random.from", "random.to",
-)  # fmt: skip
-_EACH = ops(
-    "bernoulli", "bernoulli.Tensor", "native_dropout", "_fused_dropout", "normal.Tensor_float", "normal.float_Tensor",
-    "normal.Tensor_Tensor", "poisson", "binomial", "_standard_gamma", "rrelu_with_noise", "rrelu_with_noise_functional",
-    "randint_like.Tensor", "randint_like.Tensor_generator",
-)  # fmt: skip
+_NO_GENERATOR: dict[str, Any] = {"generator": None}
+# More arguments of ops that look at the shape of their first operand alone, and draw for each of its elements.
+_LIKE: dict[str, tuple[Any, ...]] = {
+    "rand_like": (), "rand_like.generator": (_NO_GENERATOR,), "randn_like": (),
+    "randn_like.generator": (_NO_GENERATOR,),
+    "randint_like": (9,), "randint_like.low_dtype": (2, 9), "randint_like.generator": (9, _NO_GENERATOR),
+    "randint_like.low_generator_dtype": (2, 9, _NO_GENERATOR), "bernoulli.p": (0.5,), "normal_functional": (),
+    "uniform": (), "exponential": (), "geometric": (0.5,), "cauchy": (), "log_normal": (), "random": (),
+    "random.from": (2, 9), "random.to": (9,),
+}  # fmt: skip
+# Arguments of ops that draw from the values there.
+_EACH: dict[str, Samples] = {
+    "bernoulli": lambda: [(rand(5, 7).sigmoid(),)],
+    "bernoulli.Tensor": lambda: [(rand(5, 7), rand(5, 7).sigmoid())],
+    "native_dropout": lambda: [(rand(5, 7), 0.5, True)],
+    "_fused_dropout": lambda: [(rand(5, 7), 0.5)],
+    "normal.Tensor_float": lambda: [(rand(5, 7), 0.5)],
+    "normal.float_Tensor": lambda: [(0.5, rand(5, 7).abs())],
+    "normal.Tensor_Tensor": lambda: [(rand(5, 7), rand(5, 7).abs())],
+    "poisson": lambda: [(rand(5, 7).abs(),)],
+    "binomial": lambda: [(rand(5, 7).abs().ceil(), rand(5, 7).sigmoid())],
+    "_standard_gamma": lambda: [(rand(5, 7).exp(),)],
+    "rrelu_with_noise_functional": lambda: [(rand(5, 7), rand(5, 7), 0.1, 0.3, True)],
+    "randint_like.Tensor": lambda: [(rand(5, 7), torch.tensor(9))],
+    "randint_like.Tensor_generator": lambda: [(rand(5, 7), torch.tensor(9), _NO_GENERATOR)],
+}
 
 
-@rule(ops("normal_functional", "uniform", "exponential", "random"), samples=lambda: [(rand(5, 7),)])
-@rule(ops("rand_like", "randn_like"), samples=lambda: [(rand(5, 7),)])
-@rule(ops("bernoulli.p", "geometric", "exponential"), samples=lambda: [(rand(5, 7), 0.5)])
-@rule(ops("randint_like"), samples=lambda: [(rand(5, 7), 9)])
-@rule(_BY_SHAPE)
 def like(call: Call) -> Bind:
     """Numbers for each element of the first operand, whose values are not read."""
     return Bind(text(["..."] * len(call.slots), ["..."] * len(call.outputs)), by_shape=frozenset({0}))
 
 
-@rule(ops("bernoulli"), samples=lambda: [(rand(5, 7).sigmoid(),)])
-@rule(ops("native_dropout"), samples=lambda: [(rand(5, 7), 0.5, True)])
-@rule(_EACH)
 def each(call: Call) -> Bind:
     """Numbers for each element, made from the values there."""
     return Bind(text(["..."] * len(call.slots), ["..."] * len(call.outputs)))
+
+
+def _on_plane(more: tuple[Any, ...]) -> Samples:
+    return lambda: [(rand(5, 7), *more)]
+
+
+for _name, _more in _LIKE.items():
+    rule(ops(_name), samples=_on_plane(_more))(like)
+for _name, _samples in _EACH.items():
+    rule(ops(_name), samples=_samples)(each)
 
 
 @rule(ops("multinomial"), samples=lambda: [(rand(5, 7).abs(), 3)])

@@ -53,9 +53,14 @@ rule(
      aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.logsumexp.default,
      aten.var.correction, aten.std.correction, aten.var_mean.correction,
      *ops("all.dims", "std_mean.correction", "aminmax", "_aminmax", "_aminmax.dim", "norm.ScalarOpt_dim",
-          "norm.ScalarOpt_dim_dtype", "norm.Scalar", "norm.ScalarOpt_dtype", "native_norm",
-          "native_norm.ScalarOpt_dim_dtype", "linalg__powsum")]
+          "native_norm", "native_norm.ScalarOpt_dim_dtype")]
 )(reduction(""))  # fmt: skip
+rule(ops("norm.ScalarOpt_dim_dtype"), samples=lambda: [(rand(5, 7), 3, [1], False, {"dtype": torch.float64})])(
+    reduction("")
+)
+rule(ops("norm.Scalar"), samples=lambda: [(rand(5, 7), 3)])(reduction(""))
+rule(ops("norm.ScalarOpt_dtype"), samples=lambda: [(rand(5, 7), 3, {"dtype": torch.float64})])(reduction(""))
+rule(ops("linalg__powsum"), samples=lambda: [(rand(5, 7), 3), (rand(5, 7), 3, [1])])(reduction("sum"))
 rule(ops("count_nonzero", "count_nonzero.dim_IntList", "nansum"))(reduction("sum"))
 rule(ops("_aminmax"), samples=lambda: [(rand(5, 7),)])(reduction(""))
 rule(ops("_aminmax.dim"), samples=lambda: [(rand(5, 7), 1)])(reduction(""))

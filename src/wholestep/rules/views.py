@@ -102,7 +102,10 @@ def _names(call: Call) -> list[str]:
     return [f"d{i}" for i in range(len(call.shape(0)))]
 
 
-@rule([aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default])
+@rule(
+    [aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default],
+    samples=lambda: [(torch.randn(4, 6),), (torch.randn(4, 6, 5), 0, 2), (torch.randn(4, 6, 5), [2, 0, 1])],
+)
 def permute(call: Call) -> BoundRule:
     """Dims in another order."""
     names = _names(call)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from .registry import rule
-from .terms import ops, whole
+from .registry import Samples, rule
+from .terms import ints, ops, rand, whole
 
+_SAMPLES: dict[str, Samples] = {
+    "_is_all_true": lambda: [(rand(5, 7) > 0,)],
+    "_is_any_true": lambda: [(rand(5, 7) > 0,)],
+    "unique_dim": lambda: [(ints(3, 5, 2), 0)],
+    "unique_dim_consecutive": lambda: [(ints(3, 5, 2), 0)],
+    "nonzero_static": lambda: [(rand(5, 7), {"size": 6})],
+    "_chunk_cat": lambda: [([rand(6, 5), rand(4, 5)], 0, 2)],
+}
 rule(
     ops(
-        "bincount", "histogram.bin_ct", "histogram.bins_tensor",
-        "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors", "_unique", "_unique2",
-        "unique_dim", "unique_consecutive", "unique_dim_consecutive", "nonzero", "nonzero_static", "masked_select",
+        "bincount", "histogram.bin_ct", "histogram.bins_tensor", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
+        "_histogramdd_from_bin_tensors", "_unique", "_unique2", "unique_consecutive", "nonzero", "masked_select",
         "masked_scatter", "masked_scatter_backward", "repeat_interleave.Tensor", "put", "block_diag", "allclose",
-        "_is_all_true", "_is_any_true", "hash_tensor", "_embedding_bag", "_embedding_bag_forward_only",
-        "_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward",
-        "segment_reduce", "_segment_reduce_backward", "_ctc_loss", "_ctc_loss.Tensor", "_ctc_loss_backward",
-        "_pdist_forward", "_pdist_backward", "_trilinear", "_sample_dirichlet", "_dirichlet_grad", "linalg_lstsq",
-        "linalg_pinv.atol_rtol_tensor", "_assert_async", "_assert_async.msg", "_functional_assert_async.msg",
-        "embedding_renorm", "_pack_padded_sequence", "_chunk_cat", "_compute_linear_combination",
-        "_amp_update_scale", "_linalg_check_errors",
+        "hash_tensor", "_embedding_bag", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward",
+        "segment_reduce", "_segment_reduce_backward", "_pdist_forward", "_pdist_backward", "_trilinear",
+        "linalg_lstsq", "linalg_pinv.atol_rtol_tensor", "_linalg_check_errors",
     )
 )(whole)  # fmt: skip
+for _name, _samples in _SAMPLES.items():
+    rule(ops(_name), samples=_samples)(whole)
