@@ -30,7 +30,6 @@ def check_rules(
     Samples come from PyTorch's own test database. Exit status 1 when a rule is wrong, was never tried, or a changed
     rule passes.
     """
-    import wholestep.rules  # noqa: F401  # fills the table
     from wholestep.rules.mutate_table import mutate_table
     from wholestep.rules.samples import samples_of, table
     from wholestep.rules.table import check_table
@@ -80,7 +79,8 @@ def _quiet() -> Generator[None]:
 def _table(rows: "list[Row]", mutations: "list[Mutation] | None") -> Table:
     found = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("op", "factors", "samples", *([] if mutations is None else ["mutations", "caught"]), "verdict"):
-        found.add_column(name, justify="right" if name in ("samples", "mutations", "caught") else "left")
+        justify = "right" if name in ("samples", "mutations", "caught") else "left"
+        found.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         cells = [row.op, " ".join(row.result.factors) or "none", str(row.bound)]
         if mutations is not None:
@@ -98,6 +98,7 @@ def _tried(mutations: "list[Mutation]") -> "list[Mutation]":
 
 def _details(rows: "list[Row]", mutations: "list[Mutation]") -> list[str]:
     lines = [str(row.result.failures[0]) for row in rows if row.result.failures]
+    lines += [f"{row.op}: {row.verdict}" for row in rows if not row.ok and not row.result.failures]
     lines += [f"{m.op}: '{m.rule}' passes with {m.change}" for m in mutations if m.verdict == "survived"]
     more = len(lines) - _SHOWN
     return lines[:_SHOWN] + ([f"... and {more} more; --op narrows it down"] if more > 0 else [])

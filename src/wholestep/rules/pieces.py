@@ -80,7 +80,8 @@ def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor]
     Norms are never negative, so the third is `whole` without its signs there.
     """
     exact = not whole.is_floating_point() and not whole.is_complex()
-    if whole.dtype == torch.bool or (op in ("avg", "norm2") and exact) or (op != "sum" and whole.is_complex()):
+    tiny = whole.is_floating_point() and whole.dtype.itemsize == 1
+    if whole.dtype == torch.bool or tiny or (op in ("avg", "norm2") and exact) or (op != "sum" and whole.is_complex()):
         return None
     if not bool(torch.isfinite(whole).all()):
         return None
