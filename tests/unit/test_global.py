@@ -1,4 +1,4 @@
-"""`semantics="global"`: what one device computes on the whole batch, in float64, ranks holding different parts of it."""
+"""`semantics="global"`: what one device computes on the whole batch, in float64; ranks hold different parts."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -74,7 +74,9 @@ LOSSES: dict[str, Loss] = {
     "ignored labels": _ignoring,
     "token weights": _token_weighted,
     "maximum": lambda model, b: model(b["x"]).amax() + model(b["x"]).square().amax(0).sum(),
-    "penalty": lambda model, b: F.mse_loss(model(b["x"]), b["y"]) + 0.1 * sum(p.square().sum() for p in model.parameters()),
+    "penalty": lambda model, b: (
+        F.mse_loss(model(b["x"]), b["y"]) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    ),
     "spread": lambda model, b: model(b["x"]).std(0).mean() + model(b["x"]).var(),
 }
 

@@ -7,6 +7,7 @@ import typer
 
 from .check_rules import check_rules
 from .demo import demo
+from .plan import plan
 
 app = typer.Typer(
     name="wholestep",
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.command("check-rules")(check_rules)
 
 

@@ -1,6 +1,8 @@
 """The training step of the demo, written for one device, with its optimizer and schedule."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,15 @@ def train_step(model: nn.Module, optimizer: AdamW, tokens: Tensor, targets: Tens
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
+
+
+def example_step() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The demo's step with a model, its optimizer and a batch, as `wholestep plan` takes them."""
+    settings = Settings(directory="")
+    model = new_model(settings)
+    rows, context = settings.sizes.rows, model.config.context
+    batch = torch.zeros(rows, context, dtype=torch.int64)
+    return train_step, (model, new_optimizer(model, settings), batch, batch)
 
 
 def new_model(settings: Settings) -> GPT:

@@ -115,7 +115,7 @@ def explain(plan: Plan, name: str) -> str:
     if given is None:
         if name.removeprefix("%") in plan.decisions:
             return explain_op(plan, name)
-        known = [i.name for i in plan.inputs]
+        known = [*(i.name for i in plan.inputs), *plan.decisions]
         raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, known), "correct the name")
     layout = plan.rest[name]
     lines = [f"{name}  {given.role.value} {layout.show(given.meta.shape)}"]
