@@ -84,7 +84,7 @@ def _captured(target: str) -> "TrainGraph":
     import wholestep as ws
 
     made = _function(target)()
-    parts = cast(tuple[Any, ...], made) if isinstance(made, tuple) else ()
+    parts = list(cast(tuple[Any, ...], made)) if isinstance(made, tuple) else list[Any]()
     if len(parts) not in (2, 3):
         found = type(cast(object, made)).__name__
         _refuse(f"{target} returned {found}: needed (train_step, arguments) or (..., keyword arguments)")

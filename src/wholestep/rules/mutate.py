@@ -144,7 +144,12 @@ def _by_hand(bound: BoundRule) -> str:
 def _saying(rule: RuleText) -> Reword:
     linear = " | ".join("+".join(map(str, sorted(group))) for group in rule.linear)
     reduces = {f: op for f, op in rule.reduces.items() if f in rule.factors}
-    return lambda bind: replace(bind, text=str(rule), linear=linear, reduces=reduces)
+
+    def say(bind: Bind) -> Bind:
+        filled = bind.filled | {f"e{f[1:]}" for f in bind.filled if f.startswith(".")}
+        return replace(bind, text=str(rule), linear=linear, reduces=reduces, filled=filled)
+
+    return say
 
 
 def _expanded(rule: RuleText, call: Call) -> RuleText:
