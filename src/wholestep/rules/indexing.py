@@ -205,7 +205,12 @@ def add(call: Call) -> Bind | None:
     return Bind(text([full, "i", term(given)], [full]), "0+2", local={"i": from_first(call.target)})
 
 
-@rule(ops("index_copy"), samples=lambda: [(rand(5, 7, 6), 1, torch.tensor([3, 0, 6]), rand(5, 3, 6))])
+def _copies() -> list[tuple[Any, ...]]:
+    some = torch.tensor([3, 0, 6])
+    return [(rand(5, 7, 6), 1, some, rand(5, 3, 6)), (rand(5, 7), 1, some, rand(5, 3)), (rand(7), 0, some, rand(3))]
+
+
+@rule(ops("index_copy"), samples=_copies)
 @rule(ops("index_reduce"), samples=lambda: [(rand(5, 7, 6), 1, ints(7, 5), rand(5, 5, 6), "amax")])
 def write(call: Call) -> Bind | None:
     """Writes along one dim, which stays whole."""

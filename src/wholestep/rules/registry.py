@@ -37,7 +37,7 @@ class Bind:
         said: Bind = call.reword(self) if call.reword else self
         parsed = parse(said.text, said.linear, tuple(sorted(said.reduces.items())))
         bound = apply(parsed, call, said.sizes, said.local, said.by_shape)
-        return bound if not said.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
+        return bound if not said.filled else replace(bound, groups=tuple(said._fill(g, call) for g in bound.groups))
 
     def _fill(self, group: Group, call: Call) -> Group:
         terms = [(term, call.shape(i)) for i, term in group.operands.items()]
