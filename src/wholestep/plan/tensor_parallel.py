@@ -107,12 +107,12 @@ class TensorParallel:
             return Pins()
         modules, results = Modules(graph), dict[str, dict[str, AxisState]]()
         reads: dict[tuple[str, str], dict[str, AxisState]] = {}
-        named = self._named(modules)
+        named, moves = self._named(modules), moving(graph)
         for path, style in named.items():
             gives = self._gives(style, path, modules, named)
             for node, state in _paired(modules.outputs(path), gives):
                 results[node.name] = {self.axis: state}
-            given = modules.inputs(path, moving(graph))
+            given = modules.inputs(path, moves)
             for node, state in _paired(list(given), style.reads):
                 reads |= {(reader.name, node.name): {self.axis: state} for reader in given[node]}
         return Pins(results, reads)
