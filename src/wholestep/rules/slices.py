@@ -249,6 +249,10 @@ def _rows_piece(start: int, length: int, have: Tensor, size: list[int], stride: 
     return aten.as_strided.default(have.contiguous(), [length, *size[1:]], stride)
 
 
+def _view_piece(start: int, length: int, have: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return have.reshape([-1, *size[1:]])
+
+
 def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
     """True where strides read each row of a tensor by itself, as it lies in memory."""
     size, stride = call.argument("size"), call.argument("stride")
@@ -260,17 +264,37 @@ def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
     return row > 0 and stride[0] == row and reach < row
 
 
+def _in_order(call: Call) -> tuple[str, str] | None:
+    """Terms of a tensor and of a view of all of it in memory order, whose rows may be cut; None for other strides."""
+    have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
+    plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
+    whole_of_it = plain and have.is_contiguous and prod(size) == have.numel and not call.argument("storage_offset")
+    if not whole_of_it or len(size) < 2 or not have.numel:
+        return None
+    dims, given = dims_of(call), [f"m{i}" for i in range(1, len(size))]
+    view = term(["n", *given], given)
+    if have.shape[0] == size[0]:
+        return term(["n", *dims[1:]], dims[1:]), view
+    return (f"(n {' '.join(given)})", view) if len(dims) == 1 else None
+
+
 @rule(
     ops("as_strided"),
-    samples=lambda: [(rand(5, 6), [5, 3, 4], [6, 1, 1]), (rand(5, 6), [6, 5], [1, 6]), (rand(30), [5, 3], [6, 1])],
-)
+    samples=lambda: [
+        (rand(5, 6), [5, 3, 4], [6, 1, 1]), (rand(5, 6), [6, 5], [1, 6]), (rand(30), [5, 3], [6, 1]),
+        (rand(30), [5, 6, 1], [6, 1, 1]), (rand(5, 6), [5, 3, 2], [6, 2, 1]),
+    ],
+)  # fmt: skip
 def as_strided(call: Call) -> BoundRule:
-    """Reads memory, not dims: whole, but for rows that are read apart."""
+    """Reads memory, not dims: whole, but for rows that are read apart or in order."""
+    in_order = _in_order(call)
+    if in_order:
+        return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}))
     dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
-    apart = _rows_apart(call, call.shape(0))
-    given = term(["n", *dims[1:]], dims[1:]) if apart else term(dims, dims)
-    out = term(["n", *made[1:]]) if apart else term(made)
-    return moves(call, Bind(text([given], [out]), local={"n": _rows_piece} if apart else {}))
+    if not _rows_apart(call, call.shape(0)):
+        return moves(call, Bind(text([term(dims, dims)], [term(made)])))
+    given = term(["n", *dims[1:]], dims[1:])
+    return moves(call, Bind(text([given], [term(["n", *made[1:]])]), local={"n": _rows_piece}))
 
 
 @rule(
@@ -282,15 +306,8 @@ def as_strided(call: Call) -> BoundRule:
 )  # fmt: skip
 def as_strided_scatter(call: Call) -> BoundRule:
     """Writes memory, not dims: whole, but where all of it is written in order."""
-    have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
-    in_order = [prod(size[i + 1 :]) for i in range(len(size))] == stride and not call.argument("storage_offset")
-    if not in_order or prod(size) != have.numel or not have.is_contiguous or not size:
+    in_order = _in_order(call)
+    if not in_order:
         return whole(call)
-    dims, given = dims_of(call), dims_of(call, 1, "m")
-    if have.shape[0] == size[0]:
-        left, right = term(["n", *dims[1:]], dims[1:]), term(["n", *given[1:]], given[1:])
-    elif len(dims) == 1:
-        left, right = f"(n {' '.join(given[1:])})", term(["n", *given[1:]], given[1:])
-    else:
-        return whole(call)
+    left, right = in_order
     return moves(call, Bind(text([left, right], [left]), sizes={"size": "in1"}), 0, 1)
