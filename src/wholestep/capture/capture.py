@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
+from ..graph.quiet import collector_paused
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import normalize
 from .precision import MixedPrecision
@@ -64,6 +65,7 @@ def find_state(
     return collect(modules, optimizers), call.structure, call.leaves, names
 
 
+@collector_paused()
 def capture_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
