@@ -336,7 +336,10 @@ class CompiledStep:
         """Say once where averaging over ranks is not what one device would compute on the whole batch."""
         if planned.notes and world.rank == 0 and world.mesh.size > 1 and not self.programs:
             lines = "\n".join(f"  {note}" for note in planned.notes)
-            choice = 'This is what DDP computes too. For the sum over ranks give DataParallel(..., reduce="sum").'
+            choice = (
+                "This is what DDP computes too. For what one device computes on the whole batch give "
+                'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
+            )
             warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)
 
     def _dump(self, name: str, value: object) -> None:
