@@ -1,6 +1,7 @@
 """`semantics="global"` on gloo ranks: uneven parts, whole batches, random numbers, against one device in float64."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +171,31 @@ def test_a_value_of_a_part_says_nothing_about_the_whole() -> None:
     """A step may read integers of its batch, but not of a part of it."""
     for text in run_ranks(_reads, 2):
         assert "mask.all()" in text
+
+
+def _resumes(rank: int, world: int, folder: str) -> list[float]:
+    """Losses of four steps, the last two of them run twice: as they came, and again from the checkpoint."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Net(drop=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = ws.compile(train, parallel=ws.DataParallel("fully_shard", semantics="global"))
+    losses: list[float] = []
+    for i, (batch, parts) in enumerate(zip(batches()[:4], PARTS[world], strict=False)):
+        start = sum(parts[:rank])
+        own = {k: v[start : start + parts[rank]] for k, v in batch.items()}
+        losses.append(float(step(model, optimizer, own)["loss"]))
+        if i == 1:
+            ws.save(folder, step=step)
+    ws.load(folder, step=step)
+    for batch, parts in zip(batches()[2:4], PARTS[world][2:4], strict=True):
+        start = sum(parts[:rank])
+        own = {k: v[start : start + parts[rank]] for k, v in batch.items()}
+        losses.append(float(step(model, optimizer, own)["loss"]))
+    return losses
+
+
+def test_resumes_with_the_random_numbers_it_would_have_drawn(tmp_path: Path) -> None:
+    for losses in run_ranks(_resumes, 2, str(tmp_path / "run")):
+        assert losses[2:4] == losses[4:6]
+        assert losses[2] != losses[3]

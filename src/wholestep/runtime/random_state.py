@@ -11,8 +11,13 @@ import numpy as np
 import torch
 
 
+of_steps: dict[str, dict[str, torch.Tensor]] = {}
+"""States of the streams that steps draw from themselves (`runtime.stream`), by name of the stream and kind of device."""
+_STEP = "step-"
+
+
 def take() -> dict[str, torch.Tensor]:
-    """State of torch's generators (CPU and this rank's GPU), of Python's and of numpy's, by name."""
+    """State of torch's generators (CPU and this rank's GPU), of Python's, of numpy's and of steps' own, by name."""
     kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     states = {
         "torch": torch.get_rng_state(),
@@ -21,6 +26,8 @@ def take() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
+    for name, found in of_steps.items():
+        states |= {f"{_STEP}{name}-{kind}": state for kind, state in found.items()}
     return states
 
 
@@ -32,6 +39,10 @@ def put(states: Mapping[str, torch.Tensor]) -> None:
     np.random.set_state(tuple(_from_tensor(states["numpy"])))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+    for full, state in states.items():
+        if full.startswith(_STEP):
+            name, _, kind = full.removeprefix(_STEP).rpartition("-")
+            of_steps.setdefault(name, {})[kind] = state.clone()
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

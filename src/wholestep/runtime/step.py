@@ -308,7 +308,7 @@ class CompiledStep:
         together = any(a.size > 1 and a.name not in per_rank for a in world.mesh.axes)
         if not together or not draws(made.local):
             return None
-        self._stream = self._stream or Stream.start(world, per_rank)
+        self._stream = self._stream or Stream.of(world, per_rank)
         return self._stream
 
     def _guards(self, made: _Made, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:

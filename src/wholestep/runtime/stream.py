@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,31 @@ import torch.distributed as dist
 from ..graph.graph import LocalGraph
 from ..partition.pieces import drawn
 from ..rules.registry import is_random
+from . import random_state
 from .launch import World
 
 
 @dataclass
 class Stream:
-    """States of torch's generators that the step alone advances."""
+    """States of torch's generators that steps alone advance, kept with checkpoints (`random_state`)."""
 
-    states: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    states: dict[str, torch.Tensor]
 
     @staticmethod
-    def start(world: World, per_rank: frozenset[str]) -> Stream:
-        """A stream from the first rank's generator; ranks that differ along `per_rank` axes have different ones."""
+    def of(world: World, per_rank: frozenset[str]) -> Stream:
+        """The stream of this process for steps that compute together but along `per_rank` axes (collective)."""
+        name = "+".join(sorted(per_rank)) or "all"
+        restored = name in random_state.of_steps
+        states = random_state.of_steps.setdefault(name, {})
+        known = torch.tensor([restored and "cpu" in states], dtype=torch.int32, device=world.device)
+        dist.all_reduce(known, dist.ReduceOp.MIN)
+        if not known.item():  # a rank that the checkpoint does not know starts all of them anew
+            states |= Stream._start(world, per_rank)
+        return Stream(states)
+
+    @staticmethod
+    def _start(world: World, per_rank: frozenset[str]) -> dict[str, torch.Tensor]:
+        """States from the first rank's generator; ranks that differ along `per_rank` axes have different ones."""
         with torch.random.fork_rng(devices=[]):
             seed = torch.randint(0, 2**62, (1,)).to(world.device)
         dist.broadcast(seed, 0)
@@ -39,7 +52,7 @@ class Stream:
         states = {"cpu": torch.Generator().manual_seed(value).get_state()}
         if world.device.startswith("cuda"):
             states["cuda"] = torch.Generator(world.device).manual_seed(value).get_state()
-        return Stream(states)
+        return states
 
     @contextmanager
     def drawing(self) -> Generator[None]:
