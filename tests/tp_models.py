@@ -58,10 +58,11 @@ class SimpleModel(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, as in Llama."""
+    """Grouped-query attention, as in Llama; `by_hand` by products and a softmax."""
 
-    def __init__(self, dim: int, heads: int, kv: int, width: int) -> None:
+    def __init__(self, dim: int, heads: int, kv: int, width: int, by_hand: bool) -> None:
         super().__init__()
+        self.by_hand = by_hand
         self.heads, self.kv, self.width = heads, kv, width
         self.wq = nn.Linear(dim, heads * width, bias=False)
         self.wk = nn.Linear(dim, kv * width, bias=False)
@@ -72,7 +73,11 @@ class Attention(nn.Module):
         rows, length, _ = x.shape
         q = self.wq(x).view(rows, length, self.heads, self.width).transpose(1, 2)
         k, v = (self._repeated(w(x)) for w in (self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.by_hand:
+            above = torch.full((length, length), -1e9, dtype=x.dtype).triu(1)
+            out = (q @ k.transpose(-2, -1) / self.width**0.5 + above).softmax(-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(rows, length, self.heads * self.width))
 
     def _repeated(self, x: Tensor) -> Tensor:
@@ -94,9 +99,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, kv: int, width: int, hidden: int) -> None:
+    def __init__(self, dim: int, heads: int, kv: int, width: int, hidden: int, by_hand: bool) -> None:
         super().__init__()
-        self.attn, self.mlp = Attention(dim, heads, kv, width), FeedForward(dim, hidden)
+        self.attn, self.mlp = Attention(dim, heads, kv, width, by_hand), FeedForward(dim, hidden)
         self.norm1, self.norm2 = RMSNorm(dim), RMSNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,11 +112,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A small language model with the parts of Llama but for rotary positions; `tied` shares the table."""
 
-    def __init__(self, heads: int = 4, kv: int = 2, layers: int = 2, tied: bool = False, vocab: int = VOCAB) -> None:
+    def __init__(self, heads: int = 4, kv: int = 2, layers: int = 2, tied: bool = False, by_hand: bool = False) -> None:
         super().__init__()
-        self.tok = nn.Embedding(vocab, 16)
-        self.layers = nn.ModuleList(Block(16, heads, kv, 4, 24) for _ in range(layers))
-        self.norm, self.out = RMSNorm(16), nn.Linear(16, vocab, bias=False)
+        self.tok = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(Block(16, heads, kv, 4, 24, by_hand) for _ in range(layers))
+        self.norm, self.out = RMSNorm(16), nn.Linear(16, VOCAB, bias=False)
         if tied:
             self.out.weight = self.tok.weight
 

@@ -5,7 +5,7 @@ Planning asks for it where an op would need its operands whole. The values are t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
-from . import meta
+from . import meta, products
 from .expansions import EXPANSIONS
 from .graph import TrainGraph, node_at
 from .verify import check_train_graph
@@ -25,8 +25,15 @@ ROUNDS = 4
 
 def can_expand(node: Node) -> bool:
     """True when there are smaller ops for what `node` calls, with these arguments."""
-    make = EXPANSIONS.get(node.target)
-    return make is not None and _smaller(node) is not None
+    return _smaller(node) is not None
+
+
+def expandable(nodes: Iterable[Node]) -> list[Node]:
+    """Those of `nodes` for which there are smaller ops, with their arguments, and products whose dims they merge."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        found |= {node: None} if can_expand(node) else dict.fromkeys(products.products_of(node))
+    return list(found)
 
 
 def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
@@ -39,21 +46,34 @@ def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
 
 
 def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
-    new, at = Graph(), dict[Node, Any]()
+    new, at, merged = Graph(), dict[Node, Any](), dict[Node, Node]()
     for node in graph.graph.nodes:
         if node.op == "output":
             new.output(map_arg(node.args[0], at.__getitem__))
+        elif node.name in names and products.factors(node) is not None:
+            whole, at[node] = products.write(node, new, at)
+            merged[node] = whole
+        elif (given := _first(node)) in merged and products.undoes(node, merged[given]):
+            at[node] = merged[given]
         elif node.name in names and (body := _smaller(node)) is not None:
             at[node] = _inline(node, body, new, at)
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
             at[node] = at[node_at(node, 0)][cast(int, node.args[1])]
         else:
             at[node] = new.node_copy(node, at.__getitem__)
+    if merged:
+        new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     known = {n.name for n in new.nodes}
     losses = tuple(name if name in known else _last(new, name) for name in graph.losses)
     made = replace(graph, graph=new, losses=tuple(filter(None, losses)))
     check_train_graph(made)
     return made
+
+
+def _first(node: Node) -> Node:
+    """The node that `node` reads first, or itself."""
+    given = node.args[0] if node.args else None
+    return given if isinstance(given, Node) else node
 
 
 def _last(graph: Graph, name: str) -> str:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.expand import ROUNDS, can_expand, expand
+from ..graph.expand import ROUNDS, expand, expandable
 from ..graph.graph import Role, TrainGraph
+from ..graph.quiet import collector_paused
 from ..layout import Layout, replicated, sharded
 from ..mesh import Mesh
 from .data_parallel import DataParallel
@@ -19,6 +20,7 @@ from .situation import Situation, varying
 from .strategy import Resting, Strategies, Strategy, compose
 
 
+@collector_paused()
 def plan(
     graph: TrainGraph,
     mesh: Mesh | str,
@@ -70,7 +72,7 @@ def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Deci
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start)
-        more = [n for n in would_gather(start, decisions) if can_expand(n)]
+        more = expandable(would_gather(start, decisions))
         if not more:
             break
         expanded += [n.name for n in more]

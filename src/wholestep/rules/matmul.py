@@ -17,6 +17,16 @@ aten = torch.ops.aten
 
 rule(aten.mm.default, "m k, k n -> m n", linear="0 | 1")
 rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 | 1")
+
+
+@rule(aten.matmul.default)
+def matmul(call: Call) -> Bind | None:
+    """Products of matrices over any leading dims; of vectors nothing is said."""
+    if min(len(call.shape(0)), len(call.shape(1))) < 2:
+        return None
+    return Bind("... m k, ... k n -> ... m n", "0 | 1")
+
+
 rule(aten.mv.default, "m k, k -> m", linear="0 | 1")
 rule(aten.dot.default, "k, k -> ()", linear="0 | 1")
 rule(aten.vdot.default, "k, k -> ()", linear="0 | 1")

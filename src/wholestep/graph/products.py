@@ -1,0 +1,112 @@
+"""Batched products over dims that a view merged, as attention by hand has them: rows and heads in one dim.
+
+A dim that is cut cannot be merged behind another one. Written over the dims as they were before, the product is cut
+along any of them, and the views around it go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from . import meta
+from .graph import node_at
+from .meta import TensorMeta
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def products_of(view: Node) -> Iterator[Node]:
+    """Products that read a view which merges dims, and that can be written over those."""
+    for user in view.users if view.target in _VIEWS or _turns(view) else ():
+        if user.target is aten.bmm.default and factors(user) is not None:
+            yield user
+        elif _turns(user):
+            yield from products_of(user)
+
+
+def factors(product: Node) -> list[tuple[Node, bool]] | None:
+    """Both operands before their dims were merged, and whether each is turned since; None where they were not."""
+    if product.target is not aten.bmm.default:
+        return None
+    found = [_before(node_at(product, 0)), _before(node_at(product, 1))]
+    if None in found:
+        return None
+    known = cast(list[tuple[Node, bool]], found)
+    leads = {_shape(node)[:-2] for node, _ in known}
+    return known if len(leads) == 1 else None
+
+
+def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
+    """Nodes for a product over the dims before they were merged, and for its result with them merged again."""
+    left, right = (_turned(node, turned, at[node], new, product) for node, turned in factors(product) or ())
+    made = meta.tensor(product)
+    assert made is not None, "a product is one tensor"
+    shape = (*_meta(left).shape[:-1], _meta(right).shape[-1])
+    whole = _node(new, aten.matmul.default, (left, right), _contiguous(shape, made), product, "product")
+    return whole, _node(new, aten.view.default, (whole, list(made.shape)), made, product, "merged")
+
+
+def undoes(view: Node, whole: Node) -> bool:
+    """True for a view that gives a merged result its dims back."""
+    return view.target in _VIEWS and _shape(view) == _meta(whole).shape
+
+
+def _before(node: Node) -> tuple[Node, bool] | None:
+    turned = False
+    while _turns(node):
+        node, turned = node_at(node, 0), not turned
+    if node.target not in _VIEWS:
+        return None
+    source = node_at(node, 0)
+    have, want = _shape(source), _shape(node)
+    merges = len(want) == 3 and len(have) > 3 and have[-2:] == want[-2:] and prod(have[:-2]) == want[0]
+    return (source, turned) if merges else None
+
+
+def _turns(node: Node) -> bool:
+    """True for the transposition of matrices in a batch."""
+    if node.target is not aten.transpose.int or len(_shape(node)) != 3:
+        return False
+    return {cast(int, d) % 3 for d in node.args[1:3]} == {1, 2}
+
+
+def _turned(source: Node, turned: bool, given: Node, new: Graph, like: Node) -> Node:
+    if not turned:
+        return given
+    made = _meta(source)
+    *lead, rows, columns = range(len(made.shape))
+    order = [*lead, columns, rows]
+    swapped = replace(made, shape=tuple(made.shape[d] for d in order), stride=tuple(made.stride[d] for d in order))
+    return _node(new, aten.transpose.int, (given, -2, -1), swapped, like, f"{source.name}_t")
+
+
+def _node(new: Graph, target: object, args: tuple[object, ...], made: TensorMeta, like: Node, name: str) -> Node:
+    node = new.create_node(
+        "call_function", cast(str, target), cast("tuple[Node, ...]", args), name=f"{like.name}__{name}"
+    )
+    meta.set_value(node, None)
+    meta.set_tensors(node, (made,))
+    meta.copy_origin(like, node)
+    return node
+
+
+def _contiguous(shape: tuple[int, ...], like: TensorMeta) -> TensorMeta:
+    return replace(like, shape=shape, stride=tuple(prod(shape[d + 1 :]) for d in range(len(shape))))
+
+
+def _meta(node: Node) -> TensorMeta:
+    made = meta.tensor(node)
+    assert made is not None, f"%{node.name} makes one tensor"
+    return made
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    made = meta.tensor(node)
+    return made.shape if made else ()
