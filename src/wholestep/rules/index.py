@@ -16,7 +16,7 @@ from torch import Tensor
 from .call import Call
 from .registry import Bind, rule
 from .rule import BoundRule
-from .terms import aten, dims_of, ints, moves, ops, rand, term, text
+from .terms import aten, called, dims_of, ints, moves, ops, rand, term, text
 
 
 def near(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def _on_piece(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         made = op(with_one(have, dim), dim, torch.where(here, at, length), *rest, **more)
         return made.narrow(dim, 0, length)
 
-    return run
+    return called(run, op, "in_piece")
 
 
 def from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,7 +116,7 @@ def from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(start: int, length: int, have: Tensor, *rest: Any, **more: Any) -> Tensor:
         return op(have if start == 0 else torch.zeros_like(have), *rest, **more)
 
-    return run
+    return called(run, op, "from_first")
 
 
 def _whole(names: list[str], *which: str) -> list[str]:

@@ -16,7 +16,7 @@ from .call import Call
 from .index import from_first, near, with_one
 from .registry import Bind, rule
 from .rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough, Term
-from .terms import aten, dims_of, ints, moves, ops, rand, term, text
+from .terms import aten, called, dims_of, ints, moves, ops, rand, term, text
 
 Indices = Sequence["TensorMeta | None"]
 
@@ -82,7 +82,7 @@ def _pick_piece(op: Any, dim: int, size: int) -> Callable[..., Tensor]:
     def pick_in_piece(start: int, length: int, have: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         return op(with_one(have, dim), _moved(indices, dim, start, length, size))
 
-    return pick_in_piece
+    return called(pick_in_piece, op, "in_piece")
 
 
 def _picks() -> Iterator[tuple[Any, ...]]:
@@ -118,7 +118,7 @@ def _put_piece(op: Any, dim: int, size: int) -> Callable[..., Tensor]:
         made = op(with_one(have, dim), _moved(indices, dim, start, length, size), values, *rest)
         return made.narrow(dim, 0, length)
 
-    return put_in_piece
+    return called(put_in_piece, op, "in_piece")
 
 
 def _puts() -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from ..graph.ops import CTC_LOSS
 from .call import Call
 from .registry import Bind, rule
 from .rule import BoundRule
-from .terms import aten, ints, ops, rand, text, whole
+from .terms import aten, called, ints, ops, rand, text, whole
 
 NONE, MEAN, SUM = 0, 1, 2
 _OUTSIDE = -100
@@ -51,7 +51,7 @@ def _forward_piece(op: Any) -> Any:
         scores, weight = _padded(scores, weight)
         return op(scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE)
 
-    return run
+    return called(run, op, "in_piece")
 
 
 def _backward_piece(op: Any) -> Any:
@@ -63,7 +63,7 @@ def _backward_piece(op: Any) -> Any:
         made = op(grad, more, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, total)
         return made.narrow(min(1, made.dim() - 1), 0, length)
 
-    return run
+    return called(run, op, "in_piece")
 
 
 def _labels(high: int, *shape: int) -> Tensor:

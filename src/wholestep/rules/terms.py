@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,12 @@ def whole(call: Call) -> BoundRule:
     """Everything whole: nothing may be cut."""
     bound = Bind(text(["*"] * len(call.slots), ["*"] * len(call.outputs))).on(call)
     return replace(bound, groups=tuple(replace(g, opaque=frozenset[int]()) for g in bound.groups))
+
+
+def called(function: Callable[..., Any], op: Any, what: str) -> Callable[..., Any]:
+    """`function` under a name that a program prints: that of the op it stands for, and `what` is different."""
+    function.__name__ = f"{op._overloadpacket.__name__}_{what}"
+    return function
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
