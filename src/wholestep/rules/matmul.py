@@ -19,7 +19,7 @@ rule(aten.mm.default, "m k, k n -> m n", linear="0 | 1")
 rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 | 1")
 
 
-@rule(aten.matmul.default)
+@rule(aten.matmul.default, samples=lambda: [(rand(2, 3, 5, 4), rand(2, 3, 4, 6)), (rand(3, 5, 4), rand(2, 1, 4, 6))])
 def matmul(call: Call) -> Bind | None:
     """Products of matrices over any leading dims; of vectors nothing is said."""
     if min(len(call.shape(0)), len(call.shape(1))) < 2:
