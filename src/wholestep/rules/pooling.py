@@ -111,7 +111,7 @@ rule(ops("upsample_bilinear2d_backward"), samples=lambda: [(rand(2, 5, 5, 6), [5
 def im2col(call: Call) -> Bind:
     """Windows of a plane: channels are the outer factor of what is in a window."""
     lead = "n " if len(call.shape(0)) == 4 else ""
-    return Bind(f"{lead}c y! x! -> {lead}(c k) l", "0")
+    return Bind(f"{lead}c y! x! -> {lead}(c k) l", "0", filled=frozenset("nc"))
 
 
 @rule(aten.col2im.default, samples=lambda: [(rand(5, 12, 30), [6, 7], [2, 2], [1, 1], [0, 0], [1, 1])])
@@ -194,7 +194,7 @@ def pixel_shuffle(call: Call) -> BoundRule:
 def pixel_unshuffle(call: Call) -> BoundRule:
     """Places become channels."""
     rows, columns = _merged("y", "i", call.made()[-2]), _merged("x", "j", call.made()[-1])
-    return moves(call, Bind(f"... c {rows} {columns} -> ... (c r) y x", filled=_LEADING))
+    return moves(call, Bind(f"... c {rows} {columns} -> ... (c r) y x", filled=_LEADING | {"c"}))
 
 
 @rule(ops("channel_shuffle", "native_channel_shuffle"), samples=lambda: [(rand(5, 6, 3, 2), 2)])

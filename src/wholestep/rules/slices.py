@@ -289,7 +289,8 @@ def as_strided(call: Call) -> BoundRule:
     """Reads memory, not dims: whole, but for rows that are read apart or in order."""
     in_order = _in_order(call)
     if in_order:
-        return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}))
+        rows = frozenset("n")
+        return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}, filled=rows))
     dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
     if not _rows_apart(call, call.shape(0)):
         return moves(call, Bind(text([term(dims, dims)], [term(made)])))
