@@ -20,6 +20,7 @@ from tests.dist.compare import counts, whole
 from tests.dist.launch import run_ranks
 from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
 from wholestep import DataParallel, TensorParallel
+from wholestep.passes.bucket import Bucket
 
 WORLD = 4
 MESH = "dp=2,tp=2"
@@ -139,14 +140,19 @@ def test_against_fsdp2_and_tp_of_torch(reshard: bool) -> None:
         assert max(found.values()) < TOLERANCE, found
 
 
-def _counted(rank: int, world: int, mesh: str) -> tuple[dict[str, int], dict[str, int], float]:
+def _counted(rank: int, world: int, mesh: str, bucket: bool) -> tuple[dict[str, int], dict[str, int], float]:
     """Collectives seen and planned of a sequence-sharded norm and MLP; whether any gradient is not a number."""
     torch.manual_seed(0)
     model = Normed()
     optimizer = SGD(model.parameters(), lr=0.1)
     parallel: Any = TensorParallel(models.NORMED_PLAN)
     parallel = [per_rank(), parallel] if "dp" in mesh else parallel
-    step = ws.compile(step_of(squares, None), parallel=parallel, mesh=mesh, keep_grads=True)
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        step_of(squares, None)(model, optimizer, x, y)
+
+    transform = Bucket() if bucket else None
+    step = ws.compile(train, parallel=parallel, mesh=mesh, keep_grads=True, graph_transform=transform)
     batch = batch_of(rank // 2 if "dp" in mesh else 0, 0, (4, 8, 10), (4, 8, 10))
     step(model, optimizer, *batch)
     with CommDebugMode() as mode:
@@ -157,14 +163,14 @@ def _counted(rank: int, world: int, mesh: str) -> tuple[dict[str, int], dict[str
     return counts(mode), planned, odd
 
 
-@pytest.mark.parametrize(("mesh", "most"), [("tp=4", 6), (MESH, 12)])
-def test_collectives_of_a_sequence_sharded_norm(mesh: str, most: int) -> None:
-    """Along tp two gathers, two reduce-scatters, one all-reduce for the norm's gradient and one for the loss; along dp
-    one gather and one reduce-scatter for each of three parameters.
+@pytest.mark.parametrize(("mesh", "bucket", "count"), [("tp=4", False, 5), (MESH, False, 11), (MESH, True, 7)])
+def test_collectives_of_a_sequence_sharded_norm(mesh: str, bucket: bool, count: int) -> None:
+    """Along tp two gathers, two reduce-scatters and the gradient of the norm; along dp one gather and one
+    reduce-scatter for each of three parameters, or for all of them.
     """
-    for seen, planned, odd in run_ranks(_counted, WORLD, mesh):
+    for seen, planned, odd in run_ranks(_counted, WORLD, mesh, bucket):
         assert seen == planned
-        assert sum(planned.values()) <= most
+        assert sum(planned.values()) == count
         assert odd == 0
 
 

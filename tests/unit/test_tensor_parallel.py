@@ -22,13 +22,14 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests import tp_models as models
 from tests.oracle import relative, twin
-from tests.simulate import Simulation
+from tests.simulate import Simulation, cut
 from tests.together import Comparison, Double, OneDevice, compare, joined, without_chance
 from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
 from wholestep import DataParallel, TensorParallel
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
+from wholestep.passes.bucket import Bucket
 
 TOLERANCE = 1e-10
 STEPS = 3
@@ -193,6 +194,42 @@ def test_sequence_sharded_norm_and_mlp() -> None:
     }
 
 
+def test_at_most_seven_collectives() -> None:
+    """With gradients scattered and parameters gathered together: five along tp and two along dp."""
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        step_of(squares, None)(model, optimizer, x, y)
+
+    graph = capture_step(train, (*builder(Normed)(), *floats(4, 6, 10)[0]), {}).graph
+    for style in (dp(), DataParallel("fully_shard", axis="dp")):
+        plan = ws.plan(graph, "dp=2,tp=2", [style, TensorParallel(models.NORMED_PLAN)])
+        local = ws.run_passes(ws.partition(graph, plan), [Bucket()])
+        assert collectives(local) == {
+            "tp": Counter(all_gather=2, reduce_scatter=2, all_reduce=1),
+            "dp": Counter(all_gather=1, reduce_scatter=1),
+        }
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3", "tp=3,dp=2"])
+def test_merged_collectives_are_bitwise_the_same(mesh: str) -> None:
+    one = OneDevice(builder(MLP, hidden=14), step_of(squares), floats(12, 12))
+    tensor = [TensorParallel(models.MLP_PLAN)] if "tp" in mesh else []
+    found = check(one, mesh, [dp(), *tensor])
+    runs = []
+    for local in (found.local, ws.run_passes(found.local, [Bucket(1500)])):
+        simulation = Simulation(one.capture, found.plan, local)
+        simulation.start()
+        names = _names(found.plan)
+        for batch in one.batches:
+            parts = [cut(t, found.plan.rest[n], found.plan.mesh) for n, t in zip(names, batch, strict=True)]
+            simulation.step([dict(zip(names, given, strict=True)) for given in zip(*parts, strict=True)])
+        runs.append((simulation.pieces, collectives(local)["dp"]))
+    (plain, before), (merged, after) = runs
+    assert all(torch.equal(a, b) for name in plain for a, b in zip(plain[name], merged[name], strict=True))
+    assert after["all_gather"] < before["all_gather"]
+    assert after["reduce_scatter"] < before["reduce_scatter"]
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sequence_on_either_dim(dim: int) -> None:
     plan = {"norm": "sequence", "mlp.net1": "colwise", "mlp.net2": RowwiseParallel(output_layouts=Shard(dim))}
@@ -252,8 +289,8 @@ def test_loss_parallel_over_a_plan_that_gathers_logits() -> None:
     one = OneDevice(builder(Llama), step_of(next_token), tokens())
     whole = check(one, "tp=2", TensorParallel(plan))
     assert [meta.module_path(n) for n in moved(whole.local, "all_gather", "tp")] == ["out"]
-    cut = check(one, "tp=2", TensorParallel(plan, loss_parallel=True))
-    assert not moved(cut.local, "all_gather", "tp")
+    parts = check(one, "tp=2", TensorParallel(plan, loss_parallel=True))
+    assert not moved(parts.local, "all_gather", "tp")
 
 
 def test_columns_of_an_embedding() -> None:
@@ -285,8 +322,8 @@ def test_hugging_face_by_its_own_plan(name: str, mesh: str) -> None:
     parallel: list[Any] = [TensorParallel.of(make()[0], loss_parallel=True)]
     found = compare(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
-    cut = [n for n, layout in found.plan.rest.items() if layout.state("tp").kind == "S" and "/" not in n]
-    assert len(cut) >= 12
+    kept = [n for n, layout in found.plan.rest.items() if layout.state("tp").kind == "S" and "/" not in n]
+    assert len(kept) >= 12
     if name in ("llama", "qwen3", "gemma2"):
         assert not moved(found.local, "all_gather", "tp")
 

@@ -23,7 +23,7 @@ class Prefetch:
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Move the gathers of `local` forward."""
         graph = copy_graph(local.graph)
-        gathers = [n for n in graph.nodes if _gathers(n) and _chain(n) is not None]
+        gathers = [n for n in graph.nodes if _gathers(n) and chain_of(n) is not None]
         for i, gather in enumerate(gathers):
             after = _start_of(graph) if i < self.window else _wait_of(gathers[i - self.window])
             if i and (after is None or after < gathers[i - 1]):
@@ -37,7 +37,7 @@ def _gathers(node: Node) -> bool:
     return is_collective(node) and "all_gather" in str(node.target)
 
 
-def _chain(node: Node) -> list[Node] | None:
+def chain_of(node: Node) -> list[Node] | None:
     """The nodes between the inputs of the graph and `node`, in order; None when others read them or it needs more."""
     chain: list[Node] = []
     at = node
@@ -59,6 +59,6 @@ def _wait_of(gather: Node) -> Node | None:
 
 
 def _move(gather: Node, after: Node) -> None:
-    for node in _chain(gather) or ():
+    for node in chain_of(gather) or ():
         after.append(node)
         after = node
