@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,7 @@ def _next(receive: Connection) -> Any:
 
 def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], send: Connection) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+    faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for number, target in enumerate(targets):
         here = not _torch.is_op(target) or _torch.runs_on_cpu(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import islice, product
@@ -103,8 +104,16 @@ def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> di
     Raises:
         RuleError: PyTorch's database cannot be imported.
     """
-    recording = _Recording(frozenset(targets))
-    infos = _torch.op_infos() if recording.wanted else ()
+    recording = _Recording(frozenset(t for t in targets if _torch.is_op(t) and t.namespace == "aten"))
+    if recording.wanted:
+        # each entry of the database looks at the whole stack: that of a new thread is short
+        with ThreadPoolExecutor(1) as short:
+            short.submit(_record, recording, progress).result()
+    return recording.best()
+
+
+def _record(recording: _Recording, progress: Progress) -> None:
+    infos = _torch.op_infos()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -113,7 +122,6 @@ def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> di
                 for sample in _samples(info):
                     _run(info, sample, recording)
             progress((number + 1) / len(infos))
-    return recording.best()
 
 
 def _lively(tensor: Tensor) -> Tensor:
