@@ -269,7 +269,7 @@ def _in_order(call: Call) -> tuple[str, str] | None:
     have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
     plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
     whole_of_it = plain and have.is_contiguous and prod(size) == have.numel and not call.argument("storage_offset")
-    if not whole_of_it or len(size) < 2 or not have.numel:
+    if not whole_of_it or len(size) < 2 or not have.numel or size[0] == 1:
         return None
     dims, given = dims_of(call), [f"m{i}" for i in range(1, len(size))]
     view = term(["n", *given], given)
@@ -289,13 +289,13 @@ def as_strided(call: Call) -> BoundRule:
     """Reads memory, not dims: whole, but for rows that are read apart or in order."""
     in_order = _in_order(call)
     if in_order:
-        rows = frozenset("n")
-        return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}, filled=rows))
+        return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}))
     dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
     if not _rows_apart(call, call.shape(0)):
         return moves(call, Bind(text([term(dims, dims)], [term(made)])))
     given = term(["n", *dims[1:]], dims[1:])
-    return moves(call, Bind(text([given], [term(["n", *made[1:]])]), local={"n": _rows_piece}))
+    bind = Bind(text([given], [term(["n", *made[1:]])]), local={"n": _rows_piece}, filled=frozenset("n"))
+    return moves(call, bind)
 
 
 @rule(
