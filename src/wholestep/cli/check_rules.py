@@ -56,9 +56,9 @@ def check_rules(
                 progress.update(task, advance=1, at=str(target))
     console.print(_table(rows, mutations if mutate else None))
     for line in _details(rows, mutations):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     survived = [m for m in mutations if m.verdict == "survived"]
-    console.print(_summary(rows, mutations if mutate else None), highlight=False)
+    console.print(_summary(rows, mutations if mutate else None), highlight=False, soft_wrap=True)
     raise typer.Exit(1 if survived or not all(row.ok for row in rows) else 0)
 
 

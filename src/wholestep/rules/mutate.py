@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..errors import RuleError
 from .call import Call
 from .check import Case, Way, check_pass, check_way, ways
@@ -106,8 +108,16 @@ def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
         tried = [check_pass(case, changed.groups[g], t, op) for g, t in new for op in sorted(t.ops)]
         return None if case.random or all(t is None for t in tried) else any(tried)
     known = {_claim(case, bound, way) for way in ways(case, bound, two_axes=False)}
-    claimed = [way for way in ways(case, changed, two_axes=False) if _claim(case, changed, way) not in known]
+    new = [way for way in ways(case, changed, two_axes=False) if _claim(case, changed, way) not in known]
+    claimed = [way for way in new if _is_cut(case, way)]
     return any(check_way(case, changed, way) for way in claimed) if claimed else None
+
+
+def _is_cut(case: Case, way: Way) -> bool:
+    """False where all that is cut is of size one: of the pieces one has everything, whichever dim it was."""
+    shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.whole]
+    pairs = zip((*way.takes, *way.gives), shapes, strict=True)
+    return any(size > 1 for layout, shape in pairs for axes, size in zip(layout.dims, shape, strict=True) if axes)
 
 
 def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
