@@ -125,7 +125,8 @@ class _Sizes:
         return tuple(self._free(dim, size) for dim, size in self._pairs(term, found.shape, ""))
 
     def _free(self, dim: Dim, size: int) -> str | None:
-        alone = len(dim.factors) == 1 and self.sizes.get(dim.factors[0]) == 1 == size
+        merged = {f for other, _, _ in self._merged for f in other.factors}
+        alone = len(dim.factors) == 1 and self.sizes.get(dim.factors[0]) == 1 == size and dim.factors[0] not in merged
         live = [f for f in dim.factors if alone or self.sizes.get(f, 1) > 1]
         if not live or live[0] in self.stuck or live[0] in self.rule.whole or self._rest_is_whole(live[0]):
             return None
