@@ -108,8 +108,9 @@ class TensorParallel:
         modules, results = Modules(graph), dict[str, dict[str, AxisState]]()
         reads: dict[tuple[str, str], dict[str, AxisState]] = {}
         named, moves = self._named(modules), moving(graph)
+        head = self._head(modules, named)
         for path, style in named.items():
-            gives = self._gives(style, path, modules, named)
+            gives = (AxisState("S", -1),) if path == head else style.gives
             for node, state in _paired(modules.outputs(path), gives):
                 results[node.name] = {self.axis: state}
             given = modules.inputs(path, moves)
@@ -130,14 +131,11 @@ class TensorParallel:
         """One line for the head of a plan."""
         return f"tensor parallel on {self.axis}" + (", loss parallel" if self.loss_parallel else "")
 
-    def _gives(self, style: Style, path: str, modules: Modules, named: Mapping[str, Style]) -> Wanted:
-        """Layouts of a module's results; with `loss_parallel`, the last layer that is cut by columns keeps them cut."""
-        if not self.loss_parallel or style.cut != "col":
-            return style.gives
-        columns = [p for p, s in named.items() if s.cut == "col" and modules.outputs(p)]
+    def _head(self, modules: Modules, named: Mapping[str, Style]) -> str:
+        """With `loss_parallel`, the last layer that is cut by columns: its results stay cut."""
         order = {n: i for i, n in enumerate(modules.graph.graph.nodes)}
-        last = max(columns, key=lambda p: order[modules.outputs(p)[-1]], default="")
-        return (AxisState("S", -1),) if path == last else style.gives
+        made = {p: modules.outputs(p) for p, s in named.items() if self.loss_parallel and s.cut == "col"}
+        return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
 
     def _named(self, modules: Modules) -> dict[str, Style]:
         """The style of each module or parameter named; a later pattern wins.
