@@ -212,6 +212,27 @@ def test_llama(mesh: str, name: str) -> None:
         assert worst < TOLERANCE
 
 
+def _two_steps(rank: int, world: int) -> tuple[str, str]:
+    """A second step finds parameters where the first put them: its layouts are read from DTensors."""
+    torch.manual_seed(0)
+    model = MLP(12, 33)
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    batch = batch_of(rank // 2, 0, (6, 12), (6, 12))
+    first = ws.compile(step_of(squares), parallel=[per_rank(), TensorParallel(models.MLP_PLAN)], mesh=MESH)
+    first(model, optimizer, *batch)
+    second = ws.compile(step_of(squares, None), parallel=[per_rank(), TensorParallel(models.MLP_PLAN)], mesh=MESH)
+    second(model, optimizer, *batch)
+    assert second.plan is not None
+    weight = model.net1.weight
+    return second.plan.rest["net1.weight"].show((33, 12)), str(list(weight.placements))  # pyright: ignore
+
+
+def test_a_second_step_reads_strided_shards() -> None:
+    for layout, placements in run_ranks(_two_steps, WORLD):
+        assert layout == "33@tp,dp 12"
+        assert placements == "[_StridedShard(dim=0, sf=2), Shard(dim=0)]"
+
+
 # -- checkpoints ---------------------------------------------------------------------------
 
 
