@@ -115,7 +115,7 @@ class _Sizes:
                 self._refuse(f"{name}: a dim of {size} is not {dim} with {self.sizes}")
         for dim, _, _ in self._merged:
             outer, *inner = [f for f in dim.factors if self.sizes[f] != 1] or [""]
-            self.stuck |= {*inner, *(f for f in dim.factors if self.sizes[f] == 1)}
+            self.stuck |= set(inner)
             self.even |= {outer} if inner else set()
 
     def term(self, term: Term, found: TensorMeta) -> BoundTerm:

@@ -10,9 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-
 of_steps: dict[str, dict[str, torch.Tensor]] = {}
-"""States of the streams that steps draw from themselves (`runtime.stream`), by name of the stream and kind of device."""
+"""States of the streams that steps draw from themselves (`runtime.stream`), by name of stream and kind of device."""
 _STEP = "step-"
 
 
