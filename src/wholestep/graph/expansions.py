@@ -142,8 +142,13 @@ def layer_norm_backward(
     total = aten.sum.dim_IntList(inner, last, True) / count
     along = aten.sum.dim_IntList(inner * normal, last, True) / count
     dx = inverse * (inner - total - normal * along) if mask[0] else None
-    dw = aten.sum.dim_IntList(grad * normal, first) if mask[1] and weight is not None else None
-    return dx, dw, aten.sum.dim_IntList(grad, first) if mask[2] and bias is not None else None
+    dw = _sum(grad * normal, first) if mask[1] and weight is not None else None
+    return dx, dw, _sum(grad, first) if mask[2] and bias is not None else None
+
+
+def _sum(x: Tensor, dims: list[int]) -> Tensor:
+    """Over these dims, or none: sum takes an empty list for all of them."""
+    return aten.sum.dim_IntList(x, dims) if dims else x
 
 
 def batch_norm(

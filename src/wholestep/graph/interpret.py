@@ -71,7 +71,7 @@ def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
 def _reduce(given: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack(given)
     if op in ("sum", "avg"):
-        total = stacked.sum(0)
+        total = stacked.sum(0, dtype=stacked.dtype)
         return total / len(given) if op == "avg" else total
     if op in ("max", "min"):
         return stacked.amax(0) if op == "max" else stacked.amin(0)

@@ -69,7 +69,7 @@ class Emitter:
     def _local(self, move: tuple[Step, Layout, Layout], at: Node, whole: TensorMeta) -> Node:
         step, _, after = move
         made = self._made(after, whole)
-        if step.kind == "vary" or (step.kind == "mask" and step.op == "avg"):
+        if step.kind == "vary" or (step.kind == "mask" and step.op in ("avg", "max", "min")):
             return at
         if step.kind == "slice":
             here = meta.tensor(at)

@@ -228,7 +228,7 @@ class _Propagation:
             if best.factor:
                 cut[number, best.factor] = parts * cut.get((number, best.factor), 1)
             for i, state in best.takes.items():
-                takes[i] = states[i] if i in rule.by_shape else state
+                takes[i] = states[i] if i in rule.by_shape and state.kind != "S" and states[i].kind == "P" else state
             gives |= best.gives
             why = why or _reason(best, group, given, states)
         return takes, gives, why
