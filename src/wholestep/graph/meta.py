@@ -89,6 +89,12 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
     return stored
 
 
+def whole_shapes(node: Node) -> tuple[tuple[int, ...] | None, ...]:
+    """Global shapes of the tensors that `node` makes, in a local graph too; None where the trace recorded none."""
+    flat = [x for item in _opened(value(node)) for x in _opened(item)]
+    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat)
+
+
 def _opened(item: Any) -> Sequence[Any]:
     return cast(Sequence[Any], item) if isinstance(item, (tuple, list)) else (item,)
 
@@ -112,7 +118,23 @@ def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """`made` itself if it has these strides (dims of size 1 do not count), else a copy that has them."""
     if all(a == b or size == 1 for a, b, size in zip(made.stride(), stride, made.shape, strict=True)):
         return made
-    return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
+    if not _overlaps(made.shape, stride):
+        return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
+    extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, stride, strict=True))
+    places = torch.arange(extent, device=made.device).as_strided(made.shape, stride)
+    return made.new_empty(extent).index_put_((places,), made).as_strided(made.shape, stride)
+
+
+def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """True where several elements lie at one place in memory."""
+    reach = 0
+    if 0 in shape:
+        return False
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
+        if size > 1 and step <= reach:
+            return True
+        reach += max(size - 1, 0) * step
+    return False
 
 
 def stretch(node: Node) -> int:

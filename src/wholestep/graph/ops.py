@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _torch
+
 
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
 def grad_ready(grad: Tensor, param: str) -> Tensor:
@@ -81,3 +83,10 @@ VIEWS = frozenset(
 
 CHEAP = VIEWS | {_aten._to_copy.default}
 """Views and casts: cheaper to make again than to keep or to send."""
+
+
+def is_pointwise(target: object) -> bool:
+    """True for an op that treats elements alike, lists of tensors included."""
+    return _torch.is_op(target) and (
+        torch.Tag.pointwise in target.tags or str(target).startswith(("aten._foreach_", "aten._fused_ad"))
+    )

@@ -15,7 +15,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import GRAD_READY
+from ..graph.ops import GRAD_READY, VIEWS, is_pointwise
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
@@ -24,6 +24,7 @@ from ..rules.call import Call
 from ..rules.localize import localize
 from ..rules.lookup import find_rule
 from ..rules.registry import is_random
+from . import pieces
 from .collectives import Emitter, contiguous
 from .pieces import drawn
 from .regions import Regions, find_regions
@@ -31,6 +32,7 @@ from .regions import Regions, find_regions
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+_ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
 _Key = tuple[Node, Layout, int]
 
 
@@ -62,6 +64,7 @@ class _Lowering:
         default_factory=dict[tuple[Node, int], Callable[[], Node]]
     )
     moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
+    ordered: dict[Node, Node] = field(default_factory=dict[Node, Node])
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
@@ -129,7 +132,10 @@ class _Lowering:
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         here = region if node in self.regions.on_demand else self.regions.at(node)
-        ready = iter([self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)])
+        given = [self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)]
+        if not _takes_any_strides(node):
+            given = [self._ordered(n, at) for n, at in zip(operands(node), given, strict=True)]
+        ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
@@ -182,6 +188,22 @@ class _Lowering:
         else:
             want = Layout(((),) * len(have.dims), (), have.varies)
         return self._bring(node, want, self.regions.last)
+
+    def _ordered(self, node: Node, at: Node) -> Node:
+        """`at`, which holds `node` or a piece of it, in memory as one device has it: kernels may count on that."""
+        whole, here = meta.tensor(node), meta.tensor(at)
+        if whole is None or here is None or not meta.is_loose(at):
+            return at
+        if at not in self.ordered:
+            target, args = pieces.contiguous, (at,)
+            if not whole.is_contiguous and whole.shape == here.shape:
+                target, args = meta.with_stride, (at, whole.stride)
+            elif not whole.is_contiguous:
+                dims = sorted(range(len(whole.shape)), key=lambda d: (-whole.stride[d], d))
+                target, args = pieces.in_order, (at, dims)
+            self.ordered[at] = self.emit.call(target, args, meta.with_shape(whole, here.shape), at)
+            meta.set_loose(self.ordered[at], False)
+        return self.ordered[at]
 
     # -- layouts -------------------------------------------------------------------------
     def _layout(self, node: Node) -> Layout:
@@ -257,6 +279,14 @@ class _Lowering:
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
         repeats = tuple(0 if of_whole == 0 else own for of_whole, own in zip(whole.stride, made.stride, strict=True))
         return replace(made, stride=repeats)  # what repeats along a dim still does
+
+
+def _takes_any_strides(node: Node) -> bool:
+    """True for a view, and for an op whose kernels go by the strides of whatever they are given."""
+    target = node.target
+    if target in VIEWS or not _torch.is_op(target):
+        return True
+    return is_pointwise(target) or str(target).split(".")[1] in _ANY_STRIDES
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..graph.meta import with_stride
 from ..layout import chunk_range
 
 
@@ -46,6 +47,12 @@ def contiguous(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def in_order(x: Tensor, order: list[int]) -> Tensor:
+    """`x` dense in memory with its dims in `order`, outermost first; `x` itself where it is."""
+    back = [order.index(d) for d in range(len(order))]
+    return x.permute(order).contiguous().permute(back)
+
+
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
     """The first `size` entries along `dim`; a view."""
     return x.narrow(dim, 0, size)
@@ -70,4 +77,4 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 RANK_DEPENDENT = (take_chunk, only_first)
-MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, cut_to)
+MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to)
