@@ -1,6 +1,7 @@
 """Updates in place again: functional ops whose operand dies become in-place ops, new state lands in the old storage.
 
-Bitwise the same. What cannot be updated in place is copied at the end, so a parameter keeps its storage for good.
+Bitwise the same, but for sums over pieces whose strides the trace does not fix: these may be taken in another order.
+What cannot be updated in place is copied at the end, so a parameter keeps its storage for good.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..partition.pieces import MAY_ALIAS
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
+_UNSAID = frozenset({aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default})
+"""Views whose schema says that they are none."""
 _END = 1 << 60
 
 
@@ -109,7 +112,14 @@ class _Work:
             and all(a == b != 0 for a, b, size in zip(here.stride, made.stride, here.shape, strict=True) if size > 1)
         )
         alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
+        fits = fits and not self._may_spread(given, node, made)
         return fits and alone and self._dies_at(given, node)
+
+    def _may_spread(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
+        """True when `given` has the shape of the result on the first rank, and may be spread to it on another."""
+        whole = meta.whole_shapes(given)
+        alike = len(whole) == 1 and whole[0] is not None and whole[0] in meta.whole_shapes(node)
+        return made is not None and 1 in made.shape and not alike
 
     def _lists(self, node: Node, inplace: Any) -> None:
         """Foreach and fused ops: in place for all their lists, or not at all."""
@@ -195,15 +205,14 @@ def _aliased(node: Node) -> Node | None:
     given = operands(node)
     if node.op != "call_function" or not given:
         return None
-    if node.target in MAY_ALIAS or is_wait(node):
+    if node.target in MAY_ALIAS or node.target in _UNSAID or is_wait(node):
         return given[0]
     if _torch.is_getitem(node.target):
         return given[0] if _aliased(given[0]) is not None else None
     if _torch.is_op(node.target):
         schema = _torch.schema_of(node.target)
-        if any(r.alias_info is not None for r in schema.returns):
-            return given[0]
-    return None
+        return given[0] if any(r.alias_info is not None for r in schema.returns) else None
+    return given[0]  # a function of a rank's own, of which nothing is known
 
 
 def inplace_form(target: Any) -> Any:
