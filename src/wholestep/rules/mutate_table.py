@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,8 @@ import torch
 from .. import _torch
 from .check import Sample, cases_of
 from .mutate import Key, Mutation, mutate_op
+
+_PATIENCE_SECONDS = 30.0  # one try takes milliseconds
 
 Samples = Callable[[Any], Sequence[Sample]]
 
@@ -34,7 +37,7 @@ def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any
         send.close()
         last: Key | None = None
         new = True
-        while (message := _next(receive)) is not None:
+        while (message := _next(receive, worker)) is not None:
             if isinstance(message, list):
                 yield left.pop(0), cast(list[Mutation], message)
                 crashing.clear()
@@ -50,7 +53,10 @@ def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any
             crashing.add(last)
 
 
-def _next(receive: Connection) -> Any:
+def _next(receive: Connection, worker: BaseProcess) -> Any:
+    """What the worker sends next; None when it is dead, or hangs as damaged memory makes it."""
+    if not receive.poll(_PATIENCE_SECONDS):
+        worker.kill()
     try:
         return receive.recv()
     except EOFError:
