@@ -206,6 +206,16 @@ def is_ranked(node: Node) -> bool:
     return bool(node.meta.get("wholestep_ranked"))
 
 
+def set_rests(node: Node, rests: bool) -> None:
+    """Record whether what a node of a local graph computes follows from parameters and complete gradients alone."""
+    node.meta["wholestep_rests"] = rests
+
+
+def rests(node: Node) -> bool:
+    """What `set_rests` recorded; False before."""
+    return bool(node.meta.get("wholestep_rests"))
+
+
 def set_loose(node: Node, loose: bool) -> None:
     """Record whether the strides of what `node` makes on a rank may differ from those recorded."""
     node.meta["wholestep_loose"] = loose

@@ -16,9 +16,11 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS, is_pointwise
+from ..graph.quiet import collector_paused
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
+from ..plan.situation import moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.localize import localize
@@ -36,6 +38,7 @@ _ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax"
 _Key = tuple[Node, Layout, int]
 
 
+@collector_paused()
 def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
     """Rewrite `graph` for one rank: local operands, explicit collectives, each resharding done once.
 
@@ -68,6 +71,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
+        self.moving = moving(self.train)
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
@@ -138,6 +142,7 @@ class _Lowering:
         ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
+        meta.set_rests(new, node not in self.moving)
         made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
         return new

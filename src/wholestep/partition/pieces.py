@@ -76,5 +76,15 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
+def to_device(x: Tensor, device: str) -> Tensor:
+    """`x` on the device that computes; `x` itself where it is there."""
+    return x.to(device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """`x` in host memory; `x` itself where it is there."""
+    return x.cpu()
+
+
 RANK_DEPENDENT = (take_chunk, only_first)
-MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to)
+MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to, to_device, to_host)

@@ -71,7 +71,7 @@ def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Deci
     expanded: list[str] = []
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
-        decisions = propagate(start)
+        decisions = propagate(start, scout=True)
         more = expandable(would_gather(start, decisions))
         if not more:
             break

@@ -19,6 +19,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
+from ..graph.expand import can_expand
 from ..graph.graph import Role, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
@@ -36,13 +37,15 @@ _PRODUCER = "producer"
 _KEEP_CUT = 8.0  # work stays where parameters are cut, unless moving the activations costs so many times more
 
 
-def propagate(situation: Situation) -> dict[str, Decision]:
+def propagate(situation: Situation, scout: bool = False) -> dict[str, Decision]:
     """A decision for every call of the graph.
+
+    A `scout` looks past ops that can be written out: what they would give when cut is what the ops behind them see.
 
     Raises:
         PlanError: a parameter or its state would be given values that differ between ranks.
     """
-    run = _Propagation(situation)
+    run = _Propagation(situation, scout)
     for node in situation.graph.graph.nodes:
         if node.op == "call_function":
             run.decide(node)
@@ -53,6 +56,7 @@ def propagate(situation: Situation) -> dict[str, Decision]:
 @dataclass
 class _Propagation:
     situation: Situation
+    scout: bool = False
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     homes: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
@@ -132,9 +136,23 @@ class _Propagation:
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_homes(node, given)
+        if self.scout and node in self.moving:
+            outputs = self._written_out(node, given, have, wanted, outputs)
         because += moves(given, have, wanted, self.situation.mesh) if have != wanted else ()
         reads = tuple(n.name for n in given)
         return Decision(tuple(wanted), tuple(outputs), why, because=tuple(because), reads=reads)
+
+    def _written_out(
+        self, node: Node, given: Sequence[Node], have: Sequence[Layout], wanted: Sequence[Layout], gives: list[Layout]
+    ) -> list[Layout]:
+        """Layouts of the results, could `node` stay cut as its operands are."""
+        pairs = zip(given, have, wanted, strict=True)
+        lost = [(n, h) for n, h, w in pairs if n in self.moving and set(h.shard_axes()) - set(w.shard_axes())]
+        if not lost or not can_expand(node):
+            return gives
+        shapes = {found.shape: layout.without_partial() for n, layout in lost if (found := meta.tensor(n))}
+        made = meta.tensors(node)
+        return [shapes.get(m.shape, layout) if m else layout for m, layout in zip(made, gives, strict=True)]
 
     def _seen(self, node: Node, given: Node) -> Layout:
         """The layout in which `node` finds an operand: as made, or as it is pinned for this reader."""

@@ -30,6 +30,7 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
+from ..passes.offload import Offload
 from ..passes.reinplace import Reinplace
 from ..plan.make import plan
 from ..plan.plan import Plan
@@ -217,7 +218,8 @@ class CompiledStep:
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
             first: list[Pass] = [options.graph_transform] if options.graph_transform else []
-            local = run_passes(local, [*first, Reinplace()])
+            offload = [Offload(world.device)] if _offloads(options.parallel.options.offload, world.device) else []
+            local = run_passes(local, [*first, *offload, Reinplace()])
         self._dump("4-final-graph", local)
         return _Made(captured, planned, local)
 
@@ -362,6 +364,16 @@ class _Made:
 
 def _not_yet(inputs: Sequence[Any]) -> list[Any]:
     raise StateError("the program is not compiled yet")
+
+
+def _offloads(wanted: str | None, device: str) -> bool:
+    if wanted and not device.startswith("cpu"):
+        raise BackendError(
+            f'offload="cpu" for a step on {device!r}',
+            "a step on the CPU: elsewhere it has not been run",
+            "drop offload",
+        )
+    return bool(wanted)
 
 
 def _about_numbers(error: CaptureError) -> bool:

@@ -1,0 +1,101 @@
+"""Parameters and optimizer state that rest in host memory: shards go to the device before they are gathered, reduced
+gradients to the host, where the update runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, copy_graph
+from ..graph.verify import is_collective, is_wait
+from ..partition.pieces import to_device, to_host
+from ..rules.registry import is_random
+
+_HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Takes a LocalGraph that computes on `device`; gives one whose parameters, state and updates are on the host.
+
+    On the CPU host and device are one, and the copies are the tensors themselves.
+    """
+
+    device: str
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """A changed copy."""
+        graph = copy_graph(local.graph)
+        made = replace(local, graph=graph)
+        _Work(made, graph, self.device).run()
+        return made
+
+
+@dataclass
+class _Work:
+    local: LocalGraph
+    graph: Graph
+    device: str
+    host: dict[Node, bool] = field(default_factory=dict[Node, bool])
+    moved: dict[Node, Node] = field(default_factory=dict[Node, Node])
+
+    def run(self) -> None:
+        roles = {node: given.role for given, node in self.local.placeholders()}
+        depends = {node for node, role in roles.items() if role in (Role.BATCH, Role.GRAD)}
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                self.host[node] = roles[node] in _HOST
+            elif node.op == "call_function":
+                if is_random(node) or any(n in depends for n in node.all_input_nodes):
+                    depends.add(node)
+                self.host[node] = self._is_host(node, node in depends)
+                if not _torch.is_getitem(node.target):
+                    self._bring(node, self.host[node])
+        output = next(iter(reversed(self.graph.nodes)))
+        ends = [
+            self._at(node, output, host=True) if out.kind == "update" and self._rests(out.target) else node
+            for out, node in self.local.results()
+        ]
+        output.args = (tuple(ends),)
+
+    def _rests(self, target: str) -> bool:
+        role = next((i.role for i in self.local.inputs if i.name == target), Role.STATE)
+        return role in _HOST
+
+    def _is_host(self, node: Node, depends: bool) -> bool:
+        """Updates run on the host; what is made of parameters alone where those are; the rest on the device."""
+        if is_collective(node) or is_wait(node):
+            return False
+        if _torch.is_getitem(node.target):
+            return self.host[node.all_input_nodes[0]]
+        if not meta.rests(node):
+            return False
+        return depends or all(self.host[n] for n in node.all_input_nodes if not self._is_number(n))
+
+    def _is_number(self, node: Node) -> bool:
+        """Scheduled numbers and counts stay on the CPU; kernels take them from there."""
+        found = meta.tensor(node)
+        return found is not None and not found.shape and found.device == "cpu"
+
+    def _bring(self, node: Node, host: bool) -> None:
+        for given in node.all_input_nodes:
+            if self.host[given] != host and not self._is_number(given):
+                node.replace_input_with(given, self._at(given, node, host))
+
+    def _at(self, given: Node, reader: Node, host: bool) -> Node:
+        """`given` on the other side, copied once."""
+        if self.host.get(given, host) == host or meta.tensor(given) is None:
+            return given
+        if given not in self.moved:
+            with self.graph.inserting_before(reader):
+                args = (given,) if host else (given, self.device)
+                new = self.graph.call_function(to_host if host else to_device, args)
+            meta.copy(given, new)
+            meta.set_value(new, None)
+            meta.set_tensors(new, meta.tensors(given))
+            self.moved[given], self.host[new] = new, host
+        return self.moved[given]
