@@ -51,7 +51,7 @@ def largest(found: nn.Module, expected: nn.Module, grads: bool = False) -> float
 # -- section C: a model of two axes ---------------------------------------------------------
 
 
-def _simple(rank: int, world: int, reshard: bool | None, cut_rows: bool) -> dict[str, float]:
+def _simple(rank: int, world: int, reshard: bool, cut_rows: bool, offload: Any) -> dict[str, float]:
     torch.set_default_dtype(torch.float64)
     plan = models.SIMPLE_PLAN if cut_rows else models.MLP_PLAN
     torch.manual_seed(rank)  # the first rank's parameters are taken
@@ -67,7 +67,7 @@ def _simple(rank: int, world: int, reshard: bool | None, cut_rows: bool) -> dict
         optimizer.step()
         return out.detach()
 
-    parallel = [per_rank(reshard_after_forward=reshard), TensorParallel(plan)]
+    parallel = [per_rank(reshard_after_forward=reshard, offload=offload), TensorParallel(plan)]
     step = ws.compile(train, parallel=parallel, mesh=MESH, keep_grads=True)
     shape, worst = (4, 3, 5), Counter[str]()
     for number in range(2):
@@ -84,10 +84,11 @@ def _simple(rank: int, world: int, reshard: bool | None, cut_rows: bool) -> dict
     return dict(worst)
 
 
+@pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("cut_rows", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_the_simple_model(reshard: bool, cut_rows: bool) -> None:
-    for found in run_ranks(_simple, WORLD, reshard, cut_rows):
+def test_the_simple_model(reshard: bool, cut_rows: bool, offload: str | None) -> None:
+    for found in run_ranks(_simple, WORLD, reshard, cut_rows, offload):
         assert set(found) == {"forward", "gradients", "forward after the step", "parameters"}
         assert max(found.values()) < TOLERANCE, found
 
