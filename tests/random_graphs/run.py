@@ -89,7 +89,7 @@ def parts_of(whole: Tensor, op: str, count: int, source: torch.Generator) -> lis
         return [torch.where(keeper == i, whole, whole + sign * _positive(whole, source)) for i in range(count)]
     scale = count if op == "avg" else 1
     parts = [_positive(whole, source) for _ in range(count - 1)]
-    return [*parts, whole * scale - torch.stack(parts).sum(0)]
+    return [*parts, whole * scale - torch.stack(parts).sum(0, dtype=whole.dtype)]
 
 
 def _positive(like: Tensor, source: torch.Generator) -> Tensor:
