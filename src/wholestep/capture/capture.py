@@ -121,11 +121,8 @@ def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
 @contextmanager
 def _plain_recurrence() -> Generator[None]:
     """Without oneDNN, whose recurrent layers need a workspace that autograd alone makes; other layers trace alike."""
-    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
-    try:
+    with torch.backends.mkldnn.flags(enabled=False):  # works where torch's test library has locked the flags, too
         yield
-    finally:
-        torch.backends.mkldnn.enabled = before
 
 
 def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
