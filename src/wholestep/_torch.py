@@ -11,6 +11,8 @@ Each entry: the name (the version it is there since), what it is for; what would
   node.meta["autograd_backward"] on every op.
 - _decomp.get_decompositions (1.13): batch norm's hidden write into its running statistics; schemas that name every
   mutation.
+- _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
+  and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
 - utils._pytree (1.8): flattens a step's arguments and results; torch.utils.pytree.
 - _inductor.compile (2.0): compiles a local graph with collectives inside; a public graph compiler.
@@ -272,6 +274,17 @@ def trace(
 def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
     """`fn` on fake tensors as a graph of ATen calls."""
     return make_fx(fn)(*fakes).graph
+
+
+@contextlib.contextmanager
+def without_onednn() -> Generator[None]:
+    """OneDNN's recurrent layers need a workspace that autograd alone makes; other layers trace alike without it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 class _Replay(torch.fx.Interpreter):

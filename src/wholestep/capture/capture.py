@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _torch
 from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
@@ -89,7 +89,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    with _plain_recurrence():
+    with _torch.without_onednn():
         traced = trace_step(
             Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {})
         )
@@ -116,13 +116,6 @@ def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
             "the optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
             "pass it, or give keep_grads=True to get the gradients in param.grad",
         )
-
-
-@contextmanager
-def _plain_recurrence() -> Generator[None]:
-    """Without oneDNN, whose recurrent layers need a workspace that autograd alone makes; other layers trace alike."""
-    with torch.backends.mkldnn.flags(enabled=False):  # works where torch's test library has locked the flags, too
-        yield
 
 
 def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
