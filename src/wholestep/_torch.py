@@ -2,29 +2,23 @@
 
 Each entry: the name (the version it is there since), what it is for; what would replace it.
 
-- fx.experimental.proxy_tensor.make_fx (1.12): traces forward + backward + optimizer into one ATen graph; a public joint
-  tracer.
+- fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
 - compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
-- autograd.graph._engine_run_backward (2.2): marks which nodes were made in a backward;
-  node.meta["autograd_backward"] on every op.
-- _decomp.get_decompositions (1.13): batch norm's hidden write into its running statistics; schemas that name every
-  mutation.
+- autograd.graph._engine_run_backward (2.2): marks nodes made in a backward; node.meta["autograd_backward"] on every op.
+- _decomp.get_decompositions (1.13): batch norm's hidden write into its statistics; schemas that name every mutation.
 - _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
   and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
 - utils._pytree (1.8): flattens a step's arguments and results; torch.utils.pytree.
 - _inductor.compile (2.0): compiles a local graph with collectives inside; a public graph compiler.
-- distributed.distributed_c10d._get_default_store (1.13): ranks compare their programs without a collective; a public
-  store accessor.
+- distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
 - utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
   of them run on CPU, to check the rules of whole families; a public list.
-- testing._internal.common_methods_invocations.op_db (1.7): sample arguments of ops, for the check of rules; a public
-  database of samples.
-- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather by its out variant; an
-  entry for it there.
+- testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
+- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant; an entry.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 """
 

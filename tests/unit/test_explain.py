@@ -79,8 +79,8 @@ def test_an_unknown_name(plan: ws.Plan, name: str) -> None:
         plan.explain_op(name)
 
 
-def test_what_a_reduction_waits_for() -> None:
-    """A partial loss, a reduced gradient and an op without a rule each say so."""
+def test_an_op_that_takes_its_operand_whole_says_so() -> None:
+    """A custom op that mixes rows: tried out, it may be cut along columns alone."""
 
     @torch.library.custom_op("tests::turned", mutates_args=())
     def turned(x: Tensor) -> Tensor:
@@ -99,9 +99,11 @@ def test_what_a_reduction_waits_for() -> None:
     model = nn.Linear(3, 5)
     graph = ws.capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 3))
     plan = ws.plan(graph, "dp=2", ws.DataParallel("replicate", semantics="global"))
-    assert "7 5@" not in plan.explain("turned")
-    assert plan.decisions["turned"].why in ("no rule", "discovered")
-    assert "grad" in plan.explain("weight")
+    assert plan.decisions["turned"].why == "discovered"
+    assert plan.decisions["turned"].outputs[0].is_replicated
+    assert "dp: whole: no operand is cut where '" in plan.explain("turned")
+    assert "all_gather over dp (" in plan.explain("turned")
+    assert "cut by discovered rules" in str(plan)
 
 
 def run(*args: str) -> tuple[int, str]:

@@ -131,6 +131,23 @@ def test_losses(loss: str, optimizer: str, rows: int) -> None:
         assert not found.ruleless
 
 
+def test_the_comparison_sees_a_missing_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have different data: without one of its all-reduces a program gives other numbers."""
+
+    def without_one(graph: ws.TrainGraph, plan: ws.Plan) -> ws.LocalGraph:
+        local = ws.partition(graph, plan)
+        reduced = [
+            n for n in local.graph.nodes if "all_reduce" in str(n.target) and n.all_input_nodes[0].name != "loss"
+        ]
+        reduced[-1].replace_all_uses_with(reduced[-1].all_input_nodes[0])
+        return local
+
+    one = one_device("mean", "SGD", 7)
+    assert compare(one, "dp=2", ws.DataParallel("replicate", semantics="global")).worst < TOLERANCE
+    monkeypatch.setattr("tests.together.partition", without_one)
+    assert compare(one, "dp=2", ws.DataParallel("replicate", semantics="global")).worst > 1e-3
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_styles(style: str, in_place: bool) -> None:

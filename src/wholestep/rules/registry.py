@@ -83,17 +83,7 @@ def rule(
 ) -> Callable[[Function], Function]:
     """Give one or several ops a rule: `text`, or, as a decorator, a function of the call that returns one.
 
-    Args:
-        targets: op overloads, custom ops, or functions that a custom graph calls; one or a list.
-        text: the rule in the language of `rules.language`, one term for each tensor argument of the schema.
-        linear: inputs in which the op is linear: `"0 | 1"` in each alone, `"0+1"` in both together.
-        reduces: what cutting a factor that is missing in an output leaves there; sums by default.
-        sizes: arguments that hold shapes: `{"size": "out0"}`, or a factor for a single number.
-        local: by factor, a function that a rank runs instead of the op where that factor is cut.
-        by_shape: inputs whose values the op never reads.
-        filled: factors that are not cut into more parts than there are entries: the op refuses empty pieces.
-        samples: makes argument tuples to check the rule on, where PyTorch has none for the op.
-        origin: where the rule comes from, as plans show it.
+    The arguments are those of `yours.rule`, which users call; `origin` is where the rule comes from, as plans show it.
 
     Raises:
         RuleError: the text breaks the grammar.
