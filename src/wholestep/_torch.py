@@ -282,17 +282,9 @@ def without_onednn() -> Generator[None]:
 
 
 class _Replay(torch.fx.Interpreter):
-    """Runs a graph as functionalization needs it.
-
-    Fused optimizers in their functional form, since it refuses their empty lists; bernoulli_ on a view in memory order,
-    since the functional form fills row by row whatever the strides, and random numbers land where eager puts them.
-    """
+    """Runs a graph as functionalization needs it: fused optimizers functional, since it refuses their empty lists."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is _aten.bernoulli_.float and not args[0].is_contiguous():
-            order = sorted(range(args[0].dim()), key=lambda dim: -args[0].stride(dim))
-            super().call_function(target, (args[0].permute(order), *args[1:]), kwargs)
-            return args[0]
         packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
         if packet not in _FUSED:
             return super().call_function(target, args, kwargs)
@@ -414,13 +406,24 @@ def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None
         return None
     base = schema.name.partition("::")[2]
     plain = base[:-1] if base.endswith("_") and not base.endswith("__") else base
-    packet = getattr(getattr(torch.ops, target.namespace), plain, None)
     wanted = [str(a.type) for a in schema.arguments if not a.is_out]
-    for name in packet.overloads() if packet is not None else ():
-        found = getattr(packet, name)
-        if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
-            return found
+    for full in (plain, f"{plain}_functional"):
+        packet = getattr(getattr(torch.ops, target.namespace), full, None)
+        for name in packet.overloads() if packet is not None else ():
+            found = getattr(packet, name)
+            if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
+                return found
     return None
+
+
+def changes_shape(target: OpOverload[..., Any]) -> bool:
+    """True for an in-place op that makes its tensor another view, like `unsqueeze_`."""
+    return torch.Tag.inplace_view in target.tags
+
+
+def is_fused_optimizer(target: OpOverload[..., Any]) -> bool:
+    """True for the functional form of a fused optimizer, which writes its gradients only to unscale them."""
+    return f"{target._schema.name.removeprefix('aten::')}_" in _FUSED
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -438,9 +441,12 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
+GETITEM = operator.getitem
+
+
 def is_getitem(target: object) -> bool:
     """True for the node that picks one output of a multi-output op."""
-    return target is operator.getitem
+    return target is GETITEM
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph, node_at
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
+from .functional import functionalize
 from .trace import Traced
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     """
     _refuse_mutated_constants(traced.module)
     plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
-    module = _torch.functionalize(traced.module, plain)
+    module = functionalize(traced.module, plain)
     graph = module.graph
     _drop_input_copies(graph)
     losses = _take_losses(graph)
