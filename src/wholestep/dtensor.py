@@ -40,8 +40,14 @@ def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
     """The layout of a DTensor.
 
     Raises:
-        LayoutError: its strided shards follow no order of the axes of the mesh.
+        LayoutError: it lies on another mesh, or its strided shards follow no order of the axes of the mesh.
     """
+    if tuple(tensor.device_mesh.shape) != tuple(a.size for a in mesh.axes):
+        raise LayoutError(
+            f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}",
+            f"the mesh of the step, {mesh}",
+            "give plain tensors, or DTensors on that mesh",
+        )
     dims: list[tuple[str, ...]] = [()] * tensor.dim()
     factors: dict[str, int] = {}
     for axis, placement in zip(mesh.axes, tensor.placements, strict=True):

@@ -175,6 +175,97 @@ def test_collectives_of_a_sequence_sharded_norm(mesh: str, bucket: bool, count: 
         assert odd == 0
 
 
+# -- every rank is given a part of its own, along tp too --------------------------------------
+
+
+def _own_parts(rank: int, world: int, semantics: Any, dim: int, sizes: tuple[int, ...], reshard: bool) -> float:
+    """Each rank is given `sizes[rank]` along `dim`; ranks of one tp group compute on all parts of the group together."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, twin = SimpleModel(), SimpleModel()
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = SGD(model.parameters(), lr=0.05), SGD(twin.parameters(), lr=0.05)
+    data = DataParallel("fully_shard", axis="dp", semantics=semantics, reshard_after_forward=reshard)
+    parallel = [data, TensorParallel(models.SIMPLE_PLAN, input_dim=dim)]
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+        optimizer.step()
+        return out.detach()
+
+    step, worst = ws.compile(train, parallel=parallel, mesh=MESH), 0.0
+    for number in range(3):
+        shapes = [(n, 4, 5) if dim == 0 else (4, n, 5) for n in sizes]
+        parts = [batch_of(r, number, shape)[0] for r, shape in enumerate(shapes)]
+        groups = [torch.cat(parts[g : g + 2], dim) for g in (0, 2)]
+        found = step(model, optimizer, parts[rank])
+        if semantics == "global":
+            own = train(twin, other, torch.cat(groups))
+        else:
+            other.zero_grad()
+            losses = [twin(group) for group in groups]
+            torch.stack([out.square().mean() for out in losses]).mean().backward()
+            own = losses[rank // 2].detach()
+            other.step()
+        worst = max(worst, (found - own).abs().max().item())
+    return max(worst, largest(model, twin))
+
+
+@pytest.mark.parametrize(
+    ("semantics", "dim", "sizes", "reshard"),
+    [
+        ("per_rank", 0, (2, 2, 2, 2), True),
+        ("per_rank", 0, (3, 1, 2, 2), False),
+        ("per_rank", 1, (2, 2, 2, 2), True),
+        ("global", 0, (2, 2, 2, 2), False),
+        ("global", 0, (3, 1, 2, 2), True),
+        ("global", 1, (2, 2, 2, 2), True),
+    ],
+)
+def test_parts_of_their_own(semantics: str, dim: int, sizes: tuple[int, ...], reshard: bool) -> None:
+    assert max(run_ranks(_own_parts, WORLD, semantics, dim, sizes, reshard)) < TOLERANCE
+
+
+def _own_parts_of_torch(rank: int, world: int, reshard: bool) -> float:
+    """Section C: rand(2, 3, 5) seeded rank + 1; torch's ranks return their part of the result, ours the whole."""
+    torch.set_default_dtype(torch.float64)
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    theirs, ours = SimpleModel(), SimpleModel()
+    ours.load_state_dict(theirs.state_dict())
+    parallelize_module(theirs, devices["tp"], dict(models.SIMPLE_PLAN))
+    for layer in (theirs.net1, theirs.net2, theirs.net3):
+        fully_shard(layer, mesh=devices["dp"], reshard_after_forward=reshard)
+    fully_shard(theirs, mesh=devices["dp"], reshard_after_forward=reshard)
+    other, optimizer = SGD(theirs.parameters(), lr=3e-5), SGD(ours.parameters(), lr=3e-5)
+    parallel = [per_rank(reshard_after_forward=reshard), TensorParallel(models.SIMPLE_PLAN, input_dim=0)]
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, sums: Any = None) -> Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        out.sum().backward()
+        for param in model.net3.parameters() if sums else ():  # torch leaves what no plan names to its user
+            grad: Any = param.grad
+            dist.all_reduce(grad.to_local(), group=sums)
+        optimizer.step()
+        return out.detach()
+
+    step, worst = ws.compile(train, parallel=parallel, mesh=MESH, keep_grads=True), 0.0
+    for _ in range(2):
+        x = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(rank + 1))
+        found, expected = step(ours, optimizer, x), train(theirs, other, x, devices["tp"].get_group())
+        start = 2 * (rank % 2)
+        worst = max(worst, (found[start : start + 2] - expected).abs().max().item(), largest(ours, theirs, grads=True))
+    return worst
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_parts_of_their_own_against_torch(reshard: bool) -> None:
+    assert max(run_ranks(_own_parts_of_torch, WORLD, reshard)) < TOLERANCE
+
+
 # -- global semantics, and a whole model ----------------------------------------------------
 
 

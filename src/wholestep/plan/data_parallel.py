@@ -14,7 +14,7 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
 from .plan import Decision
-from .strategy import Pins, Resting
+from .strategy import BatchCut, Pins, Resting
 
 Style = Literal["replicate", "zero1", "zero2", "fully_shard", "default", "hybrid"]
 
@@ -91,9 +91,15 @@ class DataParallel:
                 f"drop {option}",
             )
 
-    def batch_dim(self, given: Input) -> int | None:
-        """The dim of a batch tensor that is cut; None for one that is the same on all ranks."""
-        return batch_dim(self.input_batch_dim, given.name, len(given.meta.shape))
+    @property
+    def shares_batches(self) -> bool:
+        """Under `global`."""
+        return self.semantics == "global"
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """Under `global`, the dim that counts samples."""
+        dim = batch_dim(self.input_batch_dim, name, ndim) if self.semantics == "global" else None
+        return None if dim is None else BatchCut(dim, self.axes(mesh))
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes used on `mesh`.

@@ -10,7 +10,7 @@ from ..graph import meta
 from ..graph.expand import ROUNDS, expand, expandable
 from ..graph.graph import Role, TrainGraph
 from ..graph.quiet import collector_paused
-from ..layout import Layout, replicated, sharded
+from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .plan import Decision, Options, Plan
@@ -45,7 +45,7 @@ def plan(
     params = [i for i in graph.inputs if i.role is Role.PARAM]
     base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
     resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
-    rest = _rest(graph, mesh, options, resting, cut)
+    rest = _rest(graph, mesh, strategies, resting, cut)
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = Situation(graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut))
@@ -85,10 +85,10 @@ def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Deci
 
 
 def _rest(
-    graph: TrainGraph, mesh: Mesh, options: DataParallel, resting: Mapping[str, Resting], cut: tuple[str, ...]
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, resting: Mapping[str, Resting], cut: tuple[str, ...]
 ) -> dict[str, Layout]:
-    """Where every input rests; batches are cut along the axes `cut`, or each rank has its own."""
-    per_rank = options.semantics == "per_rank"
+    """Where every input rests; batches are cut as the strategies say, and each rank along `cut` may have its own."""
+    per_rank = strategies.options.semantics == "per_rank"
     mutated = {o.target for o in graph.outputs if o.kind == "update"}
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
@@ -99,10 +99,13 @@ def _rest(
             layout = resting[given.name].param
         elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
             layout = resting[given.owner].state
-        elif per_rank and (given.role is Role.BATCH or (given.role is Role.BUFFER and given.name in mutated)):
+        elif given.role is Role.BATCH:
+            parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
+            layout = replace(
+                varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
+            )
+        elif per_rank and given.role is Role.BUFFER and given.name in mutated:
             layout = varying(given, cut, mesh)
-        elif given.role is Role.BATCH and (dim := options.batch_dim(given)) is not None:
-            layout = sharded(ndim, dim, *cut)
         rest[given.name] = _without_single(layout, mesh)
     return rest
 

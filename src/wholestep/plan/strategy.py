@@ -29,6 +29,14 @@ class Pins:
 
 
 @dataclass(frozen=True)
+class BatchCut:
+    """Dim `dim` of a batch tensor is cut over `axes`, the first outermost."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Resting:
     """Where one parameter rests, and where its optimizer state (and so its reduced gradient) does."""
 
@@ -50,6 +58,15 @@ class Strategy(Protocol):
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Results and operands whose layout it fixes along its axes."""
+        ...
+
+    @property
+    def shares_batches(self) -> bool:
+        """True if ranks may be given parts of one batch (`batch_cut`)."""
+        ...
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """How the ranks of its axes share the batch tensor `name`; None where each holds the same, or its own."""
         ...
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
@@ -114,6 +131,21 @@ class Strategies:
             results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
             reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
         return Pins(results, reads)
+
+    @property
+    def shares_batches(self) -> bool:
+        """True if ranks along some axis may be given parts of one batch."""
+        return any(part.shares_batches for part in self.parts)
+
+    def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
+        """The dims of the batch tensor `name` that are cut, each once, data parallel axes outside."""
+        dims: dict[int, tuple[str, ...]] = {}
+        for part in sorted(self.parts, key=lambda p: p is not self.data):
+            cut = part.batch_cut(mesh, name, ndim)
+            if cut is not None:
+                several = tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
+                dims[cut.dim] = dims.get(cut.dim, ()) + several
+        return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """What each asks of the completed plan."""

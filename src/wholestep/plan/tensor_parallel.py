@@ -17,16 +17,17 @@ from ..graph.graph import TrainGraph
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
 from .heads import check_heads
+from .data_parallel import BatchDim, batch_dim
 from .modules import Modules
 from .plan import Decision
 from .situation import moving
-from .strategy import Pins, Resting
+from .strategy import BatchCut, Pins, Resting
 from .styles import Style, Wanted, style_of
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Layers are cut over the ranks of one axis, which are all given the same batch and compute one result together.
+    """Layers are cut over the ranks of one axis, which compute one result together, by default on the same batch.
 
     `plan` maps globs of module paths (one for each name between dots, as "layers.*.attn.wq") to styles: `"colwise"`,
     `"rowwise"`, `"sequence"`, the classes of `torch.distributed.tensor.parallel`, or the words that transformers
@@ -38,6 +39,9 @@ class TensorParallel:
         sequence_dim: the dim that `"sequence"` cuts.
         loss_parallel: leave the results of the last column-cut layer cut (torch's `loss_parallel`): the loss is
             computed without gathering logits, even where the plan asks for a gather (`colwise_gather_output`).
+        input_dim: the dim of batch tensors of which each rank of the axis is given a part of its own: 0 for samples, 1
+            for a sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`.
+            None: all are given the same.
         strict: every pattern must name a module.
 
     Example:
@@ -49,6 +53,7 @@ class TensorParallel:
     axis: str = "tp"
     sequence_dim: int = 1
     loss_parallel: bool = False
+    input_dim: BatchDim | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -117,6 +122,16 @@ class TensorParallel:
             for node, state in _paired(list(given), style.reads):
                 reads |= {(reader.name, node.name): {self.axis: state} for reader in given[node]}
         return Pins(results, reads)
+
+    @property
+    def shares_batches(self) -> bool:
+        """Where `input_dim` is given."""
+        return self.input_dim is not None
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """The dim `input_dim`, if one is given."""
+        dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
+        return None if dim is None else BatchCut(dim, (self.axis,))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Heads must divide.

@@ -1,11 +1,12 @@
-"""Batches under global semantics: what each rank holds of the batch that one device would be given.
+"""Batches that ranks share: what each holds of the batch that one device would be given.
 
-Ranks tell each other their batch sizes at every call, a few bytes: one that has fewer samples would otherwise run
+Ranks tell each other the sizes of their parts at every call, a few bytes: one that has fewer samples would otherwise run
 another program. Parts that are not cut as layouts are (`torch.chunk`) are dealt out anew.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,40 +17,46 @@ import torch.distributed as dist
 
 from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
-from ..plan.data_parallel import DataParallel, batch_dim
+from ..plan.strategy import Strategies
 from .launch import World
 
 MOST_TENSORS = 63
 Sizes = tuple[tuple[int, ...], ...]
-"""For each part of the batch, in order, the size of each of its cut tensors."""
+"""For each dim that is cut, the sizes of its parts in order."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Dim `dim` of leaf number `leaf` of a call is shared by the ranks along `axes`."""
+
+    leaf: int
+    dim: int
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Dealer:
-    """Turns what a rank is given into its part of the batch. `dims[i]` is the dim of leaf i that is cut, or None."""
+    """Turns what a rank is given into its part of the batch. Ranks apart along `own` have nothing in common.
 
-    dims: tuple[int | None, ...]
+    `whole`: a rank is given all of it. `exchange`: parts may differ in size.
+    """
+
+    shared: tuple[Shared, ...]
     names: tuple[str, ...]
     world: World
-    axes: tuple[str, ...]
+    own: tuple[str, ...]
     whole: bool
     exchange: bool
 
-    @property
-    def cut(self) -> list[int]:
-        """Numbers of the leaves that are cut."""
-        return [i for i, dim in enumerate(self.dims) if dim is not None]
-
-    @property
-    def parts(self) -> int:
+    def parts(self, cut: Shared) -> int:
         """Number of parts."""
-        return prod(self.world.mesh.axis_size(a) for a in self.axes)
+        return prod(self.world.mesh.axis_size(a) for a in cut.axes)
 
-    def part_of(self, rank: int) -> int:
+    def part_of(self, rank: int, cut: Shared) -> int:
         """The part that `rank` holds; ranks along other axes hold the same."""
         coordinate = self.world.mesh.coordinate(rank)
         number = 0
-        for axis in self.axes:
+        for axis in cut.axes:
             number = number * self.world.mesh.axis_size(axis) + coordinate[axis]
         return number
 
@@ -59,66 +66,92 @@ class Dealer:
         Raises:
             RankMismatchError: ranks that hold the same part were given different sizes, or another number of tensors.
         """
-        own = tuple(leaves[i].shape[self.dims[i]] for i in self.cut)
+        own = [int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared]
         if self.whole or not self.exchange:
-            return (own,) * self.parts
+            return tuple((n,) * self.parts(cut) for n, cut in zip(own, self.shared, strict=True))
         vector = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64)
         vector[0], vector[1 : len(own) + 1] = len(own), torch.tensor(own, dtype=torch.int64)
-        vector = vector.to(self.world.device)
-        found: dict[int, tuple[int, ...]] = {}
-        for rank, row in enumerate(self._from_all(vector)):
-            count, *numbers = cast(list[int], row.tolist())
-            part, given = self.part_of(rank), tuple(numbers[:count])
-            if count != len(own) or found.setdefault(part, given) != given:
-                raise RankMismatchError(
-                    f"rank {rank} was given a batch of sizes {list(given)}, another one {list(found.get(part, own))}",
-                    f"the same batch on ranks that differ only outside {', '.join(self.axes)}",
-                    f"give ranks the batch of their coordinate on {', '.join(self.axes)}",
-                )
-        return tuple(found[part] for part in range(self.parts))
+        found: list[dict[int, int]] = [{} for _ in self.shared]
+        for rank, row in enumerate(self._from_all(vector.to(self.world.device))):
+            count, *given = cast(list[int], row.tolist())
+            if self._together(rank):
+                parts = [self.part_of(rank, cut) for cut in self.shared]
+                known = [f.setdefault(p, n) for f, p, n in zip(found, parts, given, strict=False)]
+                if count != len(own) or known != given[:count]:
+                    raise self._differs(rank, given[:count], known)
+        return tuple(tuple(f[p] for p in range(self.parts(cut))) for f, cut in zip(found, self.shared, strict=True))
+
+    def _differs(self, rank: int, given: list[int], known: list[int]) -> RankMismatchError:
+        axes = ", ".join(dict.fromkeys(a for cut in self.shared for a in cut.axes))
+        return RankMismatchError(
+            f"rank {rank} was given a batch of sizes {given}, another one {known}",
+            f"the same batch on ranks that differ only outside {axes}",
+            f"give ranks the batch of their coordinate on {axes}",
+        )
 
     def whole_shapes(self, leaves: Sequence[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole batch, by name of the leaf."""
         out: dict[str, tuple[int, ...]] = {}
-        for column, i in enumerate(self.cut):
-            shape, dim = list(leaves[i].shape), self.dims[i]
-            assert dim is not None, "cut leaves have a dim"
-            shape[dim] = sizes[0][column] if self.whole else sum(part[column] for part in sizes)
-            out[self.names[i]] = tuple(shape)
+        for cut, lengths in zip(self.shared, sizes, strict=True):
+            name = self.names[cut.leaf]
+            shape: list[int] = list(out.get(name, tuple(leaves[cut.leaf].shape)))
+            shape[cut.dim] = lengths[0] if self.whole else sum(lengths)
+            out[name] = tuple(shape)
         return out
 
     def deal(self, leaves: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
-        """This rank's part of every cut leaf."""
+        """This rank's part of every cut leaf.
+
+        Raises:
+            RankMismatchError: a tensor that is cut along two dims has parts of unequal size.
+        """
         out = list(leaves)
-        for column, i in enumerate(self.cut):
-            dim = self.dims[i]
-            assert dim is not None, "cut leaves have a dim"
-            lengths = [part[column] for part in sizes]
+        often = Counter(cut.leaf for cut in self.shared)
+        for cut, lengths in zip(self.shared, sizes, strict=True):
             total = lengths[0] if self.whole else sum(lengths)
-            start, length = self._piece(total)
+            start, length = self._piece(total, cut)
             if self.whole:
-                out[i] = leaves[i].narrow(dim, start, length)
-            elif lengths != [self._piece(total, part)[1] for part in range(self.parts)]:
-                out[i] = self._gathered(leaves[i], dim, lengths).narrow(dim, start, length).contiguous()
+                out[cut.leaf] = out[cut.leaf].narrow(cut.dim, start, length)
+            elif list(lengths) != [self._piece(total, cut, part)[1] for part in range(self.parts(cut))]:
+                if often[cut.leaf] > 1:
+                    raise self._uneven(cut, lengths)
+                out[cut.leaf] = self._gathered(leaves[cut.leaf], cut, lengths).narrow(cut.dim, start, length)
+                out[cut.leaf] = out[cut.leaf].contiguous()
         return out
 
-    def _piece(self, total: int, part: int | None = None) -> tuple[int, int]:
+    def _uneven(self, cut: Shared, lengths: Sequence[int]) -> RankMismatchError:
+        return RankMismatchError(
+            f"parts of {self.names[cut.leaf]!r} along {', '.join(cut.axes)} have sizes {list(lengths)}",
+            "parts as torch.chunk makes them where a tensor is cut along two dims",
+            "give every rank as much, or cut one dim only",
+        )
+
+    def _piece(self, total: int, cut: Shared, part: int | None = None) -> tuple[int, int]:
         """Start and length of a part, this rank's by default."""
-        mesh, cut = self.world.mesh, tuple((a, self.world.mesh.axis_size(a)) for a in self.axes)
+        mesh, axes = self.world.mesh, tuple((a, self.world.mesh.axis_size(a)) for a in cut.axes)
         coordinate: Mapping[str, int] = self.world.coordinate
         if part is not None:
-            rank = next(r for r in range(mesh.size) if self.part_of(r) == part)
+            rank = next(r for r in range(mesh.size) if self.part_of(r, cut) == part)
             coordinate = mesh.coordinate(rank)
-        return Extent(total, cut, start=True).at(coordinate), Extent(total, cut).at(coordinate)
+        return Extent(total, axes, start=True).at(coordinate), Extent(total, axes).at(coordinate)
 
-    def _gathered(self, leaf: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        """The whole batch of one leaf."""
-        rows = leaf.movedim(dim, 0).contiguous()
+    def _gathered(self, leaf: torch.Tensor, cut: Shared, lengths: Sequence[int]) -> torch.Tensor:
+        """The whole batch of one leaf. Ranks apart along other axes may have nothing to gather."""
+        rows = leaf.movedim(cut.dim, 0).contiguous()
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
-        pieces = self._from_all(padded)
-        first = {self.part_of(r): r for r in reversed(range(self.world.mesh.size))}
-        return torch.cat([pieces[first[p]][:n] for p, n in enumerate(lengths)]).movedim(0, dim)
+        assert self.world.devices is not None, "batches are cut among several ranks"
+        for axis in reversed(cut.axes):
+            pieces = [torch.empty_like(padded) for _ in range(self.world.mesh.axis_size(axis))]
+            dist.all_gather(pieces, padded, group=self.world.devices.get_group(axis))
+            padded = torch.cat(pieces)
+        parts = padded.split(max(lengths))
+        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
+
+    def _together(self, rank: int) -> bool:
+        """True for a rank that computes on one batch with this one."""
+        theirs = self.world.mesh.coordinate(rank)
+        return all(theirs[axis] == self.world.coordinate[axis] for axis in self.own)
 
     def _from_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks."""
@@ -127,27 +160,27 @@ class Dealer:
         return out
 
 
-def dealer(options: DataParallel, names: Sequence[str], leaves: Sequence[Any], world: World) -> Dealer | None:
+def dealer(strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World) -> Dealer | None:
     """How batches of this kind are dealt; None where each rank runs on what it is given.
 
     Raises:
         PlanError: the batch has more tensors than ranks tell each other about.
     """
-    axes = tuple(a for a in options.axes(world.mesh) if world.mesh.axis_size(a) > 1)
-    if options.semantics != "global" or not axes:
-        return None
-    dims = tuple(
-        batch_dim(options.input_batch_dim, name, leaf.dim()) if isinstance(leaf, torch.Tensor) else None
-        for name, leaf in zip(names, leaves, strict=True)
+    options, mesh = strategies.options, world.mesh
+    shared = tuple(
+        Shared(i, cut.dim, cut.axes)
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+        for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if isinstance(leaf, torch.Tensor) else ())
     )
-    made = Dealer(
-        dims, tuple(names), world, axes, options.inputs == "global",
-        options.inputs == "local" and options.uneven_batches,
-    )  # fmt: skip
-    if made.exchange and len(made.cut) > MOST_TENSORS:
+    several = [a for a in options.axes(mesh) if mesh.axis_size(a) > 1]
+    if not shared and (options.semantics == "per_rank" or not several):
+        return None
+    own = options.axes(mesh) if options.semantics == "per_rank" else ()
+    whole, exchange = options.inputs == "global", options.inputs == "local" and options.uneven_batches
+    if exchange and len(shared) > MOST_TENSORS:
         raise PlanError(
-            f"the batch has {len(made.cut)} tensors that are cut",
+            f"the batch has {len(shared)} tensors that are cut",
             f"at most {MOST_TENSORS} with uneven_batches=True",
             "give equal batches and uneven_batches=False, or fewer tensors",
         )
-    return made
+    return Dealer(shared, tuple(names), world, own, whole, exchange)

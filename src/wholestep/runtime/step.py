@@ -93,8 +93,7 @@ class CompiledStep:
         self._label, self._round = "", 0
         self._promoted: set[str] = {"lr"}
         self._met = WeakSet[Optimizer]()
-        data = options.parallel.data
-        self._together = data is not None and data.semantics == "global"
+        self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -116,15 +115,14 @@ class CompiledStep:
 
     def _deals(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
-        if not self._together:
+        if not self._shares_batches:
             return None
         if self.world is None:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             self.world = join(self.options.mesh, self.options.device or _device_of(state))
         if self._dealer is None or self._dealer[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
-            options = self.options.parallel.options
-            self._dealer = (call.structure, dealer(options, names, call.leaves, self.world))
+            self._dealer = (call.structure, dealer(self.options.parallel, names, call.leaves, self.world))
         made = self._dealer[1]
         return None if made is None else made.sizes(call.leaves)
 
