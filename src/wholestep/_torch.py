@@ -19,6 +19,8 @@ Each entry: the name (the version it is there since), what it is for; what would
   of them run on CPU, to check the rules of whole families; a public list.
 - testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
 - distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant; an entry.
+- distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local
+  that leaves the piece where it is.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 """
 
@@ -337,6 +339,18 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def dtensor(
+    local: torch.Tensor, devices: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> Any:
+    """A DTensor around this rank's piece, wherever that lies: `DTensor.from_local` moves it to the mesh's devices."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(devices, tuple(placements), tensor_meta=whole)
+    return cast(Any, DTensor)(local, spec, requires_grad=False)
 
 
 def shard_of(placement: object) -> tuple[int, int] | None:

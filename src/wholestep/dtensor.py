@@ -68,12 +68,10 @@ def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
 
 
 def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """A DTensor of global `shape` around this rank's piece; no communication."""
+    """A DTensor of global `shape` around this rank's piece, in host memory too; no communication."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    return DTensor.from_local(
-        local, devices, placements(layout, mesh), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
-    )
+    return _torch.dtensor(local, devices, placements(layout, mesh), shape, strides)

@@ -1,6 +1,8 @@
 """`offload="cpu"`: shards go to the device to be gathered, reduced gradients to the host, where updates run."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,11 @@ import wholestep as ws
 from tests.catalogue import SimpleMlp
 from tests.simulate import Simulation, cut
 from tests.together import OneDevice
+from wholestep import _torch
+from wholestep.backend.bind import bind
+from wholestep.capture import capture_step
+from wholestep.graph import meta
+from wholestep.graph.graph import Role
 from wholestep.graph.verify import is_collective
 from wholestep.partition.pieces import to_device, to_host
 from wholestep.passes.base import run_passes
@@ -69,3 +76,57 @@ def test_compiled() -> None:
     assert "to_host" in str(step.local_graph)
     with pytest.raises(ws.PlanError, match="offload one of None, 'cpu'"):
         ws.DataParallel(offload="disk")
+
+
+class OnTwoDevices(torch.fx.Interpreter):
+    """Runs one rank's program on fake tensors, which refuse to be mixed across devices; notes where collectives ran."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.collectives: set[str] = set()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = str(target)
+        if "_c10d_functional" not in name:
+            return super().call_function(target, args, kwargs)
+        self.collectives |= set() if "wait" in name else {str(args[0].device)}
+        if "all_gather" in name:
+            return torch.cat([args[0]] * 2)
+        return args[0].narrow(0, 0, args[0].shape[0] // 2).clone() if "reduce_scatter" in name else args[0].clone()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8))
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+
+    def decay(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = train(model, optimizer, x, y)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(torch.ones(param.shape, device=param.device), alpha=1e-3)
+        return loss
+
+    captured = capture_step(decay, (model, optimizer, torch.randn(8, 6), torch.randn(8, 8)), {}, fused=fused)
+    numbers = {node for given, node in captured.graph.placeholders() if given.role is Role.HYPER}
+    for node in captured.graph.graph.nodes:  # as if it had been captured on a GPU
+        if node not in numbers:
+            meta.set_tensors(node, [m and replace(m, device="cuda:0") for m in meta.tensors(node)])
+        if node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+    plan = ws.plan(captured.graph, "dp=2", ws.DataParallel(style, semantics="global", offload="cpu"))
+    local = run_passes(ws.partition(captured.graph, plan), [Offload("cuda:0")])
+    on_host = (Role.PARAM, Role.STATE, Role.GRAD)
+    program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, plan.mesh.coordinate(0), {"dp": "0"})))
+    with _torch.fake_mode():
+        given: list[Tensor] = []
+        for i in local.inputs:
+            shape = plan.rest[i.name].local_shape(i.meta.shape, plan.mesh, plan.mesh.coordinate(0))
+            device = "cpu" if i.role in (*on_host, Role.HYPER) else "cuda:0"
+            given.append(torch.empty(shape, dtype=i.meta.dtype, device=device))
+        made = program.run(*given)
+    assert program.collectives == {"cuda:0"}
+    ends = {o.target: str(v.device) for o, v in zip(local.outputs, made, strict=True) if o.kind == "update"}
+    assert set(ends.values()) == {"cpu"}, ends
+    assert len(ends) >= 3 * 4

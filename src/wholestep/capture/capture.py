@@ -78,20 +78,22 @@ def capture_step(
     keep_grads: bool = False,
     fused: bool = True,
     whole: Mapping[str, tuple[int, ...]] | None = None,
+    host_state: bool = False,
 ) -> Capture:
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
 
     `whole` gives, by name, shapes of batch tensors of which the arguments are parts: the graph is that of the whole.
+    With `host_state`, what rests in host memory is captured as if it were on `device`.
 
     Raises:
         CaptureError: the step cannot become one graph; says where and what to write instead.
     """
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
-    _check_devices(state, names, leaves, device)
+    _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
     with _torch.without_onednn():
         traced = trace_step(
-            Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {})
+            Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state)
         )
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
@@ -118,9 +120,12 @@ def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
         )
 
 
-def _check_devices(state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str) -> None:
+def _check_devices(
+    state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str, host_state: bool
+) -> None:
     kind = torch.device(device).type
-    tensors = {**{n: h.tensor for n, h in state.params.items()}, **{n: h.tensor for n, h in state.buffers.items()}}
+    held = {**state.params, **state.buffers}
+    tensors = {n: h.tensor for n, h in held.items() if not (host_state and h.tensor.device.type == "cpu")}
     tensors |= {n: v for n, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor) and v.dim() > 0}
     wrong = [(n, t.device) for n, t in tensors.items() if t.device.type not in (kind, "meta")]
     if wrong:

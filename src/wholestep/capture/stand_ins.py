@@ -21,13 +21,15 @@ class StandIns:
     """Inputs of the graph to be, each with its fake tensor."""
 
     device: str
+    host_state: bool = False
     mode: Any = field(default_factory=_torch.fake_mode)
     inputs: list[Input] = field(default_factory=list[Input])
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     def add(self, given: Input, requires_grad: bool = False) -> None:
-        """Make a fake tensor for `given`; one on `meta` is moved to the device the step will run on."""
-        if given.meta.device.startswith("meta"):
+        """Make a fake tensor for `given`, on the device the step will run on if it is on `meta` or in host memory."""
+        in_host = self.host_state and given.role in (Role.PARAM, Role.STATE, Role.GRAD)
+        if given.meta.device.startswith("meta") or in_host:
             given = replace(given, meta=replace(given.meta, device=self.device))
         meta = given.meta
         with self.mode:
@@ -55,13 +57,14 @@ def stand_ins(
     leaves: Sequence[Any],
     device: str,
     whole: Mapping[str, tuple[int, ...]] | None = None,
+    host_state: bool = False,
 ) -> StandIns:
     """Stand-ins for parameters, buffers, optimizer state, gradients, scheduled numbers and the batch, in this order.
 
     Tensors of the batch named in `whole` are parts of tensors of the shapes given there.
-    Optimizer state is as it is, or as the first step creates it.
+    Optimizer state is as it is, or as the first step creates it. `host_state`: it and parameters rest in host memory.
     """
-    out = StandIns(device)
+    out = StandIns(device, host_state)
     for held in [*state.params.values(), *state.buffers.values()]:
         out.add(held.input, held.tensor.requires_grad)
     for held in held_state.optimizer_state(state):

@@ -49,7 +49,8 @@ class Request:
     """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
 
     Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's kernels do.
-    `whole` gives shapes of the batch tensors of which the step is given parts.
+    `whole` gives shapes of the batch tensors of which the step is given parts. `host_state`: parameters and optimizer
+    state may rest in host memory, and are traced as if they were on `device`.
     """
 
     fn: Callable[..., Any]
@@ -62,6 +63,7 @@ class Request:
     precision: MixedPrecision | None = None
     fused: bool = True
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    host_state: bool = False
 
 
 @dataclass
@@ -88,9 +90,9 @@ def trace_step(request: Request) -> Traced:
     Raises:
         CaptureError: with the user's source line, when the step cannot become one graph.
     """
-    run = _Run(
-        request, stand_ins(request.state, request.hypers, request.names, request.leaves, request.device, request.whole)
-    )
+    r = request
+    fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.host_state)
+    run = _Run(request, fakes)
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))

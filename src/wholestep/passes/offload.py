@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
@@ -53,6 +54,8 @@ class _Work:
                 if is_random(node) or any(n in depends for n in node.all_input_nodes):
                     depends.add(node)
                 self.host[node] = self._is_host(node, node in depends)
+                if self.host[node] and node.kwargs.get("device") is not None:
+                    node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
                 if not _torch.is_getitem(node.target):
                     self._bring(node, self.host[node])
         output = next(iter(reversed(self.graph.nodes)))

@@ -44,7 +44,7 @@ class DataParallel:
         sync_state: start from the first rank's parameters, buffers and optimizer state, as DDP does.
         broadcast_buffers: every call starts from the first rank's buffers.
         offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
-            go to the device to be gathered. On the CPU that changes the program alone; on GPUs it is refused as yet.
+            go to the device to be gathered. On the CPU that changes the program alone. Not yet run on a GPU.
         mixed_precision: dtypes for computing and for reducing gradients.
         input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
             that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same everywhere.

@@ -16,8 +16,8 @@ from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
-from .heads import check_heads
 from .data_parallel import BatchDim, batch_dim
+from .heads import check_heads
 from .modules import Modules
 from .plan import Decision
 from .situation import moving

@@ -1,7 +1,7 @@
 """Batches that ranks share: what each holds of the batch that one device would be given.
 
-Ranks tell each other the sizes of their parts at every call, a few bytes: one that has fewer samples would otherwise run
-another program. Parts that are not cut as layouts are (`torch.chunk`) are dealt out anew.
+Ranks tell each other the sizes of their parts at every call, a few bytes: one that has fewer samples would otherwise
+run another program. Parts that are not cut as layouts are (`torch.chunk`) are dealt out anew.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Dealer:
             pieces = [torch.empty_like(padded) for _ in range(self.world.mesh.axis_size(axis))]
             dist.all_gather(pieces, padded, group=self.world.devices.get_group(axis))
             padded = torch.cat(pieces)
-        parts = padded.split(max(lengths))
+        parts = torch.split(padded, max(lengths))
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
 
     def _together(self, rank: int) -> bool:

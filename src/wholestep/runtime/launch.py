@@ -17,13 +17,17 @@ from ..mesh import Mesh
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one)."""
+    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one).
+
+    It computes on `device`; parameters and optimizer state rest on `home`.
+    """
 
     mesh: Mesh
     rank: int
     device: str
     devices: DeviceMesh | None
     groups: Mapping[str, str]
+    home: str
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -38,8 +42,10 @@ def job() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(mesh: Mesh | None, device: str) -> World:
+def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
     """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one.
+
+    State rests on `home`, by default on `device` too.
 
     Raises:
         MeshError: the mesh does not have as many ranks as the job.
@@ -59,10 +65,10 @@ def join(mesh: Mesh | None, device: str) -> World:
             f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})',
         )
     if not dist.is_initialized():
-        return World(mesh, 0, device, None, {})
+        return World(mesh, 0, device, None, {}, home or device)
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
-    return World(mesh, dist.get_rank(), device, devices, groups)
+    return World(mesh, dist.get_rank(), device, devices, groups, home or device)
 
 
 def _leave() -> None:

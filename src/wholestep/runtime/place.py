@@ -27,9 +27,10 @@ _PLACED = "_wholestep_layout"
 def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     """Shard parameters and optimizer state as planned; `sync` starts from the first rank's values.
 
-    What is placed already stays. Parameters on `meta` are made here, one module at a time.
+    What is placed already stays. Parameters on `meta` are made here, one module at a time. Parameters and optimizer
+    state come to rest on `world.home`.
     """
-    materialize(state, world.device)
+    materialize(state, world.home)
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
     sharded |= {name.rpartition("/")[0] for name, layout in plan.created.items() if layout.is_sharded}
@@ -37,15 +38,27 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
         if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
             continue
         if shared:
-            dist.broadcast(held.tensor.detach(), 0)
+            _from_first_rank(held.tensor.detach(), world)
         if name in sharded:
             _shard_param(state, held, plan.rest[name], world)
+        elif held.tensor.device.type != torch.device(world.home).type:
+            held.tensor.data = held.tensor.data.to(world.home)
         vars(held.tensor)[_PLACED] = plan.rest[name]
     for name, held in state.buffers.items():
+        if held.tensor.device.type != torch.device(world.device).type:
+            held_state.put(held, held.tensor.to(world.device))
         if shared and _PLACED not in vars(held.tensor):
             dist.broadcast(held.tensor, 0)
         vars(held.tensor)[_PLACED] = plan.rest[name]
     _prime(state, plan, world, shared)
+
+
+def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
+    """Fill `tensor` with the first rank's values; the process group may not reach the memory it lies in."""
+    moved = tensor.to(world.device)
+    dist.broadcast(moved, 0)
+    if moved is not tensor:
+        tensor.copy_(moved)
 
 
 def placed(state: StepState, world: World) -> dict[str, Layout]:
@@ -72,7 +85,7 @@ def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> 
 
 
 def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
-    """This rank's piece of a whole tensor, as a DTensor that owns its storage."""
+    """This rank's piece of a whole tensor, as a DTensor that owns its storage, on `world.home`."""
     assert world.devices is not None, "only a world of several ranks shards"
     piece, coordinate = tensor, world.coordinate
     for dim, axes in enumerate(layout.dims):
@@ -80,7 +93,7 @@ def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
             start, length = chunk_range(piece.shape[dim], world.mesh.axis_size(axis), coordinate[axis])
             piece = piece.narrow(dim, start, length)
     owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
-    return dtensor.wrap(owned, layout, world.mesh, world.devices, tensor.shape)
+    return dtensor.wrap(owned.to(world.home), layout, world.mesh, world.devices, tensor.shape)
 
 
 def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
@@ -94,7 +107,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
                     held_state.prime(optimizer, param, group)
                 elif shared:
                     for value in _plain_tensors(optimizer.state.get(param, {}).values()):
-                        dist.broadcast(value, 0)
+                        _from_first_rank(value, world)
                 place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
 
 
@@ -120,6 +133,8 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
         if layout is not None and layout != have:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             entry[key] = shard(whole, layout, world)
+        elif layout is not None and value.dim() and value.device.type != torch.device(world.home).type:
+            entry[key] = value.to(world.home)
 
 
 def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:

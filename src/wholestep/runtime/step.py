@@ -117,14 +117,17 @@ class CompiledStep:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
         if not self._shares_batches:
             return None
-        if self.world is None:
-            state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
-            self.world = join(self.options.mesh, self.options.device or _device_of(state))
+        world = self.world or self._join(find_state(self.fn, args, kwargs, self.options.extra)[0])
         if self._dealer is None or self._dealer[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
-            self._dealer = (call.structure, dealer(self.options.parallel, names, call.leaves, self.world))
+            self._dealer = (call.structure, dealer(self.options.parallel, names, call.leaves, world))
         made = self._dealer[1]
         return None if made is None else made.sizes(call.leaves)
+
+    def _join(self, state: StepState) -> World:
+        options = self.options
+        self.world = join(options.mesh, options.device or _device_of(state), options.parallel.options.offload)
+        return self.world
 
     def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         if self.programs:
@@ -175,7 +178,7 @@ class CompiledStep:
         failure, made, world = "", None, None
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
-            world = self.world = self.world or join(self.options.mesh, self.options.device or _device_of(state))
+            world = self.world or self._join(state)
             self._label = self._label or _next_label(world, self.__name__)
             made = self._compile(args, kwargs, world, sizes)
         except WholestepError as error:
@@ -218,7 +221,7 @@ class CompiledStep:
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
             first: list[Pass] = [options.graph_transform] if options.graph_transform else []
-            offload = [Offload(world.device)] if _offloads(options.parallel.options.offload, world.device) else []
+            offload = [Offload(world.device)] if options.parallel.options.offload else []
             local = run_passes(local, [*first, *offload, Reinplace()])
         self._dump("4-final-graph", local)
         return _Made(captured, planned, local)
@@ -240,7 +243,7 @@ class CompiledStep:
                         self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
                         precision=options.parallel.options.mixed_precision, keep_grads=options.keep_grads,
                         fused=options.backend != "inductor" and all(h.key == "lr" for h in numbers),
-                        whole=whole,
+                        whole=whole, host_state=options.parallel.options.offload is not None,
                     )  # fmt: skip
             except CaptureError as failed:
                 error = error or failed
@@ -364,16 +367,6 @@ class _Made:
 
 def _not_yet(inputs: Sequence[Any]) -> list[Any]:
     raise StateError("the program is not compiled yet")
-
-
-def _offloads(wanted: str | None, device: str) -> bool:
-    if wanted and not device.startswith("cpu"):
-        raise BackendError(
-            f'offload="cpu" for a step on {device!r}',
-            "a step on the CPU: elsewhere it has not been run",
-            "drop offload",
-        )
-    return bool(wanted)
 
 
 def _about_numbers(error: CaptureError) -> bool:
