@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ class Mlp(nn.Module):
     def __init__(self, widths: Sequence[int], state: str = "plain") -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for i, o in zip(widths, widths[1:], strict=False):
+        for i, o in pairwise(widths):
             layers += [nn.Linear(i, o), nn.ReLU()]
         self.net, self.state = nn.Sequential(*layers), state
 
@@ -96,7 +97,13 @@ CASES = (
         (220_000, 100_020_000, 100_120_020),
     ),
     *(
-        Case(f"1000 wide, {state}", lambda s=state: Mlp([1000] * 5, s), lambda: (torch.randn(20, 1000),), 3.5, (4_004_000,) * 4)
+        Case(
+            f"1000 wide, {state}",
+            lambda s=state: Mlp([1000] * 5, s),
+            lambda: (torch.randn(20, 1000),),
+            3.5,
+            (4_004_000,) * 4,
+        )
         for state in STATES
     ),
     Case("5 wide", lambda: Mlp([10, 5, 5, 5, 5]), lambda: (torch.randn(20, 10),), 250, (580,)),

@@ -20,12 +20,14 @@ Each entry: the name (the version it is there since), what it is for; what would
 - testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
 - distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant; an entry.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
-- _dynamo.lookup_backend (2.0), config.optimize_ddp (2.0): inner backends by name, and torch's own splitter off where ours
-  is chosen; a public lookup, and a say of the backend's own in that.
-- DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), distributed._DEFAULT_FIRST_BUCKET_BYTES
-  (1.8): which model is compiled, whether its buckets are settled, its first cap; public properties.
+- _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
+  of a part.
+- _dynamo.config.optimize_ddp (2.0): torch's own splitter off where ours is chosen; a say of the backend's in that.
+- DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), and in torch.distributed
+  _DEFAULT_FIRST_BUCKET_BYTES (1.8): which model runs, whether its buckets are settled, its first cap; properties.
 - _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
   results with the strides it really makes; a public way to compile one graph as several.
+- _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
 - _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
@@ -44,6 +46,7 @@ import torch.autograd
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch._decomp import get_decompositions  # pyright: ignore[reportUnknownVariableType]  # torch leaves its result open
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -512,13 +515,22 @@ def dynamo_backend(name: str) -> Callable[..., Any]:
     Raises:
         BackendError: there is none.
     """
-    import torch._dynamo
+    import torch._dynamo as dynamo
+    from torch._dynamo.exc import InvalidBackend
 
     try:
-        return torch._dynamo.lookup_backend(name)
-    except torch._dynamo.exc.InvalidBackend as error:
-        known = ", ".join(cast(Sequence[str], torch._dynamo.list_backends()))
+        return dynamo.lookup_backend(name)
+    except InvalidBackend as error:
+        known = ", ".join(dynamo.list_backends())
         raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {known}, or a callable") from error
+
+
+def inductor_settings(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
+    """How the backend "inductor" is told the `mode` and `options` that `torch.compile` was called with."""
+    from torch._inductor import list_mode_options
+
+    settings = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    return {"config_patches": settings} if settings else {}
 
 
 def switch_off_own_splitter() -> bool:
@@ -534,7 +546,7 @@ def switch_off_own_splitter() -> bool:
 
 def split_by_torch() -> bool:
     """True while torch's own splitter compiles the parts that it has cut."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     return context is not None and context.ddp_optimizer_ctx is not None
 
 
@@ -567,7 +579,7 @@ class PartContext:
     """While one part of a dynamo graph is compiled: what later stages note about it stays with it."""
 
     def __init__(self) -> None:
-        self._notes: Any = copy.copy(torch._guards.TracingContext.get())
+        self._notes: Any = copy.copy(TracingContext.get())
         self._notes.fw_metadata = None
 
     @contextlib.contextmanager
@@ -575,7 +587,7 @@ class PartContext:
         """The first call of what aot_autograd compiles inside gives fakes with the strides of the real results."""
         self._notes.fakify_first_call = True
         try:
-            with torch._guards.tracing(self._notes):
+            with tracing(self._notes):
                 yield
         finally:
             self._notes.fakify_first_call = False
@@ -589,12 +601,13 @@ class PartContext:
         """The first call, on fakes."""
         mode: Any = self._notes.fake_mode
         before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-        held = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+        set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
+        held = set_tracing(True)
         try:
             with mode:
                 return compiled(*fakes)
         finally:
-            torch._C._autograd._saved_tensors_hooks_set_tracing(held)
+            set_tracing(held)
             mode.allow_non_fake_inputs = before
 
 
@@ -605,5 +618,5 @@ def is_grad_switch(target: object) -> bool:
 
 def in_dynamo() -> bool:
     """True while dynamo has a graph compiled."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     return context is not None and context.fake_mode is not None

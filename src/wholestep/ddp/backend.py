@@ -25,9 +25,11 @@ log = logging.getLogger(NAME)
 class DdpBackend:
     """A backend for `torch.compile`, made by `ws.ddp_backend`; prints as the table of the buckets it cut last."""
 
-    def __init__(self, inner: Callable[..., Any], cap_bytes: int | None, first_bytes: int | None) -> None:
+    def __init__(self, inner: str | Callable[..., Any], cap_bytes: int | None, first_bytes: int | None) -> None:
         self.__name__ = NAME  # what dynamo calls it
-        self.inner, self.cap_bytes, self.first_bytes = inner, cap_bytes, first_bytes
+        self.name = inner if isinstance(inner, str) else ""
+        self.inner = _torch.dynamo_backend(inner) if isinstance(inner, str) else inner
+        self.cap_bytes, self.first_bytes = cap_bytes, first_bytes
         self.splits: list[Split] = []
 
     @property
@@ -53,8 +55,10 @@ class DdpBackend:
                 "leave torch._dynamo.config.optimize_ddp as it is after ws.ddp_backend(), which sets it to False",
             )
 
+        passed = _torch.inductor_settings(**options) if self.name == "inductor" else options
+
         def compiler(part: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-            return self.inner(part, list(fakes), **options)
+            return self.inner(part, list(fakes), **passed)
 
         params = held(whole, example_inputs)
         ddp = _torch.ddp_in_use()
@@ -148,7 +152,7 @@ def ddp_backend(
 
     Each bucket of gradients is complete when the backward of one part has run, so DDP sends it while the next part
     computes. Where the boundaries lie follows from the DDP module in use. torch's own splitter is switched off for the
-    process (`torch._dynamo.config.optimize_ddp`). `"wholestep.ddp"` is the name of `ddp_backend()` in dynamo's registry.
+    process (`torch._dynamo.config.optimize_ddp`). In dynamo's registry `ddp_backend()` has the name "wholestep.ddp".
 
     Args:
         inner: the backend that compiles the parts, by name or as a callable `(graph_module, example_inputs)`.
@@ -169,7 +173,7 @@ def ddp_backend(
         check_limits(cap_bytes, first)
     if inner == NAME:
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
-    made = DdpBackend(_torch.dynamo_backend(inner) if isinstance(inner, str) else inner, cap_bytes, first_bucket_cap)
+    made = DdpBackend(inner, cap_bytes, first_bucket_cap)
     if _torch.switch_off_own_splitter():
         log.info("%s: set torch._dynamo.config.optimize_ddp to False: torch's own splitter stays out of the way", NAME)
     return made

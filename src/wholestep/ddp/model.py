@@ -17,9 +17,11 @@ Reduced = dict[nn.Parameter, Param]
 
 def reduced_by(ddp: DistributedDataParallel) -> Reduced:
     """The parameters whose gradients `ddp` reduces, in the order in which it registered them."""
-    ignored: set[str] = set(ddp.parameters_to_ignore)
+    known: Any = ddp
+    ignored: set[str] = known.parameters_to_ignore
+    modules: Iterable[tuple[str, nn.Module]] = known.module.named_modules()
     found: Reduced = {}
-    for path, module in ddp.module.named_modules():
+    for path, module in modules:
         sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad and f"{path}.{name}" not in ignored and param not in found:
@@ -66,4 +68,3 @@ def reduced_in(whole: GraphModule, params: dict[Node, list[nn.Parameter]]) -> Re
             if param.requires_grad and not getattr(param, "_ddp_ignored", False) and param not in found:
                 found[param] = describe(param, node.name, len(found))
     return found
-

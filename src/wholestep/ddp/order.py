@@ -42,7 +42,7 @@ def detach_idle(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> None:
 def with_order(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> GraphModule:
     """`outer` such that the gradients of its inputs arrive in order.
 
-    For each of its parts `arrivals` has the numbers of the inputs whose gradients its backward completes, in that order.
+    For each part `arrivals` has the numbers of the inputs whose gradients its backward completes, in that order.
     """
     graph = copy.deepcopy(outer.graph)
     inputs = graph.find_nodes(op="placeholder")

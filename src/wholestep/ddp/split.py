@@ -1,4 +1,4 @@
-"""Where a dynamo graph is cut, so that the gradients of each of DDP's buckets are complete when one part's backward ends."""
+"""Where a dynamo graph is cut, so that each of DDP's buckets is complete when the backward of one part ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ops(graph: Graph) -> list[Node]:
 
 
 def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
-    """For each parameter the number of the first op that takes it: its gradient is complete when this op's backward ran.
+    """For each parameter the number of the first op that takes it, whose backward completes its gradient.
 
     Arguments count wherever they stand, in lists and by keyword too; `held` names the parameters of nodes. What runs
     without gradients counts for parameters that nothing else takes.
