@@ -2,6 +2,7 @@
 
 from .capture import MixedPrecision
 from .compile import capture, compile
+from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
     CaptureError,
@@ -58,6 +59,7 @@ __all__ = [
     "capture",
     "check_rule",
     "compile",
+    "ddp_backend",
     "load",
     "partition",
     "plan",

@@ -22,12 +22,23 @@ Each entry: the name (the version it is there since), what it is for; what would
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local
   that leaves the piece where it is.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
+- _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
+  of a part.
+- _dynamo.config.optimize_ddp (2.0): torch's own splitter off where ours is chosen; a say of the backend's in that.
+- DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), and in torch.distributed
+  _DEFAULT_FIRST_BUCKET_BYTES (1.8): which model runs, whether its buckets are settled, its first cap; properties.
+- _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
+  results with the strides it really makes; a public way to compile one graph as several.
+- _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
+- _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
+- nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -37,6 +48,7 @@ import torch.autograd
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch._decomp import get_decompositions  # pyright: ignore[reportUnknownVariableType]  # torch leaves its result open
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -515,3 +527,116 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
+
+
+def dynamo_backend(name: str) -> Callable[..., Any]:
+    """The `torch.compile` backend of that name.
+
+    Raises:
+        BackendError: there is none.
+    """
+    import torch._dynamo as dynamo
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return dynamo.lookup_backend(name)
+    except InvalidBackend as error:
+        known = ", ".join(dynamo.list_backends())
+        raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {known}, or a callable") from error
+
+
+def inductor_settings(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
+    """How the backend "inductor" is told the `mode` and `options` that `torch.compile` was called with."""
+    from torch._inductor import list_mode_options
+
+    settings = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    return {"config_patches": settings} if settings else {}
+
+
+def switch_off_own_splitter() -> bool:
+    """Keep torch from splitting graphs of DDP models in this process; True if it was going to."""
+    import torch._dynamo.config as config
+
+    mode: Any = config.optimize_ddp
+    if mode not in (True, "ddp_optimizer"):
+        return False
+    config.optimize_ddp = False
+    return True
+
+
+def split_by_torch() -> bool:
+    """True while torch's own splitter compiles the parts that it has cut."""
+    context = TracingContext.try_get()
+    return context is not None and context.ddp_optimizer_ctx is not None
+
+
+def ddp_in_use() -> torch.nn.parallel.DistributedDataParallel | None:
+    """The DDP module whose forward runs now; the inner one where they are nested."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def buckets_are_settled(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """True once the reducer has made its buckets anew, in the order in which gradients first came."""
+    return ddp._has_rebuilt_buckets
+
+
+def first_bucket_bytes() -> int:
+    """DDP's default limit of the bucket that is reduced first, in bytes."""
+    return int(cast(Any, torch.distributed)._DEFAULT_FIRST_BUCKET_BYTES) if torch.distributed.is_available() else 2**20
+
+
+def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None:
+    """Tell `part`, cut out of dynamo's graph `whole`, where in the user's program its inputs come from."""
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in whole.graph.find_nodes(op="placeholder")}
+    for node in part.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = sources.get(node.name)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(whole, name):
+            setattr(part, name, getattr(whole, name))
+
+
+class PartContext:
+    """While one part of a dynamo graph is compiled: what later stages note about it stays with it."""
+
+    def __init__(self) -> None:
+        self._notes: Any = copy.copy(TracingContext.get())
+        self._notes.fw_metadata = None
+
+    @contextlib.contextmanager
+    def compiling(self) -> Generator[None]:
+        """The first call of what aot_autograd compiles inside gives fakes with the strides of the real results."""
+        self._notes.fakify_first_call = True
+        try:
+            with tracing(self._notes):
+                yield
+        finally:
+            self._notes.fakify_first_call = False
+
+    @property
+    def through_aot(self) -> bool:
+        """True if aot_autograd compiled the part."""
+        return self._notes.fw_metadata is not None
+
+    def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
+        """The first call, on fakes."""
+        mode: Any = self._notes.fake_mode
+        before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+        set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
+        held = set_tracing(True)
+        try:
+            with mode:
+                return compiled(*fakes)
+        finally:
+            set_tracing(held)
+            mode.allow_non_fake_inputs = before
+
+
+def is_grad_switch(target: object) -> bool:
+    """True for what dynamo calls where `no_grad` or `enable_grad` begins or ends."""
+    return target is torch._C._set_grad_enabled
+
+
+def in_dynamo() -> bool:
+    """True while dynamo has a graph compiled."""
+    context = TracingContext.try_get()
+    return context is not None and context.fake_mode is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..layout import Layout
 
@@ -234,4 +234,14 @@ def copy_origin(source: Node, target: Node) -> None:
 
 def copy(source: Node, target: Node) -> None:
     """Give `target` everything recorded about `source`."""
+    target.meta.update(source.meta)
+
+
+def example(node: Node) -> Any:
+    """What dynamo recorded that a node of its graph makes: a fake tensor, a number that may be symbolic, or None."""
+    return node.meta.get("example_value")
+
+
+def share_notes(source: GraphModule, target: GraphModule) -> None:
+    """Give the module `target` what is recorded about the module `source`."""
     target.meta.update(source.meta)

@@ -1,0 +1,154 @@
+"""Where a dynamo graph is cut, so that each of DDP's buckets is complete when the backward of one part ends."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.split_module import split_module
+
+from .. import _torch
+from ..graph import meta
+from .buckets import Param, Reducer
+
+NOT_RUN = ("placeholder", "get_attr", "output")
+Uses = Mapping[Node, Sequence[Param]]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One part of a graph: the parameters whose gradients are complete when its backward has run.
+
+    They are in the order in which DDP gets them. `extra_ops` counts the ops that the part was extended by, so that it
+    returns something, and `extra_bytes` the gradients that came with them.
+    """
+
+    params: tuple[Param, ...]
+    extra_ops: int = 0
+    extra_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(p.size_bytes for p in self.params)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one graph is cut: `buckets[0]` is nearest the input, `starts` has the number of the first op of each.
+
+    `reduced` are the buckets of DDP's reducer that hold parameters of this graph, as names, in the order of sending.
+    """
+
+    buckets: tuple[Bucket, ...]
+    starts: tuple[int, ...]
+    reduced: tuple[tuple[str, ...], ...]
+    limits: tuple[int, ...]
+
+    @property
+    def extended(self) -> tuple[Bucket, ...]:
+        """The buckets that hold more ops than their parameters asked for."""
+        return tuple(bucket for bucket in self.buckets if bucket.extra_ops)
+
+
+def ops(graph: Graph) -> list[Node]:
+    """The nodes that run, in order; numbers of ops count these."""
+    return [node for node in graph.nodes if node.op not in NOT_RUN]
+
+
+def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
+    """For each parameter the number of the first op that takes it, whose backward completes its gradient.
+
+    Arguments count wherever they stand, in lists and by keyword too; `held` names the parameters of nodes. What runs
+    without gradients counts for parameters that nothing else takes.
+    """
+    first: dict[Param, int] = {}
+    idle: dict[Param, int] = {}
+    grad = True
+    for number, node in enumerate(ops(graph)):
+        if _torch.is_grad_switch(node.target):
+            grad = bool(node.args[0])
+        for source in (node, *node.all_input_nodes):
+            for param in held.get(source, ()):
+                (first if grad else idle).setdefault(param, number)
+    return {**idle, **first}
+
+
+def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
+    """Cut `graph` in front of each op with which a bucket of the reducer is complete."""
+    first = first_uses(graph, held)
+    arrivals = sorted(first, key=lambda p: (-first[p], -p.number))
+    buckets = [tuple(p for p in bucket if p in first) for bucket in reducer.buckets(arrivals)]
+    buckets = [bucket for bucket in buckets if bucket]
+    cuts = sorted({min(first[p] for p in bucket) for bucket in buckets})
+    starts, extra = _with_results(graph, _with_params(cuts, first))
+    parts = [Bucket(tuple(p for p in arrivals if start <= first[p] < end)) for start, end in _spans(starts)]
+    parts = [
+        Bucket(part.params, count, sum(p.size_bytes for p in part.params if first[p] < start + count))
+        for part, start, count in zip(parts, starts, extra, strict=True)
+    ]
+    return Split(tuple(parts), tuple(starts), tuple(tuple(p.name for p in b) for b in buckets), reducer.limits)
+
+
+def _with_params(cuts: Sequence[int], first: Mapping[Param, int]) -> list[int]:
+    """Where parts start: ops in front of the first parameter are no part of their own."""
+    return [0, *(cut for cut in cuts if any(number < cut for number in first.values()))]
+
+
+def _spans(starts: Sequence[int]) -> list[tuple[int, float]]:
+    return list(zip(starts, [*starts[1:], float("inf")], strict=True))
+
+
+def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Let each part begin earlier until something outside uses what it makes; also by how many ops.
+
+    A first part that nothing outside uses joins the next.
+    """
+    nodes = ops(graph)
+    kept: list[int] = []
+    extra: list[int] = []
+    end = max(len(nodes), 1)
+    for wanted in reversed(starts):
+        if wanted >= end:
+            continue  # the part behind has reached it
+        start = wanted
+        while start > 0 and not _leaves(nodes[start:end]):
+            start -= 1
+        if start == 0 and kept and not _leaves(nodes[:end]):
+            extra[-1] += kept[-1]
+            kept[-1] = 0
+            continue
+        kept.append(start)
+        extra.append(wanted - start)
+        end = start
+    return kept[::-1], extra[::-1]
+
+
+def _leaves(part: Sequence[Node]) -> bool:
+    inside = set(part)
+    return any(user not in inside for node in part for user in node.users)
+
+
+def cut(whole: GraphModule, split: Split) -> GraphModule:
+    """A module that calls the parts, each a module of its own, in the order of the graph."""
+    part = -1
+    part_of: dict[Node, int] = {}
+    for number, node in enumerate(ops(whole.graph)):
+        part += number in split.starts
+        part_of[node] = part
+    for node in list(part_of):
+        if isinstance(meta.example(node), (tuple, list)):
+            _keep_together(node, part_of)
+    made: Callable[..., GraphModule] = split_module
+    return made(whole, None, part_of.__getitem__, keep_original_order=True)
+
+
+def _keep_together(node: Node, part_of: dict[Node, int]) -> None:
+    """Move what picks one of several results next to what makes them: parts pass tensors on, not tuples of them."""
+    last = node
+    for user in [user for user in node.users if user.target is operator.getitem]:
+        last.append(user)
+        part_of[user] = part_of[node]
+        last = user
