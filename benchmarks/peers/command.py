@@ -23,7 +23,7 @@ from .plot import svg
 from .results import Scene, read
 from .sizes import CONFIGS, Config
 from .spec import BASES, PRESETS, Spec, UnknownPeer, parse_all
-from .table import NOTES, markdown, screen
+from .table import NOTES, into, markdown, screen
 from .turns import order
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -33,7 +33,10 @@ TABLE_WIDTH = 150
 PROCESS_BYTES = 450 << 20  # what a rank holds beside its model
 
 Folder = Annotated[Path, typer.Option("--dir", help="Where results and logs are kept.")]
-Table = Annotated[Path | None, typer.Option(help="Write all tables of --dir to this file, as markdown.")]
+Table = Annotated[
+    Path | None,
+    typer.Option(help="Write all tables of --dir to this file, as markdown; between its marks, if it has them."),
+]
 Plot = Annotated[Path | None, typer.Option(help="Draw all tables of --dir into this file, as SVG.")]
 
 
@@ -58,14 +61,15 @@ def run(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is removed
     specs = _asked(peers, config, rate, world, jax_python)
     folder.mkdir(parents=True, exist_ok=True)
-    if network.may_shape():
+    obstacle = network.why_not_shaped()
+    if not obstacle:
         network.clean()
-    elif any(r != "none" for r in rate):
-        console.print("not root: links are not shaped, all ranks share this machine's loopback", style="yellow")
+    else:
+        console.print(f"{obstacle}: links are not shaped, all ranks share this machine's loopback", style="yellow")
     for c in config:
         for r in rate:
             for w in world:
-                scene = _scene(folder, c, r, w)
+                scene = _scene(folder, Scene(c, r, w, shaped=not obstacle))
                 todo = [s for s in specs if str(s) in scene.missing([str(s) for s in specs])] if resume else specs
                 todo = [spec for spec in specs if str(spec) == ANCHOR or spec in todo] if todo else []
                 memory = together or _together(CONFIGS[c], w)
@@ -156,11 +160,11 @@ def _together(config: Config, world: int) -> int:
     return int(max(2, min(8, 0.7 * available_bytes() / (world * (PROCESS_BYTES + 8 * size)))))
 
 
-def _scene(folder: Path, config: str, rate: str, world: int) -> Scene:
-    """What is known already."""
-    scene = Scene(config, rate, world, network.may_shape())
+def _scene(folder: Path, scene: Scene) -> Scene:
+    """What is known of it already, if it was measured over the same link."""
     path = folder / f"{scene.name}.json"
-    return Scene.from_json(path.read_text()) if path.exists() else scene
+    known = Scene.from_json(path.read_text()) if path.exists() else scene
+    return known if known.shaped == scene.shaped else scene
 
 
 def _measured(scene: Scene, specs: Sequence[Spec], effort: Effort, folder: Path, jax_python: str) -> Scene:
@@ -168,7 +172,7 @@ def _measured(scene: Scene, specs: Sequence[Spec], effort: Effort, folder: Path,
     config = CONFIGS[scene.config]
     logs = folder / "logs" / scene.name
     logs.mkdir(parents=True, exist_ok=True)
-    with network.Network(scene.world, scene.rate) as net:
+    with network.Network(scene.world, scene.rate, shaped=scene.shaped) as net:
         site = Site(net, config, logs.resolve(), jax_python)
         batches.write_corpus(site.corpus)
         if any(spec.base == "jax" for spec in specs):
@@ -212,16 +216,20 @@ class _Screen:
             self._progress.advance(self._task)
         if said.kind == "ready":
             console.print(f"{self.name}: {said.peer} ready, first step {said.detail}", highlight=False)
+        if said.kind == "round" and not console.is_terminal:
+            console.print(f"{self.name}: round {said.peer}", highlight=False)
         if said.kind == "failed":
             console.print(f"{self.name}: {said.peer} failed: {said.detail}", style="red", highlight=False)
 
 
 def _write(folder: Path, json: Path | None, table: Path | None, plot: Path | None) -> None:
     scenes = read(folder)
-    texts = {json: lambda: f"[{','.join(scene.to_json() for scene in scenes)}]\n"}
-    texts |= {table: lambda: f"{markdown(scenes)}\n{NOTES}\n", plot: lambda: svg(scenes)}
+    tables = f"{markdown(scenes)}\n{NOTES}\n"
+    if table is not None and table.exists():
+        tables = into(table.read_text(), tables)
+    texts = {json: f"[{','.join(scene.to_json() for scene in scenes)}]\n", table: tables, plot: svg(scenes)}
     for path, text in texts.items():
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text())
+            path.write_text(text)
             console.print(f"wrote {path}", highlight=False)

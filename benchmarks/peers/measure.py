@@ -38,7 +38,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Said:
-    """What happens, for whoever watches: `kind` is building, ready, turn, failed or done."""
+    """What happens, for whoever watches: `kind` is building, ready, round, turn or failed."""
 
     kind: str
     peer: str
@@ -114,6 +114,7 @@ def _measure_group(site: Site, specs: Sequence[Spec], effort: Effort, watch: Wat
                 up[str(peer.spec)] = _built(peer)
                 watch(Said("ready", str(peer.spec), f"{up[str(peer.spec)].measured.first_step_seconds:.1f} s"))
         for number in range(effort.rounds):
+            watch(Said("round", f"{number + 1} of {effort.rounds}"))
             for name in order(number, list(up), ANCHOR):
                 if name in up:
                     with excused(up[name].peer.spec):
@@ -212,6 +213,6 @@ def _looked_at(running: Running) -> Measured:
         parameter_bytes=max(answer["parameters"] for answer in answers),
         peak_bytes=max(answer["peak"] for answer in answers),
         collectives=answers[0]["collectives"],
-        turns=running.turns,
-        losses=running.losses,
+        turns=tuple(running.turns),
+        losses=tuple(running.losses),
     )

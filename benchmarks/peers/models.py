@@ -84,10 +84,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(cast(nn.ModuleList, model.blocks))
 
 
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean loss in nats per byte."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
 def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """Forward, backward and update; returns the mean loss in nats per byte."""
+    """Forward, backward and update; returns the loss."""
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+    loss = loss_of(model, x, y)
     loss.backward()
     optimizer.step()
     return loss.detach()

@@ -34,9 +34,22 @@ def execute(command: Sequence[str]) -> str:
         raise NetworkError(f"{' '.join(command)}: {failed.stderr.strip()}") from None
 
 
+def why_not_shaped(run: Execute = execute) -> str:
+    """Empty where this process may create namespaces, else what is in its way."""
+    if os.geteuid() != 0:
+        return "not root"
+    probe = f"{PREFIX}{os.getpid()}-probe"
+    try:
+        run(["ip", "netns", "add", probe])
+        run(["ip", "netns", "delete", probe])
+    except NetworkError as error:
+        return str(error)
+    return ""
+
+
 def may_shape() -> bool:
     """Whether this process may create namespaces and shape links."""
-    return os.geteuid() == 0
+    return not why_not_shaped()
 
 
 @dataclass(frozen=True)

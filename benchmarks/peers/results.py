@@ -29,8 +29,8 @@ class Measured:
     peak_bytes: int = 0
     empty_bytes: int = 0
     collectives: Mapping[str, int] = field(default_factory=dict[str, int])
-    turns: Sequence[Turn] = ()
-    losses: Sequence[float] = ()
+    turns: tuple[Turn, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Scene:
 
 def _measured(fields: dict[str, Any]) -> Measured:
     turns: list[dict[str, Any]] = fields.pop("turns")
-    return Measured(**fields, turns=[Turn(**turn) for turn in turns])
+    losses: list[float] = fields.pop("losses")
+    return Measured(**fields, turns=tuple(Turn(**turn) for turn in turns), losses=tuple(losses))
 
 
 @dataclass(frozen=True)

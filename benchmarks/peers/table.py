@@ -14,6 +14,7 @@ HEADS = (
     "peer", "step ms", "x floor", "x limit", "CPU ms", "sent MB", "least MB", "collectives", "at rest MB", "peak MB",
     "first step s", "loss gap", "quiet turns",
 )  # fmt: skip
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 NOTES = """\
 - step ms: median over turns of the median step of a turn. x floor: median over turns of the ratio to the floor's
   turn just before. x limit: likewise to the physical limit, the larger of the floor (its optimizer's part divided
@@ -91,6 +92,13 @@ def markdown(scenes: Sequence[Scene]) -> str:
         lines += ["", *(f"- {remark}" for remark in shown.remarks)] if shown.remarks else []
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
+
+
+def into(document: str, text: str) -> str:
+    """`document` with `text` between its marks in place of what was there; `text` alone where it has none."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    return f"{head}{begin}\n\n{text}\n{end}{tail}" if begin and end else text
 
 
 def _line(cells: Sequence[str]) -> str:

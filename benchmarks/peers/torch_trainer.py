@@ -30,7 +30,7 @@ from .job import Job
 from .spec import Spec
 
 BUCKETS_MB = (1.0, 4.0, 10.0, 25.0)
-TUNING_STEPS = 3
+UNTIMED_STEPS, TUNING_STEPS = 2, 4  # buckets are laid out anew after the first backward
 TIMEOUT = datetime.timedelta(seconds=200)
 Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
 
@@ -68,23 +68,19 @@ def ddp(model: nn.Module, job: Job) -> Wrapped:
 
 
 def _tuned_ddp(model: nn.Module, job: Job) -> Wrapped:
-    """Try every bucket size on copies of the model and keep the fastest, the same on all ranks."""
-    tried: list[tuple[float, float]] = []
+    """Try every bucket size on copies of the model, in turns, and keep the fastest, the same on all ranks."""
+    trials = [_bucket_view(copy.deepcopy(model), bucket) for bucket in BUCKETS_MB]
     x = torch.zeros(job.config.rows // job.world, job.config.context, dtype=torch.int64)
     y = x if job.config.kind == "gpt" else x[:, 0]
-    for bucket in BUCKETS_MB:
-        trial = _bucket_view(copy.deepcopy(model), bucket)
-        optimizer = adamw(trial, job)
-        models.train_step(trial, optimizer, x, y)  # buckets are laid out anew after the first backward
-        models.train_step(trial, optimizer, x, y)
-        dist.barrier()
-        begun = time.monotonic()
-        for _ in range(TUNING_STEPS):
-            models.train_step(trial, optimizer, x, y)
-        seconds = torch.tensor(time.monotonic() - begun)
-        dist.all_reduce(seconds)
-        tried.append((seconds.item(), bucket))
-    best = min(tried)[1]
+    seconds = torch.zeros(UNTIMED_STEPS + TUNING_STEPS, len(trials))
+    for round_seconds in seconds:
+        for number, trial in enumerate(trials):
+            dist.barrier()
+            begun = time.monotonic()
+            models.loss_of(trial, x, y).backward()
+            round_seconds[number] = time.monotonic() - begun
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    best = BUCKETS_MB[int(seconds[UNTIMED_STEPS:].amin(0).argmin())]
     return Wrapped(_bucket_view(model, best), adamw(model, job), note=f"buckets of {best:g} MB")
 
 
