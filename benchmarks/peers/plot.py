@@ -6,7 +6,7 @@ from html import escape
 from .results import Row, Scene, rows
 from .table import title_of
 
-WIDTH, LEFT, RIGHT = 860, 290, 120
+WIDTH, LEFT, RIGHT = 900, 320, 120
 BAR, GAP, HEAD, FOOT = 14, 6, 44, 40
 STYLE = """\
 text { font: 12px system-ui, sans-serif; fill: #1f2328; }

@@ -439,7 +439,7 @@ def test_plot_has_a_bar_and_a_mark_for_every_peer() -> None:
     lengths = [float(bar.get("width", 0)) for bar in bars]
     assert lengths[1] / lengths[0] == pytest.approx(2.1, rel=0.01)
     marks = [float(line.get("x1", 0)) for line in root.findall("s:line", space)]
-    assert marks[1] == pytest.approx(290 + lengths[1] * rows(scene())[1].limit_ms / 210, abs=0.2)
+    assert marks[1] == pytest.approx(320 + lengths[1] * rows(scene())[1].limit_ms / 210, abs=0.2)
     width, height = (float(root.get(name, 0)) for name in ("width", "height"))
     for element in root.iter():
         assert float(element.get("x", 0)) + float(element.get("width", 0)) <= width
