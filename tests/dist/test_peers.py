@@ -64,7 +64,7 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert scene.peers["floor"].turns[0].floor_update_ms > 0
     if scene.shaped:
-        assert floor.sent_bytes == 0
+        assert floor.sent_bytes < 0.01 * size  # what idle peers tell their store
         assert ddp.sent_bytes < 1.5 * size
         assert namespaces(process.pid) == []
 
