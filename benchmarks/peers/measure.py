@@ -85,9 +85,14 @@ def groups(specs: Sequence[Spec], together: int) -> list[list[Spec]]:
 
 
 def measure(site: Site, specs: Sequence[Spec], effort: Effort, watch: Watch) -> Iterator[dict[str, Measured]]:
-    """Measure group after group; what each group gave comes as soon as it is done."""
+    """Measure group after group; what each group gave comes as soon as it is done. The floor keeps the turns of all."""
+    floor: tuple[Turn, ...] = ()
     for group in groups(specs, effort.together):
-        yield _measure_group(site, group, effort, watch)
+        found = _measure_group(site, group, effort, watch)
+        if ANCHOR in found:
+            floor = (*floor, *found[ANCHOR].turns)
+            found[ANCHOR] = replace(found[ANCHOR], turns=floor)
+        yield found
 
 
 def _measure_group(site: Site, specs: Sequence[Spec], effort: Effort, watch: Watch) -> dict[str, Measured]:

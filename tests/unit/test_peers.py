@@ -352,6 +352,14 @@ def test_others_go_on_when_one_fails(here: Network, tmp_path: Path) -> None:
     assert [event.peer for event in said if event.kind == "failed"] == ["fsdp2"]
 
 
+def test_the_floor_keeps_its_turns_in_every_group(here: Network, tmp_path: Path) -> None:
+    effort = Effort(rounds=2, steps=1, together=2, patience_seconds=0.0)
+    site = Scripted(here, CONFIGS["XS"], tmp_path)
+    found = list(measure(site, parse_all(["fsdp2", "ddp"]), effort, lambda said: None))
+    assert [list(group) for group in found] == [["floor", "fsdp2"], ["floor", "ddp"]]
+    assert [len(group["floor"].turns) for group in found] == [2, 4]
+
+
 # -- results -------------------------------------------------------------------------------
 def scene() -> Scene:
     def measured(peer: str, times: Sequence[float], losses: Sequence[float], **fields: float) -> Measured:
