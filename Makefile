@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench venv clean
+.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench bench-peers venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,12 @@ lint: $(STAMP) ## ruff, pyright, size limits, import directions
 size: $(STAMP) ## table of code lines per file and function
 	$(BIN)/python tools/size.py
 
-bench: $(STAMP) ## measure the cost of calling a compiled step
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(ARGS)
+bench: $(STAMP) ## measure the cost of calling a compiled step, then a step beside DDP and FSDP2 (a few minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers run --rounds 3
+
+bench-peers: $(STAMP) ## the whole comparison (ARGS="--peers all --config M --rate 250mbit"; python -m benchmarks.peers list)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers run $(ARGS)
 
 venv: $(STAMP) ## create or update .venv from constraints.txt
 

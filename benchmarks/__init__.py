@@ -1,0 +1,1 @@
+"""What wholestep costs, and how it compares with its peers."""

@@ -1,0 +1,143 @@
+"""What a peer is called and what it may be told: "base:word,number=4". Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class UnknownPeer(ValueError):
+    """No peer has that name or takes that option; the text says which do."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A family of peers: what it is, the words and the numbers it takes."""
+
+    about: str
+    words: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
+BASES = {
+    "one": Base("one process on the whole batch: what the losses should be", ("compile",)),
+    "floor": Base("every rank by itself, nothing exchanged: the no-communication floor", ("compile",)),
+    "ddp": Base(
+        "DistributedDataParallel; tuned: bucket view, static graph and the best of several bucket sizes",
+        ("tuned", "view", "static", "compile"),
+        ("bucket",),
+    ),
+    "zero": Base("DDP with ZeroRedundancyOptimizer"),
+    "fsdp2": Base(
+        "fully_shard of every block; keep: no reshard after forward; async: gathers of the next block overlap",
+        ("keep", "async", "compile"),
+    ),
+    "jax": Base("jax.jit over XLA's gloo collectives"),
+    "wholestep": Base(
+        f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB), prefetch: passes",
+        (*STYLES, "keep", "reshard", "bucket", "prefetch", "inductor"),
+        ("bucket", "prefetch"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One peer. `options` are words (None) and numbers by name; `str(spec)` is what the user wrote."""
+
+    text: str
+    base: str
+    options: tuple[tuple[str, float | None], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def has(self, word: str) -> bool:
+        """Whether `word` was given, with a number or without."""
+        return any(name == word for name, _ in self.options)
+
+    def number(self, word: str, default: float) -> float:
+        """The number given as `word=...`."""
+        return next((value for name, value in self.options if name == word and value is not None), default)
+
+    @property
+    def style(self) -> str:
+        """Where wholestep keeps tensors; for other peers what that is in the same words ("" for none)."""
+        named = {"ddp": "replicate", "jax": "replicate", "zero": "zero1", "fsdp2": "fully_shard"}
+        return next((name for name, _ in self.options if name in STYLES), named.get(self.base, ""))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether its ranks talk to each other."""
+        return self.base not in ("one", "floor")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler made its kernels."""
+        return self.has("compile") or self.has("inductor")
+
+    def processes(self, world: int) -> int:
+        """How many processes it runs as."""
+        return 1 if self.base == "one" else world
+
+
+def parse(text: str) -> Spec:
+    """The peer that `text` names.
+
+    Raises:
+        UnknownPeer: it names none, or an option that this peer does not take.
+    """
+    name, _, rest = text.partition(":")
+    if name not in BASES:
+        raise UnknownPeer(f"peer {text!r} is unknown: choose among {', '.join(BASES)}, {', '.join(PRESETS)}")
+    base = BASES[name]
+    spec = Spec(text, name, tuple(_option(text, item, base) for item in rest.split(",") if item))
+    styles = [word for word, _ in spec.options if word in STYLES]
+    if name == "wholestep" and len(styles) != 1:
+        raise UnknownPeer(f"peer {text!r} needs one style: wholestep:S with S one of {', '.join(STYLES)}")
+    if spec.has("keep") and spec.has("reshard"):
+        raise UnknownPeer(f"peer {text!r} is told to keep and to reshard: choose one")
+    return spec
+
+
+def _option(text: str, item: str, base: Base) -> tuple[str, float | None]:
+    word, equals, value = item.partition("=")
+    known = [*base.words, *(f"{number}=<number>" for number in base.numbers)]
+    if word not in (base.numbers if equals else base.words):
+        takes = f"takes {', '.join(known)}" if known else "takes no options"
+        raise UnknownPeer(f"peer {text!r}: option {item!r} is unknown, {text.partition(':')[0]} {takes}")
+    try:
+        return word, float(value) if equals else None
+    except ValueError:
+        raise UnknownPeer(f"peer {text!r}: {item!r} needs a number, as {word}=4") from None
+
+
+TORCH = (
+    "one",
+    "floor",
+    "floor:compile",
+    "ddp",
+    "ddp:tuned",
+    "ddp:compile",
+    "zero",
+    "fsdp2",
+    "fsdp2:keep",
+    "fsdp2:async",
+)
+OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshard", "fully_shard,keep"))
+PASSES = tuple(f"{name},bucket,prefetch" for name in OURS)
+PRESETS = {
+    "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
+    "torch": TORCH,
+    "ours": (*OURS, *PASSES),
+    "all": (*TORCH, "jax", *OURS, *PASSES),
+}
+
+
+def parse_all(words: Sequence[str]) -> list[Spec]:
+    """The peers that `words` name, presets written out, each once, the floor first.
+
+    Raises:
+        UnknownPeer: as `parse`.
+    """
+    names = [name for word in words for name in PRESETS.get(word, (word,))]
+    return [parse(name) for name in dict.fromkeys(["floor", *names])]

@@ -1,0 +1,231 @@
+"""The torch peers: each row of WRAPS turns the model of one device into what this rank trains."""
+
+import copy
+import datetime
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+import wholestep as ws
+from wholestep.passes.bucket import Bucket
+from wholestep.passes.prefetch import Prefetch
+
+from . import models
+from .job import Job
+from .spec import Spec
+
+BUCKETS_MB = (1.0, 4.0, 10.0, 25.0)
+UNTIMED_STEPS, TUNING_STEPS = 2, 4  # buckets are laid out anew after the first backward
+TIMEOUT = datetime.timedelta(seconds=200)
+Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Wrapped:
+    """A model ready for distributed training, its optimizer, and the step to call them with."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Step = models.train_step
+    note: str = ""
+
+
+def adamw(model: nn.Module, job: Job) -> AdamW:
+    """The optimizer of every peer."""
+    return AdamW(model.parameters(), lr=job.config.learning_rate, fused=True)
+
+
+def alone(model: nn.Module, job: Job) -> Wrapped:
+    """Nothing is exchanged."""
+    return Wrapped(_compiled(model, job.spec), adamw(model, job))
+
+
+def ddp(model: nn.Module, job: Job) -> Wrapped:
+    """DistributedDataParallel with the options that the spec names."""
+    spec = job.spec
+    if spec.has("tuned"):
+        return _tuned_ddp(model, job)
+    bucket = spec.number("bucket", 25.0)
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=bucket, gradient_as_bucket_view=spec.has("view"), static_graph=spec.has("static")
+    )
+    return Wrapped(_compiled(wrapped, spec), adamw(model, job))
+
+
+def _tuned_ddp(model: nn.Module, job: Job) -> Wrapped:
+    """Try every bucket size on copies of the model, in turns, and keep the fastest, the same on all ranks."""
+    trials = [_bucket_view(copy.deepcopy(model), bucket) for bucket in BUCKETS_MB]
+    x = torch.zeros(job.config.rows // job.world, job.config.context, dtype=torch.int64)
+    y = x if job.config.kind == "gpt" else x[:, 0]
+    seconds = torch.zeros(UNTIMED_STEPS + TUNING_STEPS, len(trials))
+    for round_seconds in seconds:
+        for number, trial in enumerate(trials):
+            dist.barrier()
+            begun = time.monotonic()
+            models.loss_of(trial, x, y).backward()
+            round_seconds[number] = time.monotonic() - begun
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    best = BUCKETS_MB[int(seconds[UNTIMED_STEPS:].amin(0).argmin())]
+    return Wrapped(_bucket_view(model, best), adamw(model, job), note=f"buckets of {best:g} MB")
+
+
+def _bucket_view(model: nn.Module, bucket: float) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=bucket, gradient_as_bucket_view=True, static_graph=True)
+
+
+def zero(model: nn.Module, job: Job) -> Wrapped:
+    """DDP whose optimizer keeps state for this rank's part alone, and broadcasts what it updated."""
+    wrapped = _bucket_view(model, 25.0)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, parameters_as_bucket_view=True, lr=job.config.learning_rate, fused=True
+    )
+    return Wrapped(wrapped, optimizer)
+
+
+def fsdp2(model: nn.Module, job: Job) -> Wrapped:
+    """fully_shard of every block, then of the rest."""
+    mesh, spec = init_device_mesh("cpu", (job.world,)), job.spec
+    layers = models.blocks(model)
+    for layer in layers:
+        if spec.has("compile"):
+            layer.compile()
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not spec.has("keep"))
+    fully_shard(model, mesh=mesh, reshard_after_forward=not spec.has("keep"))
+    if spec.has("async"):
+        _gather_ahead(model, layers)
+    return Wrapped(model, adamw(model, job))
+
+
+def _gather_ahead(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Gathers overlap with arithmetic on gloo only when they are told to; no public name does that."""
+    assert isinstance(model, FSDPModule), "wrapped by fully_shard"
+    model._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    for layer, following in pairwise(layers):
+        assert isinstance(layer, FSDPModule), "wrapped by fully_shard"
+        assert isinstance(following, FSDPModule), "wrapped by fully_shard"
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def wholestep(model: nn.Module, job: Job) -> Wrapped:
+    """The step as written, compiled for the mesh."""
+    spec = job.spec
+    reshard = True if spec.has("reshard") else False if spec.has("keep") else None
+    style: Any = spec.style
+    step = ws.compile(
+        models.train_step,
+        parallel=ws.DataParallel(style, reshard_after_forward=reshard),
+        mesh=f"dp={job.world}",
+        backend="inductor" if spec.has("inductor") else "eager",
+        graph_transform=_passes(spec),
+    )
+    return Wrapped(model, adamw(model, job), step)
+
+
+def _passes(spec: Spec) -> Callable[[ws.LocalGraph], ws.LocalGraph] | None:
+    passes: list[Callable[[ws.LocalGraph], ws.LocalGraph]] = []
+    if spec.has("bucket"):
+        passes.append(Bucket(int(spec.number("bucket", 25.0) * (1 << 20))))
+    if spec.has("prefetch"):
+        passes.append(Prefetch(int(spec.number("prefetch", 8.0))))
+    return (lambda local: ws.run_passes(local, passes)) if passes else None
+
+
+def _compiled(model: nn.Module, spec: Spec) -> nn.Module:
+    if not spec.has("compile"):
+        return model
+    compiled: Any = torch.compile(model)
+    return compiled
+
+
+Wrap = Callable[[nn.Module, Job], Wrapped]
+WRAPS: dict[str, Wrap] = {
+    "one": alone,
+    "floor": alone,
+    "ddp": ddp,
+    "zero": zero,
+    "fsdp2": fsdp2,
+    "wholestep": wholestep,
+}
+
+
+class TorchTrainer:
+    """A wrapped model and what is counted about it."""
+
+    def __init__(self, wrapped: Wrapped, parameter_bytes: int) -> None:
+        self._wrapped, self._parameter_bytes = wrapped, parameter_bytes
+        self.note, self.update_seconds = wrapped.note, 0.0
+
+    def watch_updates(self) -> None:
+        """Time the optimizer's own step."""
+        optimizer = self._wrapped.optimizer
+
+        def before(*_: Any) -> None:
+            self.update_seconds -= time.monotonic()
+
+        def after(*_: Any) -> None:
+            self.update_seconds += time.monotonic()
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def prepare(self, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """Tensors over the same memory."""
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """One step."""
+        wrapped = self._wrapped
+        return wrapped.step(wrapped.model, wrapped.optimizer, *batch).item()
+
+    def rest_bytes(self) -> int:
+        """Each storage once."""
+        optimizer: Any = self._wrapped.optimizer
+        state = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer holds this rank's part in .optim
+        held = [*self._wrapped.model.parameters(), *(v for values in state.values() for v in values.values())]
+        sizes: dict[int, int] = {}
+        for value in held:
+            if isinstance(value, Tensor):
+                storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
+
+    def parameter_bytes(self) -> int:
+        """As built, before anything was sharded."""
+        return self._parameter_bytes
+
+    def collectives(self, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+        """As the process group saw them."""
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            self.step(batch)
+        events: list[Any] = list(found.events() or [])
+        names = [str(event.name) for event in events if event.name.startswith("c10d::")]
+        return dict(Counter(name.removeprefix("c10d::").strip("_") for name in names))
+
+
+def torch_trainer(job: Job) -> TorchTrainer:
+    """Join the other ranks, then wrap the model that all peers start from."""
+    torch.set_num_threads(1)
+    if job.spec.exchanges:
+        url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.world, timeout=TIMEOUT)
+    model = models.build(job.config)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    trainer = TorchTrainer(WRAPS[job.spec.base](model, job), size)
+    if job.spec.base == "floor":
+        trainer.watch_updates()
+    return trainer
