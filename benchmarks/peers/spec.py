@@ -33,9 +33,10 @@ BASES = {
     ),
     "jax": Base("jax.jit over XLA's gloo collectives"),
     "wholestep": Base(
-        f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB), prefetch: passes",
-        (*STYLES, "keep", "reshard", "bucket", "prefetch", "inductor"),
-        ("bucket", "prefetch"),
+        f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
+        "unscheduled: no passes",
+        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "inductor"),
+        ("bucket",),
     ),
 }
 
@@ -124,12 +125,12 @@ TORCH = (
     "fsdp2:async",
 )
 OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshard", "fully_shard,keep"))
-PASSES = tuple(f"{name},bucket,prefetch" for name in OURS)
+PLAIN = tuple(f"{name},unscheduled" for name in OURS)
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,
-    "ours": (*OURS, *PASSES),
-    "all": (*TORCH, "jax", *OURS, *PASSES),
+    "ours": (*OURS, *PLAIN),
+    "all": (*TORCH, "jax", *OURS, *PLAIN),
 }
 
 

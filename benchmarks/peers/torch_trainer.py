@@ -22,8 +22,7 @@ from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import wholestep as ws
-from wholestep.passes.bucket import Bucket
-from wholestep.passes.prefetch import Prefetch
+from wholestep.passes.schedule import Schedule
 
 from . import models
 from .job import Job
@@ -131,18 +130,16 @@ def wholestep(model: nn.Module, job: Job) -> Wrapped:
         parallel=ws.DataParallel(style, reshard_after_forward=reshard),
         mesh=f"dp={job.world}",
         backend="inductor" if spec.has("inductor") else "eager",
-        graph_transform=_passes(spec),
+        schedule=_schedule(spec),
     )
     return Wrapped(model, adamw(model, job), step)
 
 
-def _passes(spec: Spec) -> Callable[[ws.LocalGraph], ws.LocalGraph] | None:
-    passes: list[Callable[[ws.LocalGraph], ws.LocalGraph]] = []
+def _schedule(spec: Spec) -> Any:
     if spec.has("bucket"):
-        passes.append(Bucket(int(spec.number("bucket", 25.0) * (1 << 20))))
-    if spec.has("prefetch"):
-        passes.append(Prefetch(int(spec.number("prefetch", 8.0))))
-    return (lambda local: ws.run_passes(local, passes)) if passes else None
+        size = int(spec.number("bucket", 25.0) * (1 << 20))
+        return Schedule(bucket_bytes=size, first_bucket_bytes=size)
+    return None if spec.has("unscheduled") else "auto"
 
 
 def _compiled(model: nn.Module, spec: Spec) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from .errors import MeshError
 from .graph.graph import TrainGraph
 from .mesh import Mesh
 from .passes.base import Pass
+from .passes.schedule import Schedule
 from .plan.strategy import Strategy, compose
 from .runtime.step import CompiledStep, Progress, StepOptions
 
@@ -25,6 +26,7 @@ class _Options(TypedDict, total=False):
     optimizer: Optimizer | Sequence[Optimizer] | None
     module_overrides: Mapping[str, nn.Module] | None
     graph_transform: Pass | None
+    schedule: Schedule | Literal["auto"] | None
     keep_grads: bool
     measure: bool
     progress: Progress | None
@@ -46,6 +48,7 @@ def compile(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     module_overrides: Mapping[str, nn.Module] | None = None,
     graph_transform: Pass | None = None,
+    schedule: Schedule | Literal["auto"] | None = "auto",
     keep_grads: bool = False,
     measure: bool = False,
     progress: Progress | None = None,
@@ -65,6 +68,9 @@ def compile(
         optimizer: optimizers, likewise.
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
         graph_transform: a function LocalGraph -> LocalGraph, called once after partitioning.
+        schedule: how collectives are merged and ordered. `"auto"` measures the machine and the link at the first call,
+            in a fraction of a second; `Schedule(...)` says how fast they are, or sets sizes; None leaves each
+            collective where the partition puts it.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
         measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
         progress: called as `progress(stage, "start" | "done", seconds)`.
@@ -81,7 +87,7 @@ def compile(
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
     options = StepOptions(
         compose(parallel), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra,
-        module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout, device,
+        module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout, device, schedule,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ KINDS = {
     "allreduce": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "all_to_all": "reduce_scatter",  # what gloo runs in its place
     "broadcast": "broadcast",
 }
 
@@ -38,6 +40,7 @@ class Job:
     rows: tuple[int, ...] = ()
     keep_grads: bool = False
     transform: Callable[[ws.LocalGraph], ws.LocalGraph] | None = None
+    schedule: Any = None
 
     def __str__(self) -> str:
         return f"{self.case}/{self.recipe}/{self.parallel.style}"
@@ -117,8 +120,9 @@ def run_job(rank: int, world: int, job: Job) -> Found:
     reference_model = reference(job, theirs)
     optimizer, other = make(recipe, ours, job.lr), make(recipe, theirs, job.their_lr or job.lr)
     step = ws.compile(
-        case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, graph_transform=job.transform
-    )
+        case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, graph_transform=job.transform,
+        schedule=job.schedule,
+    )  # fmt: skip
     found = Found()
     for i in range(STEPS):
         batch = batch_of(case, job, 10 * i + rank)

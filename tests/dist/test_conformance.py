@@ -4,6 +4,7 @@
 parameters and buffers, 1e-5 in optimizer state, 1e-5 in losses (those that sum reach 50).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.dist.compare import Found, Job, run_jobs
 from tests.dist.launch import run_ranks
 from wholestep import DataParallel, LocalGraph, MixedPrecision
 from wholestep.graph.verify import is_wait
+from wholestep.passes.schedule import Schedule
 from wholestep.plan.data_parallel import STYLES
 
 TOLERANCE = 1e-6
@@ -103,6 +105,19 @@ OTHERS = {
     "bytes": Job("mlp-mean", "AdamW-plain", SHARD),
 }  # fmt: skip
 
+SMALL = Schedule(bucket_bytes=3000, first_bucket_bytes=500)
+SCHEDULED = [
+    replace(job, schedule=schedule)
+    for job in (
+        *(Job("tokens", "AdamW-fused", parallel) for parallel in _styles()),
+        *(Job("clip-norm", "AdamW-plain", parallel) for parallel in _styles()),
+        Job("twice", "AdamW-fused", DataParallel("fully_shard", reshard_after_forward=True)),
+        Job("micro-clip", "SGD-momentum-foreach", SHARD),
+        Job("convolutions", "AdamW-foreach", DataParallel("zero1")),
+    )
+    for schedule in (None, SMALL, "auto")
+]
+
 THREE = [Job(case, "AdamW-plain", parallel) for case in ("uneven", "tiny", "tokens") for parallel in _styles()]
 FOUR = [
     *(
@@ -113,6 +128,8 @@ FOUR = [
     Job("mlp-mean", "SGD-plain", SHARD, lr=0.1),
     Job("tiny", "SGD-momentum", SHARD),
     Job("partly-used", "AdamW-plain", SHARD),
+    *(Job("tokens", "AdamW-fused", parallel, schedule=SMALL) for parallel in _styles()),
+    Job("micro-clip", "AdamW-plain", DataParallel("hybrid"), mesh="replicate=2,shard=2", schedule=SMALL),
 ]  # fmt: skip
 
 
@@ -120,6 +137,7 @@ FOUR = [
 def two() -> dict[str, list[Found]]:
     """Results of all jobs on two ranks, by rank, under a name for each."""
     named = _named(EXACT, "exact") | _named(CLOSE, "close") | _named(FSDP, "fsdp") | OTHERS
+    named |= _named(SCHEDULED, "scheduled")
     return _run(named, 2)
 
 
@@ -179,6 +197,17 @@ def test_three_ranks(three: dict[str, list[Found]], name: str) -> None:
 @pytest.mark.parametrize("name", _named(FOUR, "four"))
 def test_four_ranks(four: dict[str, list[Found]], name: str) -> None:
     _close(four[name])
+
+
+@pytest.mark.parametrize("number", range(0, len(SCHEDULED), 3))
+def test_scheduled_steps_are_the_same_bits(two: dict[str, list[Found]], number: int) -> None:
+    """Merged, split, reordered: nothing but the number of collectives changes (two ranks add up in one order)."""
+    names = list(_named(SCHEDULED, "scheduled"))[number : number + 3]
+    for plain, *others in zip(*(two[name] for name in names), strict=True):
+        for found in others:
+            assert all(torch.equal(x, y) for x, y in zip(plain.params, found.params, strict=True))
+            assert found.seen == found.planned
+            assert sum(found.seen.values()) < sum(plain.seen.values())
 
 
 # -- single results -----------------------------------------------------------------------

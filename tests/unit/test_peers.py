@@ -59,15 +59,15 @@ def test_refuses_what_it_does_not_know(text: str, said: str) -> None:
 
 
 def test_a_name_says_what_runs() -> None:
-    spec = parse("wholestep:fully_shard,keep,bucket=2.5,prefetch")
+    spec = parse("wholestep:fully_shard,keep,bucket=2.5,inductor")
     assert (str(spec), spec.base, spec.style) == (
-        "wholestep:fully_shard,keep,bucket=2.5,prefetch",
+        "wholestep:fully_shard,keep,bucket=2.5,inductor",
         "wholestep",
         "fully_shard",
     )
     assert spec.has("keep")
     assert not spec.has("reshard")
-    assert (spec.number("bucket", 25.0), spec.number("prefetch", 8.0)) == (2.5, 8.0)
+    assert (spec.number("bucket", 25.0), spec.number("other", 8.0)) == (2.5, 8.0)
     assert [parse(text).style for text in ("ddp", "zero", "fsdp2:keep", "jax", "floor")] == [
         "replicate", "zero1", "fully_shard", "replicate", "",
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_presets_hold_every_family_and_the_floor_comes_first() -> None:
         ("floor", 0), ("one", 0), ("ddp", 2), ("ddp:tuned", 2), ("zero", 2), ("jax", 2), ("fsdp2", 3),
         ("fsdp2:keep", 2),
         ("wholestep:replicate", 2), ("wholestep:zero1", 2), ("wholestep:zero2,bucket", 2), ("wholestep:fully_shard", 2),
-        ("wholestep:fully_shard,keep", 2), ("wholestep:fully_shard,reshard,prefetch", 3),
+        ("wholestep:fully_shard,keep", 2), ("wholestep:fully_shard,reshard,unscheduled", 3),
     ],
 )  # fmt: skip
 def test_least_bytes_of_a_style(name: str, sweeps: int) -> None:

@@ -29,8 +29,12 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
     return args, node.kwargs
 
 
-def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str]) -> Graph:
-    """A copy of the graph for one rank; `groups` maps axis names to registered process group names."""
+def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False) -> Graph:
+    """A copy of the graph for one rank; `groups` maps axis names to registered process group names.
+
+    With `exchange`, a reduce-scatter is an all-to-all and a local sum. That moves (W-1)/W of the tensor, where gloo's
+    own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
+    """
     graph = copy_graph(local.graph)
     for node in graph.nodes:
         if node.op != "call_function":
@@ -40,6 +44,8 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             if node.target is funcol.all_gather_into_tensor.default:
                 node.target = gather
                 _torch.count_gather_out()
+            elif node.target is funcol.reduce_scatter_tensor.default and exchange:
+                _exchange(graph, node)
         else:
             node.args, node.kwargs = bound_arguments(node, coordinate)
     return graph
@@ -56,3 +62,31 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
         return funcol.all_gather_into_tensor.default(value, parts, group)
     made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
     return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
+
+
+def _exchange(graph: Graph, node: Node) -> None:
+    """Parts for all ranks go out in place of a reduce-scatter, and what arrived is added up after the wait."""
+    value, op, parts, group = node.args
+    node.target, node.args = swap, (value, parts, group)
+    for wait in list(node.users):
+        with graph.inserting_after(wait):
+            added = graph.call_function(add_parts, (wait, parts, op))
+        meta.copy(wait, added)
+        wait.replace_all_uses_with(added, delete_user_cb=lambda user, added=added: user is not added)
+
+
+def swap(value: Tensor, parts: int, group: str) -> Tensor:
+    """Part number i of `value` goes to rank i of the group."""
+    rows = [value.shape[0] // parts] * parts
+    return funcol.all_to_all_single.default(value, rows, rows, group)
+
+
+def add_parts(value: Tensor, parts: int, op: str) -> Tensor:
+    """The sum, average or extreme of the parts that came from all ranks, in the order of the ranks."""
+    rows = value.view(parts, -1, *value.shape[1:])
+    if op in ("max", "min"):
+        return rows.amax(0) if op == "max" else rows.amin(0)
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total.div_(parts) if op == "avg" else total

@@ -1,9 +1,10 @@
-"""Merges collectives on parameters: gathers into one, reduce-scatters into one, up to so many bytes each."""
+"""Merges collectives of one kind along one axis: many small ones cost more to start than to send."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_graph, node_at
+from ..graph.graph import LocalGraph, copy_graph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
@@ -19,86 +20,105 @@ from .prefetch import chain_of
 
 funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
+REDUCE = funcol.all_reduce.default
+KINDS = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": REDUCE}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gathers of what rests on the rank and reduce-scatters, those of one kind along one axis, `most_bytes` at once.
+    """Gathers of what rests on the rank, reduce-scatters and all-reduces, those of one kind along one axis, merged.
 
-    Gathers for the forward and for the backward stay apart. A reduce-scatter waits for the last gradient of its bucket,
-    and no longer than until the first of them is needed. Bitwise the same.
+    A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire
+    going early, as DDP does. Gathers for the forward and for the backward stay apart, and those of updated parameters
+    stay with what their gradients waited for. A reduction waits for the last gradient of its bucket, and no longer than
+    until the first of them is needed. Gathers and reduce-scatters are bitwise the same; an all-reduce may add the ranks
+    in another order. `kinds` leaves collectives of other kinds alone.
     """
 
     most_bytes: int = 25 << 20
+    first_bytes: int = 1 << 20
+    kinds: tuple[str, ...] = tuple(KINDS)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Merge the collectives of `local`."""
         graph = copy_graph(local.graph)
+        fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         for group in self._groups(graph):
             if len(group) > 1:
-                _merge(graph, group)
+                _merge(graph, group, fixed)
         return replace(local, graph=graph)
 
     def _groups(self, graph: Graph) -> list[list[Node]]:
-        open_groups, done = dict[Any, _Group](), list[list[Node]]()
-        backward = False
+        """Collectives to be merged, in the order of their places."""
+        open_groups, done, kinds = dict[Any, _Group](), list[list[Node]](), set[Any]()
+        wanted = {KINDS[kind] for kind in self.kinds}
+        backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
+            after[node] = frozenset({node}) if is_wait(node) else frozenset().union(*(after[n] for n in operands(node)))
             if is_wait(node):
-                for key in [k for k, g in open_groups.items() if k[0] is SCATTER and node_at(node, 0) in g.nodes]:
+                for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.nodes and not g.ahead]:
                     done.append(open_groups.pop(key).nodes)
-            key = _key(node, backward)
+            key = _key(node, backward, after[node]) if node.target in wanted else None
             if key is None:
                 continue
-            group = open_groups.setdefault(key, _Group())
-            size = _made(node_at(node, 0)).size_bytes
-            if group.nodes and group.bytes + size > self.most_bytes:
-                done.append(group.nodes)
-                group = open_groups[key] = _Group()
+            group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
             group.nodes.append(node)
-            group.bytes += size
+            group.bytes += max(_made(node).size_bytes, _made(node_at(node, 0)).size_bytes)
+            most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
+            if group.bytes >= most and (group.ahead or node.target is not GATHER):
+                done.append(open_groups.pop(key).nodes)
+                kinds.add(key)
         return done + [g.nodes for g in open_groups.values()]
 
 
 @dataclass
 class _Group:
+    """`ahead`: gathers of what rests on the rank, which may start at any time."""
+
+    ahead: bool
     nodes: list[Node] = field(default_factory=list[Node])
     bytes: int = 0
 
 
-def _key(node: Node, backward: bool) -> tuple[Any, ...] | None:
+def _ahead(node: Node) -> bool:
+    return node.target is GATHER and chain_of(node) is not None
+
+
+def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:
     """What collectives must share to be merged; None for one that is left alone."""
-    if node.target is GATHER and chain_of(node) is not None:
-        return (GATHER, *node.args[1:], _made(node).dtype, backward)
-    return (SCATTER, *node.args[1:], _made(node).dtype) if node.target is SCATTER else None
+    if node_at(node, 0).target is join_rows:
+        return None
+    if node.target is GATHER:
+        return (GATHER, *node.args[1:], _made(node).dtype, backward if _ahead(node) else after)
+    return (node.target, *node.args[1:], _made(node).dtype)
 
 
-def _merge(graph: Graph, group: Sequence[Node]) -> None:
-    """One collective in place of several, and a piece of it at each wait."""
-    gathers = group[0].target is GATHER
-    at = group[0] if gathers else group[-1]
-    for node in group if gathers else ():
+def _merge(graph: Graph, group: Sequence[Node], fixed: bool) -> None:
+    """One collective in place of several, and a piece of it at each wait. `fixed`: shapes are alike on all ranks."""
+    kind, first = cast(Any, group[0].target), group[0]
+    ahead = _ahead(first)
+    at = first if ahead else group[-1]
+    for node in group if ahead else ():
         for part in (chain_of(node) or ())[:-1]:
             at.prepend(part)
-    parts = cast(int, node_at(group[0], 1) if gathers else group[0].args[2])
+    parts = 1 if kind is REDUCE else cast(int, first.args[1] if kind is GATHER else first.args[2])
     given = [node_at(node, 0) for node in group]
     numel = sum(_made(n).numel for n in given)
-    like, first = _made(given[0]), group[0]
+    length = {GATHER: numel * parts, SCATTER: numel // parts, REDUCE: numel}[kind]
+    like = _made(given[0])
     with graph.inserting_before(at):
-        joined = _call(graph, join if gathers else join_rows, (given, parts), contiguous([numel], like), first)
-        outlines = [_call(graph, outline, (n,), _made(n), first) for n in given]
-        length = numel * parts if gathers else numel // parts
-        whole = _call(
-            graph, cast(Any, group[0].target), (joined, *group[0].args[1:]), contiguous([length], like), first
-        )
+        joined = _call(graph, join_rows, (given, 1 if kind is GATHER else parts), contiguous([numel], like), first)
+        shapes: list[Any] = [_made(n).shape if fixed else _call(graph, outline, (n,), _made(n), first) for n in given]
+        whole = _call(graph, kind, (joined, *first.args[1:]), contiguous([length], like), first)
     waits = [next(u for u in node.users if is_wait(u)) for node in group]
     order = {n: i for i, n in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
         waited = _call(graph, funcol.wait_tensor.default, (whole,), _made(whole), first)
+    cut = part_of_gather if kind is GATHER else part_of_scatter
     for number, (node, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
-            cut = part_of_gather if gathers else part_of_scatter
-            new = _call(graph, cut, (waited, outlines, number, parts), _made(wait), wait)
+            new = _call(graph, cut, (waited, shapes, number, parts), _made(wait), wait)
         wait.replace_all_uses_with(new)
         graph.erase_node(wait)
         graph.erase_node(node)
@@ -119,14 +139,11 @@ def _made(node: Node) -> TensorMeta:
     return found
 
 
-# What the graph calls. Pieces may differ in shape between ranks along other axes: shapes are looked up when it runs.
-def join(pieces: Sequence[Tensor], parts: int) -> Tensor:
-    """All pieces in one row."""
-    return torch.cat([p.reshape(-1) for p in pieces])
-
-
+# What the graph calls. Shapes of pieces that differ between ranks along other axes are looked up when it runs.
 def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
-    """All pieces in one row, first what goes to the first rank."""
+    """All pieces in one row, first what goes to the first of `parts` ranks."""
+    if parts == 1:
+        return torch.cat([p.reshape(-1) for p in pieces])
     return torch.cat([p.reshape(parts, -1) for p in pieces], 1).reshape(-1)
 
 
@@ -135,15 +152,21 @@ def outline(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def part_of_gather(joined: Tensor, outlines: Sequence[Tensor], number: int, parts: int) -> Tensor:
+def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [tuple(o.shape) if isinstance(o, Tensor) else o for o in outlines]
+
+
+def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One gathered tensor of several that were gathered together."""
-    start, like = sum(o.numel() for o in outlines[:number]), outlines[number]
-    found = joined.view(parts, -1).narrow(1, start, like.numel())
-    return found.reshape(parts * like.shape[0], *like.shape[1:])
+    shapes = _shapes(outlines)
+    start, shape = sum(prod(o) for o in shapes[:number]), shapes[number]
+    found = joined.view(parts, -1).narrow(1, start, prod(shape))
+    return found.reshape(parts * shape[0], *shape[1:]).contiguous()
 
 
-def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor], number: int, parts: int) -> Tensor:
-    """One rank's piece of one tensor of several that were scattered together."""
-    start, like = sum(o.numel() // parts for o in outlines[:number]), outlines[number]
-    found = joined.narrow(0, start, like.numel() // parts)
-    return found.view(like.shape[0] // parts, *like.shape[1:])
+def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
+    """One rank's piece of one tensor of several that were reduced together."""
+    shapes = _shapes(outlines)
+    start, shape = sum(prod(o) // parts for o in shapes[:number]), shapes[number]
+    found = joined.narrow(0, start, prod(shape) // parts)
+    return found.view(shape[0] // parts, *shape[1:]) if shape else found.view(())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
@@ -32,6 +32,7 @@ from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
 from ..passes.offload import Offload
 from ..passes.reinplace import Reinplace
+from ..passes.schedule import Schedule
 from ..plan.make import plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
@@ -40,6 +41,7 @@ from .agree import agree, program_lines
 from .batches import Dealer, Sizes, dealer
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
+from .measure import measure
 from .place import gather_before_eager_step, place, placed
 from .program import Program
 from .stream import Stream, draws
@@ -64,6 +66,7 @@ class StepOptions:
     progress: Progress | None = None
     agree_timeout_s: float = 120.0
     device: str | None = None
+    schedule: Schedule | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -96,6 +99,7 @@ class CompiledStep:
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
+        self._measured: Schedule | None = None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -222,9 +226,17 @@ class CompiledStep:
             self._dump("3-local-graph", local)
             first: list[Pass] = [options.graph_transform] if options.graph_transform else []
             offload = [Offload(world.device)] if options.parallel.options.offload else []
-            local = run_passes(local, [*first, *offload, Reinplace()])
+            local = run_passes(local, [*first, *self._schedule(world), *offload, Reinplace()])
         self._dump("4-final-graph", local)
         return _Made(captured, planned, local)
+
+    def _schedule(self, world: World) -> list[Pass]:
+        """How this job's collectives are merged and ordered; measured once."""
+        wanted = self.options.schedule
+        if wanted == "auto" and world.mesh.size > 1:
+            self._measured = self._measured or Schedule(measure(world))
+            return [self._measured]
+        return [wanted] if isinstance(wanted, Schedule) else []
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
@@ -294,7 +306,7 @@ class CompiledStep:
                 self.misses.append(why)
                 return self._build(args, kwargs, sizes)
         with self._stage("backend"):
-            graph = bind(made.local, world.coordinate, world.groups)
+            graph = bind(made.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
             inputs = program.gather_inputs(call.leaves)
             program.run = inductor(graph, inputs) if self.options.backend == "inductor" else eager(graph, self._clock)
         self.programs.append(program)

@@ -1,0 +1,161 @@
+"""Orders a step so that communication hides behind arithmetic, by simulating it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..cost.machine import Machine
+from ..cost.schedule import Clock
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
+from ..graph.verify import is_collective, is_wait
+from ..rules.registry import is_random
+
+_UNKNOWN = 1e18
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Collectives start when their last input exists, and are waited for at the last moment. Bitwise the same.
+
+    Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
+    of their use, while no more than `in_flight_bytes` of gathered parameters wait for it. Of what follows from complete
+    gradients, that which another collective waits for (an update whose result is gathered) runs as soon as the
+    simulation says that nothing needs to be waited for; the rest runs at the end, in the order in which it can.
+    The order follows from the graph and `machine` alone: ranks agree on it.
+    """
+
+    machine: Machine = field(default_factory=Machine)
+    in_flight_bytes: int = 64 << 20
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """Another order of the nodes of `local`."""
+        work = _Work(local, self.machine, self.in_flight_bytes)
+        work.run()
+        return replace(local, graph=_in_order(local.graph, work.order))
+
+
+@dataclass
+class _Work:
+    local: LocalGraph
+    machine: Machine
+    most: int
+    order: list[Node] = field(default_factory=list[Node])
+    placed: set[Node] = field(default_factory=set[Node])
+    flying: dict[Node, int] = field(default_factory=dict[Node, int])
+
+    def run(self) -> None:
+        calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
+        self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
+        self.clock = Clock(self.machine, self.local.mesh)
+        moving, main = _parts(self.local)
+        self.ahead = {n: _cone(n, self.placed) for n in calls if n in main and is_collective(n) and n not in moving}
+        preludes = {part for cone in self.ahead.values() for part in cone}
+        tail = [n for n in calls if n not in main]
+        self.cones = {n: _cone(n, main | self.placed) for n in tail if is_collective(n)}
+        for node in calls:
+            if node in main and node not in preludes:
+                self._gather_ahead(node)
+                for late in [n for n, cone in self.cones.items() if self._ready(cone) <= self.clock.now]:
+                    self._place_all(self.cones.pop(late))
+                self._place_all([node])
+        while self.cones:
+            self._place_all(self.cones.pop(min(self.cones, key=lambda n: self._ready(self.cones[n]))))
+        self._place_all(sorted((n for n in tail if n not in self.placed), key=self._lateness(tail).__getitem__))
+
+    def _place_all(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node not in self.placed:
+                self.clock.run(node)
+                self.order.append(node)
+                self.placed.add(node)
+                if is_wait(node):
+                    self.flying.pop(node_at(node, 0), None)
+
+    def _gather_ahead(self, node: Node) -> None:
+        """Start gathers while there is room, and at least those that `node` reads."""
+        needed = {n for n in operands(node) if n in self.ahead}
+        while self.ahead:
+            gather = next(iter(self.ahead))
+            if not needed and self.flying and sum(self.flying.values()) + _bytes(gather) > self.most:
+                return
+            needed.discard(gather)
+            self._place_all(self.ahead.pop(gather))
+            self.flying[gather] = _bytes(gather)
+
+    def _ready(self, cone: list[Node]) -> float:
+        """When the last collective that a cone waits for arrives; never, as far as one knows, before it starts."""
+        latest, inside = 0.0, set(cone)
+        for node in cone:
+            if node not in self.placed:
+                if any(n not in self.placed and n not in inside for n in operands(node)):
+                    return _UNKNOWN
+                if is_wait(node):
+                    latest = max(latest, self.clock.done.get(node_at(node, 0), _UNKNOWN))
+        return latest
+
+    def _lateness(self, tail: list[Node]) -> dict[Node, tuple[float, int]]:
+        """When each node can run, then its place: an order that dependencies allow."""
+        at: dict[Node, tuple[float, int]] = {}
+        for i, node in enumerate(tail):
+            own = self.clock.done[node_at(node, 0)] if is_wait(node) else 0.0
+            at[node] = max([own, *(at[n][0] for n in operands(node) if n in at)]), i
+        return at
+
+
+def _parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
+    """What depends on the batch or on chance; and forward and backward: of those, what does not follow from complete
+    gradients, all that this needs, and the collectives on it.
+    """
+    moving = {n for i, n in local.placeholders() if i.role in (Role.BATCH, Role.GRAD)}
+    settled = set[Node]()
+    todo: list[Node] = []
+    for node in local.graph.nodes:
+        given = [n for n in operands(node) if n in moving]
+        if node.op != "call_function" or not (given or is_random(node)):
+            continue
+        moving.add(node)
+        piece = _torch.is_getitem(node.target) or meta.value(node) is None
+        if meta.rests(node) or (piece and all(n in settled for n in given)):
+            settled.add(node)
+        elif meta.value(node) is not None or is_collective(node):
+            todo.append(node)
+    main = set[Node]()
+    while todo:
+        node = todo.pop()
+        if node not in main:
+            main.add(node)
+            todo += [n for n in operands(node) if n.op == "call_function"]
+    return moving, main
+
+
+def _cone(node: Node, outside: set[Node]) -> list[Node]:
+    """`node` and all that it needs but for `outside`, in an order that dependencies allow."""
+    found: dict[Node, None] = {}
+    todo = [(node, False)]
+    while todo:
+        at, complete = todo.pop()
+        if complete:
+            found[at] = None
+        elif at not in found and at not in outside:
+            todo.append((at, True))
+            todo += [(n, False) for n in operands(at)]
+    return list(found)
+
+
+def _bytes(gather: Node) -> int:
+    made = meta.tensor(gather)
+    return made.size_bytes if made else 0
+
+
+def _in_order(graph: Graph, order: list[Node]) -> Graph:
+    """A copy with the call nodes in `order`."""
+    copied = copy_graph(graph)
+    twin = dict(zip(graph.nodes, copied.nodes, strict=True))
+    output = next(iter(reversed(copied.nodes)))
+    for node in order:
+        output.prepend(twin[node])
+    return copied

@@ -1,0 +1,41 @@
+"""The passes that make communication cheap and hide it, as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cost.machine import Machine
+from ..graph.graph import LocalGraph
+from .base import run_passes
+from .bucket import Bucket
+from .late_waits import LateWaits
+from .overlap import Overlap
+from .split_optimizer import SplitOptimizer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Buckets sized by the link, an update and a gather for each, all in the order that a simulation finds best.
+
+    Args:
+        machine: how fast a rank computes, and its link.
+        bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
+        first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
+        in_flight_bytes: gathered parameters that may wait for their use; three buckets if None.
+    """
+
+    machine: Machine = field(default_factory=Machine)
+    bucket_bytes: int | None = None
+    first_bucket_bytes: int = 1 << 20
+    in_flight_bytes: int | None = None
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The same step in another order, with fewer and larger collectives."""
+        most = self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+        flying = 3 * most if self.in_flight_bytes is None else self.in_flight_bytes
+        sizes = most, min(self.first_bucket_bytes, most)
+        passes = [
+            LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce")), SplitOptimizer(),
+            LateWaits(), Bucket(*sizes, ("all_gather",)), Overlap(self.machine, flying),
+        ]  # fmt: skip
+        return run_passes(local, passes)

@@ -1,0 +1,163 @@
+"""Splits optimizers over lists by what their gradients wait for: one bucket is updated while others travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph, copy_graph, operands
+from ..graph.verify import is_wait
+
+Waits = frozenset[Node]
+
+
+@dataclass(frozen=True)
+class SplitOptimizer:
+    """`_fused_*` and `_foreach_*` ops become one op for each set of collectives that their tensors wait for.
+
+    `by` names gradients, as nodes, to be kept apart from all others instead: exactly two groups. Bitwise the same.
+
+    Raises:
+        ValueError: `by` leaves one side empty.
+    """
+
+    by: frozenset[str] | None = None
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """Split the list ops of `local`."""
+        graph = copy_graph(local.graph)
+        work = _Work(graph, self.by)
+        work.run()
+        if self.by is not None and not work.split:
+            raise ValueError(
+                f"splitting by {sorted(self.by) or 'no gradient'} leaves one of two optimizers empty: "
+                "name some gradients of a fused optimizer, and not all"
+            )
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        return replace(local, graph=graph)
+
+
+@dataclass
+class _Work:
+    graph: Graph
+    by: frozenset[str] | None
+    after: dict[Node, Waits] = field(default_factory=dict[Node, Waits])
+    items: dict[Node, list[Waits]] = field(default_factory=dict[Node, list[Waits]])
+    split: int = 0
+    marker: Node | None = None
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        after = frozenset[Node]().union(*(self.after.get(n, frozenset()) for n in operands(node)))
+        if self.by is not None:
+            named = node.name in self.by
+            self.marker = self.marker or (node if named else None)
+            after |= {self.marker} if named and self.marker else frozenset()
+        elif is_wait(node):
+            after = frozenset({node})
+        lists = _lists(node)
+        if lists:
+            waits = [self._of_item(lists, i) for i in range(len(lists[0]))]
+            groups = {w: [i for i, other in enumerate(waits) if other == w] for w in dict.fromkeys(waits)}
+            self.items[node] = waits
+            if len(groups) > 1:
+                self._split(node, list(groups.values()))
+                return
+        if _torch.is_getitem(node.target) and operands(node)[0] in self.items:
+            whole, index = cast(tuple[Node, int], node.args)
+            if isinstance(meta.value(whole), (list, tuple)) and whole in self.items:
+                after = self._picked(node, whole, index)
+        self.after[node] = after
+
+    def _picked(self, node: Node, whole: Node, index: int) -> Waits:
+        """What one output of a list op waits for; an output that is a list itself hands its items on."""
+        if isinstance(meta.value(node), (list, tuple)):
+            self.items[node] = self.items[whole]
+            return frozenset()
+        return self.items[whole][index] if index < len(self.items[whole]) else frozenset()
+
+    def _of_item(self, lists: Sequence[Sequence[Node]], index: int) -> Waits:
+        return frozenset[Node]().union(*(self.after.get(given[index], frozenset()) for given in lists))
+
+    def _split(self, node: Node, groups: list[list[int]]) -> None:
+        """One op for each group of positions, and every pick of an item from the op that makes it."""
+        self.split += 1
+        length = sum(len(g) for g in groups)
+        made: list[Node] = []
+        with self.graph.inserting_before(node):
+            for group in groups:
+                args, kwargs = _part((node.args, node.kwargs), group, length)
+                new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+                _describe(new, node, group, length)
+                self.items[new] = [self.items[node][i] for i in group]
+                made.append(new)
+        place = {i: (new, at) for new, group in zip(made, groups, strict=True) for at, i in enumerate(group)}
+        for pick in list(node.users):
+            if isinstance(meta.value(pick), (list, tuple)):
+                for item in list(pick.users):
+                    self._repick(item, place, cast(int, pick.args[1]))
+            else:
+                self._repick(pick, place, None)
+
+    def _repick(self, item: Node, place: dict[int, tuple[Node, int]], outer: int | None) -> None:
+        new, at = place[cast(int, item.args[1])]
+        with self.graph.inserting_before(item):
+            source = new
+            if outer is not None:
+                source = self.graph.create_node("call_function", _torch.GETITEM, (new, outer), name="getitem")
+                meta.copy_origin(item, source)
+                meta.set_value(source, meta.value(new)[outer])
+            picked = self.graph.create_node("call_function", _torch.GETITEM, (source, at), name=item.name)
+        meta.copy(item, picked)
+        self.after[picked] = self.items[new][at]
+        item.replace_all_uses_with(picked)
+
+
+def _lists(node: Node) -> list[list[Node]]:
+    """The lists of tensors, all as long, that an op over lists takes; empty for other ops."""
+    if not _torch.is_op(node.target) or not str(node.target).startswith(("aten._foreach_", "aten._fused_")):
+        return []
+    found = [cast(list[Any], a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and a]
+    lists = [list(a) for a in found if all(isinstance(n, Node) for n in a)]
+    return lists if lists and len({len(a) for a in found}) == 1 else []
+
+
+def _part(given: tuple[Any, Any], group: list[int], length: int) -> tuple[Any, Any]:
+    """Arguments with every list cut to the positions in `group`."""
+    args, kwargs = given
+    return tuple(_cut(a, group, length) for a in args), {k: _cut(v, group, length) for k, v in kwargs.items()}
+
+
+def _cut(value: Any, group: list[int], length: int) -> Any:
+    whole = _opened(value)
+    return [whole[i] for i in group] if whole and len(whole) == length else value
+
+
+def _opened(value: Any) -> list[Any]:
+    return list(cast(Sequence[Any], value)) if isinstance(value, (list, tuple)) else []
+
+
+def _describe(new: Node, node: Node, group: list[int], length: int) -> None:
+    """What `new` makes: the part of what `node` made that its group picks."""
+    value, tensors = meta.value(node), meta.tensors(node)
+    meta.copy(node, new)
+    nested = any(isinstance(v, (list, tuple)) for v in _opened(value))
+    outputs: list[Any] = _opened(value) if nested else [value]
+    made = [_cut(output, group, length) for output in outputs]
+    meta.set_value(new, tuple(made) if nested else made[0])
+    keep: list[Any] = []
+    at = 0
+    for output in outputs:
+        size = len(_opened(output)) if isinstance(output, (list, tuple)) else 1
+        keep += _cut(list(tensors[at : at + size]), group, length)
+        at += size
+    meta.set_tensors(new, keep)

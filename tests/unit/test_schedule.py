@@ -1,0 +1,149 @@
+"""Passes that merge, split and order: how many collectives are left, what is refused, what the simulation says."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import wholestep as ws
+from wholestep.cost.machine import Machine
+from wholestep.cost.schedule import simulate
+from wholestep.graph import meta
+from wholestep.graph.graph import node_at
+from wholestep.graph.verify import is_collective, is_wait
+from wholestep.passes.bucket import Bucket
+from wholestep.passes.late_waits import LateWaits
+from wholestep.passes.overlap import Overlap
+from wholestep.passes.schedule import Schedule
+from wholestep.passes.split_optimizer import SplitOptimizer
+
+MB = 1 << 20
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def layers(count: int, width: int, style: str = "replicate", fused: bool = True, rows: int = 2) -> ws.LocalGraph:
+    """The program of one of two ranks for so many square linear layers, on `meta`."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
+        x = torch.empty(rows, width)
+    optimizer: Optimizer = Adam(model.parameters(), fused=True) if fused else SGD(model.parameters(), lr=0.1)
+    graph = ws.capture(train, model, optimizer, x)
+    return ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
+
+
+def count(local: ws.LocalGraph) -> dict[str, int]:
+    return {kind: total.count for kind, total in local.collectives().items()}
+
+
+@pytest.mark.parametrize(
+    ("many", "width", "cap_mb", "left"), [(5, 600, 2, 3), (2, 600, 100, 2), (2, 4096, 100, 2), (5, 4096, 100, 3)]
+)
+def test_reductions_left_after_merging(many: int, width: int, cap_mb: int, left: int) -> None:
+    """The first bucket closes at 1 MiB, later ones at the given size."""
+    local = layers(many, width)
+    assert count(local) == {"all_reduce": 2 * many}
+    assert count(ws.run_passes(local, [Bucket(cap_mb * MB)])) == {"all_reduce": left}
+
+
+def test_waits_stand_just_before_their_first_reader() -> None:
+    local = ws.run_passes(layers(3, 16, "zero1"), [LateWaits()])
+    order = list(local.graph.nodes)
+    for node in order:
+        if is_wait(node):
+            reader = min(node.users, key=order.index)
+            between = order[order.index(node) + 1 : order.index(reader)]
+            assert all(is_wait(n) for n in between), "other waits of the same reader at most"
+
+
+def test_one_optimizer_for_each_bucket() -> None:
+    local = ws.run_passes(layers(5, 600), [LateWaits(), Bucket(2 * MB), SplitOptimizer()])
+    fused = [n for n in local.graph.nodes if "_fused_adam" in str(n.target)]
+    assert sorted(lengths(fused)) == [2, 4, 4]
+
+
+def lengths(optimizers: list[torch.fx.Node]) -> list[int]:
+    return [len(list(node.args[0])) for node in optimizers]  # type: ignore[call-overload]
+
+
+def test_splitting_by_gradients_makes_two() -> None:
+    local = layers(3, 8)
+    waits = [n.name for n in local.graph.nodes if is_wait(n)]
+    two = ws.run_passes(local, [SplitOptimizer(frozenset(waits[:2]))])
+    fused = [n for n in two.graph.nodes if "_fused_adam" in str(n.target)]
+    assert sorted(lengths(fused)) == [2, 4]
+
+
+@pytest.mark.parametrize("side", ["none", "all"])
+def test_splitting_needs_two_sides(side: str) -> None:
+    local = layers(2, 8)
+    waits = frozenset(n.name for n in local.graph.nodes if is_wait(n)) if side == "all" else frozenset[str]()
+    with pytest.raises(ValueError, match="leaves one of two optimizers empty"):
+        SplitOptimizer(waits)(local)
+
+
+SLOW = Machine(flops_per_us=2000, memory_bytes_per_us=8000, launch_us=4, link_us=100, link_bytes_per_us=400)
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
+def test_less_is_exposed(style: str) -> None:
+    """Where communication fits under arithmetic, little of it is left to wait for."""
+    local = layers(8, 300, style, rows=128)
+    before, after = simulate(local, SLOW), simulate(Schedule(SLOW, 512 << 10, 256 << 10)(local), SLOW)
+    assert after.exposed_us < before.exposed_us
+    assert after.step_us < 1.01 * before.step_us  # merging copies
+    assert after.exposed_us < 0.1 * after.step_us
+
+
+def test_updates_run_while_other_gradients_travel() -> None:
+    """ZeRO-1: a bucket's update and the gather of its parameters stand before the last reduction starts."""
+    local = Schedule(SLOW, 512 << 10, 256 << 10)(layers(8, 300, "zero1", rows=128))
+    order = [n for n in local.graph.nodes if is_collective(n)]
+    kinds = ["gather" if "all_gather" in str(n.target) else "scatter" for n in order]
+    assert kinds.index("gather") < len(kinds) - 1 - kinds[::-1].index("scatter")
+
+
+def test_gathers_wait_for_room() -> None:
+    """No more gathered parameters wait for their use than `in_flight_bytes`, but for one that is needed."""
+    most = 800_000
+    local = Overlap(SLOW, most)(layers(8, 300, "fully_shard", rows=128))
+    flying: dict[torch.fx.Node, int] = {}
+    worst = 0
+    for node in local.graph.nodes:
+        if is_collective(node) and "all_gather" in str(node.target):
+            made = meta.tensor(node)
+            assert made is not None
+            flying[node] = made.size_bytes
+            worst = max(worst, sum(flying.values()))
+        elif is_wait(node):
+            flying.pop(node_at(node, 0), None)
+    assert 400_000 < worst <= most
+
+
+def test_plain_optimizers_need_no_splitting() -> None:
+    local = layers(4, 64, "zero1", fused=False)
+    assert count(Schedule(SLOW, 16 << 10, 4 << 10)(local))["reduce_scatter"] < count(local)["reduce_scatter"]
+
+
+def test_buckets_by_the_link() -> None:
+    sizes = [Machine(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
+    assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
+
+
+def test_exact_after_scheduling() -> None:
+    """On one rank of one, where everything can be compared at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    twin = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    twin.load_state_dict(model.state_dict())
+    mine, theirs = AdamW(model.parameters()), AdamW(twin.parameters())
+    step, plain = ws.compile(train, schedule=Schedule()), ws.compile(train, schedule=None)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        assert torch.equal(step(model, mine, x), plain(twin, theirs, x))
