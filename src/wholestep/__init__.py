@@ -2,6 +2,8 @@
 
 from .capture import MixedPrecision
 from .compile import capture, compile
+from .cost.machine import Machine
+from .cost.schedule import Simulated, simulate
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
@@ -21,6 +23,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
 from .passes.base import run_passes
+from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
@@ -45,6 +48,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LocalGraph",
+    "Machine",
     "Mesh",
     "MeshError",
     "MixedPrecision",
@@ -52,6 +56,8 @@ __all__ = [
     "PlanError",
     "RankMismatchError",
     "RuleError",
+    "Schedule",
+    "Simulated",
     "StateError",
     "TensorParallel",
     "TrainGraph",
@@ -66,4 +72,5 @@ __all__ = [
     "rule",
     "run_passes",
     "save",
+    "simulate",
 ]

@@ -15,6 +15,7 @@ from ..graph.graph import LocalGraph, copy_graph
 from ..graph.verify import is_collective
 from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
+from ..passes.bucket import join_rows
 
 funcol = torch.ops._c10d_functional
 
@@ -44,6 +45,8 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             if node.target is funcol.all_gather_into_tensor.default:
                 node.target = gather
                 _torch.count_gather_out()
+            elif node.target is funcol.all_reduce.default and _is_fresh(node.all_input_nodes[0]):
+                node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 _exchange(graph, node)
         else:
@@ -62,6 +65,11 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
         return funcol.all_gather_into_tensor.default(value, parts, group)
     made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
     return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
+
+
+def _is_fresh(node: Node) -> bool:
+    """True for a bucket: nothing else reads it, so that it can be reduced where it is."""
+    return node.target is join_rows and len(node.users) == 1
 
 
 def _exchange(graph: Graph, node: Node) -> None:

@@ -16,7 +16,6 @@ from ..graph.graph import LocalGraph, copy_graph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
-from .prefetch import chain_of
 
 funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
@@ -83,6 +82,19 @@ class _Group:
 
 def _ahead(node: Node) -> bool:
     return node.target is GATHER and chain_of(node) is not None
+
+
+def chain_of(node: Node) -> list[Node] | None:
+    """The nodes between the inputs of the graph and `node`, in order; None when others read them or it needs more."""
+    chain: list[Node] = []
+    at = node
+    while at.op == "call_function":
+        chain.insert(0, at)
+        given = operands(at)
+        if len(given) != 1 or (at is not node and len(at.users) != 1):
+            return None
+        at = given[0]
+    return chain if at.op == "placeholder" else None
 
 
 def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:
