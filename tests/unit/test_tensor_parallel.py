@@ -271,6 +271,14 @@ def test_attention_by_hand(mesh: str) -> None:
     assert ws.Plan.from_json(found.plan.to_json()) == found.plan
 
 
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_one_head_of_keys_for_all_queries(mesh: str) -> None:
+    """Repeated by strides of zero on one device; kernels for attention read pieces of it without gaps."""
+    one = OneDevice(builder(Llama, kv=1), step_of(next_token), tokens())
+    parallel: list[Any] = [TensorParallel(models.LAYERS)]
+    check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
+
+
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:
