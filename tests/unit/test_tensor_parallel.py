@@ -23,7 +23,7 @@ import wholestep as ws
 from tests import tp_models as models
 from tests.oracle import relative, twin
 from tests.simulate import Simulation, cut
-from tests.together import Comparison, Double, OneDevice, compare, joined, without_chance
+from tests.together import Comparison, OneDevice, compare
 from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
 from wholestep import DataParallel, TensorParallel
 from wholestep.capture import capture_step
@@ -305,35 +305,6 @@ def test_columns_of_an_embedding() -> None:
     one = OneDevice(builder(Llama, layers=1), step_of(next_token), tokens())
     found = check(one, "tp=2", TensorParallel({"tok": "colwise"}))
     assert found.plan.rest["tok.weight"].show((21, 16)) == "21 16@tp"
-
-
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma2"])
-def test_hugging_face_by_its_own_plan(name: str, mesh: str) -> None:
-    pytest.importorskip("transformers")
-    from tests.hf_models import entries, loss_of
-
-    (entry,) = entries([name])
-    generator = torch.Generator().manual_seed(5)
-
-    def make() -> tuple[nn.Module, Optimizer]:
-        model: Any = without_chance(entry.build().double())
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("batched_mm")  # the grouped product knows no double precision
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with Double():
-            return loss_of(model, batch)
-
-    one = OneDevice(make, step_of(loss), [(joined([entry.batch(generator) for _ in range(4)]),) for _ in range(2)])
-    parallel: list[Any] = [TensorParallel.of(make()[0], loss_parallel=True)]
-    found = compare(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
-    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
-    kept = [n for n, layout in found.plan.rest.items() if layout.state("tp").kind == "S" and "/" not in n]
-    assert len(kept) >= 12
-    if name in ("llama", "qwen3", "gemma2"):
-        assert not moved(found.local, "all_gather", "tp")
 
 
 # -- what a plan may say --------------------------------------------------------------------
