@@ -39,27 +39,30 @@ _FOUR = {"num_key_value_heads": 4}
 _MIXED = {**_FOUR, "layer_types": ["linear_attention", "full_attention"]}
 _THREE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 _WHOLE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+_NOTHING: dict[str, Any] = {}
+_PLAIN = """
+afmoe apertus arcee aria_text beam cohere cohere2 cohere2_moe cwm deepseek_v4 doge dots1 embedding_gemma2_text
+ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+gemma4_unified_text glm glm4 glm4_moe gpt_neox granite granite4_vision_text granite_docling_text granite_swa
+granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text
+inkling_text internlm3 iquestcoder jais2 kolibri1 laguna llama llama4_text mellum mimo_v2_flash minimax minimax_m2
+minimax_m3_vl_text ministral ministral3 mistral mixtral muse_glimmer_text muse_spark_text nanochat nemotron olmo
+olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_moe_text seed_oss smollm3
+solar_open starcoder2 step3p5 ultrabert unlimited_ocr_text vaultgemma
+"""
+_LATENT = """
+axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text esmc glm4_moe_lite glm_moe_dsa minicpm3 mistral4
+mistral_large4_text youtu
+"""
+_IMAGES = """
+cosmos3_edge_text glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text
+qwen2_vl_text qwen3_omni_moe_text
+"""
 PLANNED: dict[str, dict[str, Any]] = {
-    **{name: {} for name in (
-        "afmoe apertus arcee aria_text beam cohere cohere2 cohere2_moe cwm deepseek_v4 doge dots1 "
-        "embedding_gemma2_text ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe flex_olmo flint gemma gemma2 "
-        "gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt_neox granite "
-        "granite4_vision_text granite_docling_text granite_swa granitemoe granitemoe_swa granitemoeshared helium "
-        "hrm_text hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 "
-        "kolibri1 laguna llama llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text ministral "
-        "ministral3 mistral mixtral muse_glimmer_text muse_spark_text nanochat nemotron olmo olmo2 olmo3 olmo_hybrid "
-        "olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_moe_text seed_oss smollm3 solar_open "
-        "starcoder2 step3p5 ultrabert unlimited_ocr_text vaultgemma"
-    ).split()},
-    **{name: _FOUR for name in (
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text esmc glm4_moe_lite glm_moe_dsa minicpm3 "
-        "mistral4 mistral_large4_text youtu"
-    ).split()},
-    **{n: _MIXED for n in ("bailing_hybrid", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")},
-    **{name: _THREE for name in (
-        "cosmos3_edge_text glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text "
-        "qwen2_vl_text qwen3_omni_moe_text"
-    ).split()},
+    **dict.fromkeys(_PLAIN.split(), _NOTHING),
+    **dict.fromkeys(_LATENT.split(), _FOUR),
+    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _MIXED),
+    **dict.fromkeys(_IMAGES.split(), _THREE),
     "glm4v_moe_text": {"rope_parameters": {**_WHOLE, "mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**_MIXED, "linear_head_dim": 8, "linear_num_heads": 4},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -299,6 +300,41 @@ def test_loss_parallel_over_a_plan_that_gathers_logits() -> None:
     assert [meta.module_path(n) for n in moved(whole.local, "all_gather", "tp")] == ["out"]
     parts = check(one, "tp=2", TensorParallel(plan, loss_parallel=True))
     assert not moved(parts.local, "all_gather", "tp")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3"])
+def test_what_is_drawn_whole_is_drawn_as_on_one_device(mesh: str) -> None:
+    class Noisy(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(F.dropout(x, 0.3)), 0.5)
+
+    one = OneDevice(builder(Noisy), step_of(squares), floats(6, 12))
+    check(one, mesh, TensorParallel(models.MLP_PLAN))
+
+
+WORDS_NOW = {**models.LAYERS, "out": "colwise"}
+OLDER_WORDS = {
+    "layers.*.attn.w[qkv]": "local_colwise",
+    "layers.*.attn.wo": "local_rowwise",
+    "layers.*.attn": "gather",
+    "layers.*.mlp.w[13]": "local_packed_colwise",
+    "layers.*.mlp.w2": "local_packed_rowwise",
+    "layers.*.mlp": "all_reduce",
+    "layers.*.norm1": "local",
+    "layers.*.norm2": "replicate",
+    "out": "colwise_rep",
+}
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_words_of_older_plans(mesh: str) -> None:
+    """What modules without a reduction of their own give is partial; the words for what is around them reduce it."""
+    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    plan = TensorParallel(OLDER_WORDS, loss_parallel=True)
+    found = check(one, mesh, [dp(), plan] if "dp" in mesh else plan)
+    same = check(one, mesh, [dp(), TensorParallel(WORDS_NOW)] if "dp" in mesh else TensorParallel(WORDS_NOW))
+    assert found.plan.rest == same.plan.rest
+    assert collectives(found.local) == collectives(same.local)
 
 
 def test_columns_of_an_embedding() -> None:
