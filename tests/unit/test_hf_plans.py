@@ -120,9 +120,12 @@ def test_other_words(name: str, word: str, cut: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_apart(name: str) -> None:
-    """`grouped_gemm`: each rank holds some of the experts, with their biases."""
+    """`grouped_gemm`: each rank holds some of the experts, with their biases. What is reduced is never their weights."""
     found = check(name, experts=True)
     assert not gathered(found)
+    reduced = [meta.tensor(n) for n in found.local.graph.nodes if ".all_reduce" in str(n.target)]
+    chosen = 2 * hf_plans.ROWS * hf_plans.LENGTH  # tokens, each for two experts
+    assert max(m.numel for m in reduced if m) <= chosen * 2 * hf_plans.SMALL["intermediate_size"]
     assert {n for n in kept(found) if "experts" in n} == kept(found)
     assert all(found.plan.rest[n].state("tp").dim <= 0 for n in found.plan.rest)
 

@@ -31,6 +31,7 @@ from ..rules.rule import BoundRule, Group, PassThrough
 from .axes import in_order, reduced
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .plan import Decision
+from .shrink import shrinks
 from .situation import Situation, moving
 
 _PRODUCER = "producer"
@@ -183,11 +184,11 @@ class _Propagation:
         return self.homes.get(node, (None,))[0]
 
     def _settled(self, node: Node, decision: Decision) -> Decision:
-        """A partial value that several places read is reduced once, where it is made."""
+        """A partial value that several places read is reduced once, where it is made, unless they make less of it."""
         users = [u for u in node.users if not _torch.is_getitem(u.target) and _reads(u, node)]
         at_once = self.situation.scatter and node.target is GRAD_READY
         made = decision.outputs[0]
-        if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
+        if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
         home = reduced(made, self._home(node) or self._beside(node, made))
         said = settled(meta.tensors(node)[0], made, home, self.situation.mesh)
