@@ -118,7 +118,7 @@ def test_other_words(name: str, word: str, cut: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_apart(name: str) -> None:
-    """`grouped_gemm`: each rank holds some of the experts, with their biases. What is reduced is never their weights."""
+    """`grouped_gemm`: each rank holds some of the experts, with their biases; their weights are never reduced."""
     found = check(name, experts=True)
     assert not gathered(found)
     reduced = [meta.tensor(n) for n in found.local.graph.nodes if ".all_reduce" in str(n.target)]

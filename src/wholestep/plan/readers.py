@@ -1,4 +1,4 @@
-"""Partial values that are read by ops which make less of them: reduced behind those, not where they are made."""
+"""What reads a value, and so where a partial one is best reduced: where it is made, or behind ops that make less."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from ..graph import meta
 from ..graph.graph import operands
 from ..graph.ops import VIEWS
 from ..rules.lookup import find_rule
+
+
+def reads(user: Node, node: Node) -> bool:
+    """True when `user` reads values of `node`, not only its shape."""
+    rule = find_rule(user) if user.op == "call_function" else None
+    return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 
 def shrinks(node: Node) -> bool:
@@ -39,5 +45,5 @@ def _passes(user: Node, given: Node) -> bool:
     rule = find_rule(user) if user.op == "call_function" else None
     if rule is None:
         return False
-    places = {i for i, n in enumerate(operands(user)) if n is given}
+    places = frozenset(i for i, n in enumerate(operands(user)) if n is given)
     return any(through.operands == places for group in rule.groups for through in group.partial)
