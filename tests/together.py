@@ -39,13 +39,19 @@ class Comparison:
 
 
 class OneDevice:
-    """A step captured once and run on one device: `states[i]` and `losses[i]` after each step."""
+    """A step captured once and run on one device: `losses[i]` of each step, `state` after the last.
+
+    `streams[i]` is where torch's generator stood before a step: ranks that draw whole tensors draw what this did.
+    """
 
     def __init__(self, make: Make, step: Step, batches: Sequence[tuple[Any, ...]]) -> None:
         (model, optimizer), (self.model, self.optimizer) = twin(make)
         self.batches, self.step = batches, step
         self.capture: Capture = capture_step(step, (model, optimizer, *batches[0]), {})
-        self.losses = [_flat(step(self.model, self.optimizer, *batch)) for batch in batches]
+        self.streams, self.losses = list[Tensor](), list[list[Tensor]]()
+        for batch in batches:
+            self.streams.append(torch.get_rng_state())
+            self.losses.append(_flat(step(self.model, self.optimizer, *batch)))
         self.state = {n: p.detach() for n, p in self.model.named_parameters()} | dict(self.model.named_buffers())
 
 
@@ -64,6 +70,7 @@ def compare(one: OneDevice, mesh: str, parallel: Any, in_place: bool = False) ->
         for name in names:
             for rank, piece in enumerate(cut(leaves[name], planned.rest[name], planned.mesh)):
                 ranks[rank][name] = piece
+        torch.set_rng_state(one.streams[number])
         for rank, results in enumerate(simulation.step(ranks)):
             for position, (value, expected) in enumerate(zip(results, one.losses[number], strict=True)):
                 _note(found, f"result {position} of step {number} on rank {rank}", value, expected)

@@ -250,6 +250,27 @@ def test_batch_on_dim_1() -> None:
         assert found.plan.rest["x"].dims == ((), ("dp",))
 
 
+def test_pieces_lie_in_memory_as_the_trace_says() -> None:
+    """The backward of softplus keeps the order of a turned gradient; the trace has it row by row, to be viewed."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates, self.out = nn.Linear(6, 4), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.softplus(self.rates(x)).transpose(1, 2))
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Turned().double()
+        return model, SGD(model.parameters(), lr=0.1)
+
+    step = _step(lambda model, batch: (model(batch["x"]) ** 3).sum())
+    one = OneDevice(make, step, [({"x": torch.randn(8, 5, 6, dtype=torch.float64)},) for _ in range(2)])
+    found = compare(one, "dp=2", ws.DataParallel("fully_shard", semantics="global"))
+    assert found.worst < 1e-10, found.where
+
+
 def test_a_tensor_that_is_no_batch() -> None:
     """Cut by name: another dim of the batch's size, or a tensor of the same size, is not taken for it."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from .. import _torch
 from ..errors import GraphError
 from ..mesh import Mesh
 from . import meta
@@ -35,9 +36,11 @@ def run_all(
 ) -> list[list[Value]]:
     """What every rank computes, in lockstep: `inputs[rank]` in, outputs by rank out.
 
-    `bind` gives a rank's args and kwargs of a node.
+    `bind` gives a rank's args and kwargs of a node. Every rank draws random numbers from a stream of its own; all begin
+    where torch's generator stands, as those of ranks that compute one result together do.
     """
     ranks = range(local.mesh.size)
+    streams = [torch.get_rng_state()] * local.mesh.size
     nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
     envs: list[dict[Node, Value]] = [dict(zip(nodes, inputs[r], strict=True)) for r in ranks]
     for node in local.graph.nodes:
@@ -48,8 +51,18 @@ def run_all(
             continue
         for rank in ranks:
             args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
+            if draws := _draws(node):
+                torch.set_rng_state(streams[rank])
             envs[rank][node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
+            if draws:
+                streams[rank] = torch.get_rng_state()
     return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
+
+
+def _draws(node: Node) -> bool:
+    """True for an op that draws random numbers, or a function that is given one to run."""
+    called = (target for target in (node.target, *node.args) if _torch.is_op(target))
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in called)
 
 
 def _as_traced(node: Node, made: Value) -> Value:

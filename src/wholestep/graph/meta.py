@@ -108,10 +108,18 @@ def tensor(node: Node) -> TensorMeta | None:
 
 
 def traced_stride(node: Node) -> tuple[int, ...] | None:
-    """The strides in the trace of the one tensor `node` makes; None where it makes a piece of that, or another."""
+    """The strides in the trace of the one tensor `node` makes, whole or some of its rows; None where it makes another.
+
+    Rows that lie one after the other have the strides of the whole.
+    """
     traced, here = value(node), tensor(node)
-    same = isinstance(traced, torch.Tensor) and here is not None and tuple(traced.shape) == here.shape
-    return tuple(traced.stride()) if same else None
+    if not isinstance(traced, torch.Tensor) or here is None or traced.dim() != len(here.shape):
+        return None
+    stride = tuple(traced.stride())
+    if tuple(traced.shape) == here.shape:
+        return stride
+    rows = tuple(traced.shape[1:]) == here.shape[1:] and stride[0] == max(stride) and min(stride) > 0
+    return stride if rows and not is_loose(node) else None
 
 
 def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -204,7 +204,8 @@ class _Lowering:
             if not whole.is_contiguous and whole.shape == here.shape:
                 target, args = meta.with_stride, (at, whole.stride)
             elif not whole.is_contiguous:
-                dims = sorted(range(len(whole.shape)), key=lambda d: (-whole.stride[d], d))
+                # a repeated dim, of stride 0, goes first: kernels count on a last dim without gaps
+                dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
                 target, args = pieces.in_order, (at, dims)
             self.ordered[at] = self.emit.call(target, args, meta.with_shape(whole, here.shape), at)
             meta.set_loose(self.ordered[at], False)

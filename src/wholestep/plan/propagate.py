@@ -31,6 +31,7 @@ from ..rules.rule import BoundRule, Group, PassThrough
 from .axes import in_order, reduced
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .plan import Decision
+from .readers import reads, shrinks
 from .situation import Situation, moving
 
 _PRODUCER = "producer"
@@ -183,11 +184,11 @@ class _Propagation:
         return self.homes.get(node, (None,))[0]
 
     def _settled(self, node: Node, decision: Decision) -> Decision:
-        """A partial value that several places read is reduced once, where it is made."""
-        users = [u for u in node.users if not _torch.is_getitem(u.target) and _reads(u, node)]
+        """A partial value that several places read is reduced once, where it is made, unless they make less of it."""
+        users = [u for u in node.users if not _torch.is_getitem(u.target) and reads(u, node)]
         at_once = self.situation.scatter and node.target is GRAD_READY
         made = decision.outputs[0]
-        if len(decision.outputs) > 1 or (len(users) < 2 and not at_once):
+        if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
         home = reduced(made, self._home(node) or self._beside(node, made))
         said = settled(meta.tensors(node)[0], made, home, self.situation.mesh)
@@ -383,12 +384,6 @@ def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> lis
             if any(n in moves and set(by_node[n].shard_axes()) - set(want.shard_axes()) for n, want in pairs):
                 found.append(node)
     return found
-
-
-def _reads(user: Node, node: Node) -> bool:
-    """True when `user` reads values of `node`, not only its shape."""
-    rule = find_rule(user) if user.op == "call_function" else None
-    return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 
 def _is_free(state: AxisState, operand: int, through: PassThrough, rests: frozenset[int]) -> bool:
