@@ -17,6 +17,7 @@ KINDS = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "all_to_all": "reduce_scatter",  # wholestep's on gloo: an exchange and a local sum
     "broadcast": "broadcast",
 }
 
