@@ -18,7 +18,8 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
   of them run on CPU, to check the rules of whole families; a public list.
 - testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
-- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant; an entry.
+- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant and
+  an all-reduce in place; entries.
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local
   that leaves the piece where it is.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
@@ -329,14 +330,15 @@ def untracked(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def count_gather_out() -> None:
-    """Let torch's CommDebugMode count the out variant of a gather as a gather: its table lacks it."""
+def count_our_collectives() -> None:
+    """Let torch's CommDebugMode count a gather's out variant and an all-reduce in place: its table lacks them."""
     with contextlib.suppress(ImportError, AttributeError):
         from torch.distributed.tensor.debug import _comm_mode
 
         table: dict[Any, Any] = _comm_mode.NATIVE_TO_PY_MAPPING
         native = torch.ops._c10d_functional
         table.setdefault(native.all_gather_into_tensor_out, table[native.all_gather_into_tensor])
+        table.setdefault(native.all_reduce_, table[native.all_reduce])
 
 
 def default_store() -> Any:

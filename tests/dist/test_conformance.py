@@ -114,6 +114,7 @@ SCHEDULED = [
         Job("twice", "AdamW-fused", DataParallel("fully_shard", reshard_after_forward=True)),
         Job("micro-clip", "SGD-momentum-foreach", SHARD),
         Job("convolutions", "AdamW-foreach", DataParallel("zero1")),
+        *(Job("mlp-mean", "AdamW-fused", parallel, rows=(16, 5)) for parallel in _styles()),  # other costs by rank
     )
     for schedule in (None, SMALL, "auto")
 ]

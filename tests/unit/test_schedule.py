@@ -10,10 +10,10 @@ from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import node_at
-from wholestep.graph.verify import is_collective, is_wait
+from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.late_waits import LateWaits
-from wholestep.passes.overlap import Overlap
+from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.schedule import Schedule
 from wholestep.passes.split_optimizer import SplitOptimizer
 
@@ -134,6 +134,22 @@ def test_plain_optimizers_need_no_splitting() -> None:
 def test_buckets_by_the_link() -> None:
     sizes = [Machine(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
     assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
+
+
+def test_the_order_of_another_rank() -> None:
+    """A rank that would order its collectives in another way, its batch being larger, takes the first rank's order."""
+    small, large = (layers(6, 64, "zero1", rows=rows) for rows in (2, 4096))
+    schedule = Schedule(SLOW, 16 << 10, 8 << 10)
+    first, mine = schedule(small), schedule(large)
+    names = [[n.name for n in one.graph.nodes if is_collective(n)] for one in (first, mine)]
+    assert names[0] != names[1], "the case is of use"
+    taken = with_collectives_in(mine, names[0])
+    assert [n.name for n in taken.graph.nodes if is_collective(n)] == names[0]
+    check_local_graph(taken)
+    with pytest.raises(ws.RankMismatchError, match="in the order of the first rank's"):
+        with_collectives_in(mine, names[0][::-1])
+    with pytest.raises(ws.RankMismatchError, match="in the order of the first rank's"):
+        with_collectives_in(mine, names[0][1:])
 
 
 def test_exact_after_scheduling() -> None:

@@ -36,6 +36,7 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     With `exchange`, a reduce-scatter is an all-to-all and a local sum. That moves (W-1)/W of the tensor, where gloo's
     own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
     """
+    _torch.count_our_collectives()
     graph = copy_graph(local.graph)
     for node in graph.nodes:
         if node.op != "call_function":
@@ -44,7 +45,6 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             node.args = (*node.args[:-1], groups[str(node.args[-1])])
             if node.target is funcol.all_gather_into_tensor.default:
                 node.target = gather
-                _torch.count_gather_out()
             elif node.target is funcol.all_reduce.default and _is_fresh(node.all_input_nodes[0]):
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.machine import Machine
 from ..cost.schedule import Clock
+from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
@@ -25,7 +29,7 @@ class Overlap:
     of their use, while no more than `in_flight_bytes` of gathered parameters wait for it. Of what follows from complete
     gradients, that which another collective waits for (an update whose result is gathered) runs as soon as the
     simulation says that nothing needs to be waited for; the rest runs at the end, in the order in which it can.
-    The order follows from the graph and `machine` alone: ranks agree on it.
+    Ranks whose batches differ in size may find different orders: `with_collectives_in` gives them that of one.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -36,6 +40,51 @@ class Overlap:
         work = _Work(local, self.machine, self.in_flight_bytes)
         work.run()
         return replace(local, graph=_in_order(local.graph, work.order))
+
+
+def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
+    """The graph with its collectives in the order `names`, and else in its own, as far as that allows.
+
+    Raises:
+        RankMismatchError: it has other collectives, or they cannot run in that order.
+    """
+    calls = [n for n in local.graph.nodes if n.op == "call_function"]
+    own = {n.name: n for n in calls if is_collective(n)}
+    if list(own) == list(names):
+        return local
+    before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in calls}
+    if sorted(own) == sorted(names):
+        for first, second in pairwise(names):
+            before[own[second]].append(own[first])
+        order = _sorted(calls, before)
+        if len(order) == len(calls):
+            return replace(local, graph=_in_order(local.graph, order))
+    raise RankMismatchError(
+        f"this rank cannot run its {len(own)} collectives in the order of the first rank's {len(names)}",
+        "ranks whose programs differ in sizes of the batch at most",
+        "give schedule=None, or batches for which the step is the same",
+    )
+
+
+def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """`calls` with each behind what is `before` it, and else by their place; without those that are in a circle."""
+    place = {node: i for i, node in enumerate(calls)}
+    left = {node: len(before[node]) for node in calls}
+    after: dict[Node, list[Node]] = {node: [] for node in calls}
+    for node in calls:
+        for given in before[node]:
+            after[given].append(node)
+    ready = [place[node] for node in calls if not left[node]]
+    heapify(ready)
+    order: list[Node] = []
+    while ready:
+        node = calls[heappop(ready)]
+        order.append(node)
+        for reader in after[node]:
+            left[reader] -= 1
+            if not left[reader]:
+                heappush(ready, place[reader])
+    return order
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,29 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             rest = ", ".join(map(str, node.args[1:-1]))
             lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
     return lines
+
+
+def from_first_rank(label: str, value: list[str], timeout_s: float) -> list[str]:
+    """The first rank's `value`, on every rank.
+
+    Raises:
+        RankMismatchError: the first rank does not say it in time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    rank, store = dist.get_rank(), _torch.default_store()
+    if rank == 0:
+        store.set(label, json.dumps(value))
+        return value
+    try:
+        store.wait([label], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RankMismatchError(
+            f"rank 0 did not say within {timeout_s:g} s in which order collectives run",
+            "every rank to compile its step",
+            "read rank 0's own error, or give a longer agree_timeout",
+        ) from error
+    return list(json.loads(store.get(label)))
 
 
 def agree(

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,17 +27,19 @@ from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
 from ..errors import BackendError, CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
+from ..graph.verify import is_collective
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
 from ..passes.offload import Offload
+from ..passes.overlap import with_collectives_in
 from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
 from ..plan.make import plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from . import random_state
-from .agree import agree, program_lines
+from .agree import agree, from_first_rank, program_lines
 from .batches import Dealer, Sizes, dealer
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
@@ -100,6 +102,7 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._measured: Schedule | None = None
+        self._orders: dict[str, list[str]] = {}
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -196,7 +199,7 @@ class CompiledStep:
                 self._agree(made, failure)
         assert made is not None, "compiled or raised"
         assert world is not None, "joined or raised"
-        return self._install(made, args, kwargs, world, sizes)
+        return self._install(self._finish(made, world), args, kwargs, world, sizes)
 
     def _agree(self, made: _Made | None, failure: str) -> None:
         lines = program_lines(made.local, made.plan) if made is not None else []
@@ -224,19 +227,34 @@ class CompiledStep:
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-            first: list[Pass] = [options.graph_transform] if options.graph_transform else []
-            offload = [Offload(world.device)] if options.parallel.options.offload else []
-            local = run_passes(local, [*first, *self._schedule(world), *offload, Reinplace()])
-        self._dump("4-final-graph", local)
+            local = run_passes(local, [options.graph_transform] if options.graph_transform else [])
         return _Made(captured, planned, local)
 
-    def _schedule(self, world: World) -> list[Pass]:
-        """How this job's collectives are merged and ordered; measured once."""
-        wanted = self.options.schedule
-        if wanted == "auto" and world.mesh.size > 1:
-            self._measured = self._measured or Schedule(measure(world))
-            return [self._measured]
-        return [wanted] if isinstance(wanted, Schedule) else []
+    def _finish(self, made: _Made, world: World) -> _Made:
+        """What ranks do once they know that all of them have a program, and the same collectives in it."""
+        with self._stage("schedule"):
+            local = self._scheduled(made, world)
+            offload = [Offload(world.device)] if self.options.parallel.options.offload else []
+            local = run_passes(local, [*offload, Reinplace()])
+        self._dump("4-final-graph", local)
+        return replace(made, local=local)
+
+    def _scheduled(self, made: _Made, world: World) -> LocalGraph:
+        """Collectives merged and ordered; in the order of the first rank, for ranks' batches may differ in size."""
+        wanted, several = self.options.schedule, world.mesh.size > 1
+        if wanted is None or (wanted == "auto" and not several):
+            return made.local
+        if wanted == "auto":
+            wanted = self._measured = self._measured or Schedule(measure(world))
+        local = run_passes(made.local, [wanted])
+        if not several:
+            return local
+        key = "\n".join(program_lines(made.local, made.plan))
+        if key not in self._orders:
+            label = f"{self._label}/order/{len(self._orders)}"
+            own = [n.name for n in local.graph.nodes if is_collective(n)]
+            self._orders[key] = from_first_rank(label, own, self.options.agree_timeout_s)
+        return with_collectives_in(local, self._orders[key])
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
