@@ -18,7 +18,7 @@ from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
 from ..rules.registry import is_random
 
-_UNKNOWN = 1e18
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,18 @@ class _Work:
         self.ahead = {n: _cone(n, self.placed) for n in calls if n in main and is_collective(n) and n not in moving}
         preludes = {part for cone in self.ahead.values() for part in cone}
         tail = [n for n in calls if n not in main]
-        self.cones = {n: _cone(n, main | self.placed) for n in tail if is_collective(n)}
+        self.tail = _Tail(tail)
+        for node in [*self.placed, *(n for n in tail if not operands(n))]:
+            self.tail.learn(node, self.clock)
         for node in calls:
             if node in main and node not in preludes:
                 self._gather_ahead(node)
-                for late in [n for n, cone in self.cones.items() if self._ready(cone) <= self.clock.now]:
-                    self._place_all(self.cones.pop(late))
+                while (late := self.tail.next(self.clock.now)) is not None:
+                    self._place_all(_cone(late, self.placed))
                 self._place_all([node])
-        while self.cones:
-            self._place_all(self.cones.pop(min(self.cones, key=lambda n: self._ready(self.cones[n]))))
-        self._place_all(sorted((n for n in tail if n not in self.placed), key=self._lateness(tail).__getitem__))
+        while (late := self.tail.next(_NEVER)) is not None:
+            self._place_all(_cone(late, self.placed))
+        self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -123,6 +125,8 @@ class _Work:
                 self.placed.add(node)
                 if is_wait(node):
                     self.flying.pop(node_at(node, 0), None)
+                if node not in self.tail.place or is_collective(node):
+                    self.tail.learn(node, self.clock)
 
     def _gather_ahead(self, node: Node) -> None:
         """Start gathers while there is room, and at least those that `node` reads."""
@@ -135,24 +139,46 @@ class _Work:
             self._place_all(self.ahead.pop(gather))
             self.flying[gather] = _bytes(gather)
 
-    def _ready(self, cone: list[Node]) -> float:
-        """When the last collective that a cone waits for arrives; never, as far as one knows, before it starts."""
-        latest, inside = 0.0, set(cone)
-        for node in cone:
-            if node not in self.placed:
-                if any(n not in self.placed and n not in inside for n in operands(node)):
-                    return _UNKNOWN
-                if is_wait(node):
-                    latest = max(latest, self.clock.done.get(node_at(node, 0), _UNKNOWN))
-        return latest
 
-    def _lateness(self, tail: list[Node]) -> dict[Node, tuple[float, int]]:
-        """When each node can run, then its place: an order that dependencies allow."""
-        at: dict[Node, tuple[float, int]] = {}
-        for i, node in enumerate(tail):
-            own = self.clock.done[node_at(node, 0)] if is_wait(node) else 0.0
-            at[node] = max([own, *(at[n][0] for n in operands(node) if n in at)]), i
-        return at
+class _Tail:
+    """What follows from complete gradients: from when on each node could run, as soon as that is known."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.place = {node: i for i, node in enumerate(nodes)}
+        self.nodes = nodes
+        self.ready = dict.fromkeys(nodes, 0.0)
+        self.unknown = {node: len(operands(node)) for node in nodes}
+        self.readers: dict[Node, list[Node]] = {}
+        self.starts: list[tuple[float, int]] = []
+        for node in nodes:
+            for given in operands(node):
+                self.readers.setdefault(given, []).append(node)
+
+    def learn(self, node: Node, clock: Clock) -> None:
+        """The result of `node` exists, or is on the wire. Collectives that nothing else holds up may start."""
+        todo = [node]
+        while todo:
+            known = todo.pop()
+            for reader in self.readers.get(known, ()):
+                arrives = clock.done[known] if is_wait(reader) else self.ready.get(known, 0.0)
+                self.ready[reader] = max(self.ready[reader], arrives)
+                self.unknown[reader] -= 1
+                if self.unknown[reader]:
+                    continue
+                if is_collective(reader):
+                    heappush(self.starts, self.lateness(reader))
+                else:
+                    todo.append(reader)
+
+    def next(self, now: float) -> Node | None:
+        """The collective that can start first, if it can by `now`."""
+        if not self.starts or self.starts[0][0] > now:
+            return None
+        return self.nodes[heappop(self.starts)[1]]
+
+    def lateness(self, node: Node) -> tuple[float, int]:
+        """When a node can run, then its place: an order that dependencies allow."""
+        return self.ready[node], self.place[node]
 
 
 def _parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
