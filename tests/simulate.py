@@ -14,6 +14,7 @@ from wholestep.graph.graph import Input, LocalGraph, Role
 from wholestep.graph.interpret import run_all
 from wholestep.layout import Layout, chunk_range
 from wholestep.mesh import Mesh
+from wholestep.passes.next_step import AcrossSteps
 from wholestep.plan.plan import Plan
 
 
@@ -48,12 +49,17 @@ def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[i
 
 @dataclass
 class Simulation:
-    """All ranks of one program. `pieces[name][rank]` is what a rank holds of an input between calls."""
+    """All ranks of one program. `pieces[name][rank]` is what a rank holds of an input between calls.
+
+    With `across`, a step ends in the next one, or in `flush`; `carried[rank]` is what one leaves to the next.
+    """
 
     capture: Capture
     plan: Plan
     local: LocalGraph
     pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+    across: AcrossSteps | None = None
+    carried: list[list[Tensor]] = field(default_factory=list)
 
     def start(self) -> None:
         """Take parameters, buffers and optimizer state (as the first step would create it) from the captured step."""
@@ -80,15 +86,31 @@ class Simulation:
         """One step with one batch for each rank, by leaf name; returns the results of each rank."""
         numbers = {h.name: self._number(h) for h in self.capture.hypers}
         given = [[self._value(i, r, batches[r], numbers) for i in self.plan.inputs] for r in range(self.plan.mesh.size)]
-        made = run_all(self.local, given, bound_arguments)
-        for position, i in enumerate(self.plan.inputs):
+        local = self.local
+        if self.across is not None:
+            local = self.across.steady if self.carried else self.across.first
+        return self._run(local, given)
+
+    def flush(self) -> None:
+        """Complete what is carried."""
+        if self.across is not None and self.carried:
+            kept = [i for i in self.across.flush.inputs if i.role is not Role.CARRY]
+            self._run(self.across.flush, [[self._value(i, r, {}, {}) for i in kept] for r in range(self.plan.mesh.size)])
+
+    def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
+        if any(i.role is Role.CARRY for i in local.inputs):
+            given = [[*row, *carried] for row, carried in zip(given, self.carried, strict=True)]
+        made = run_all(local, given, bound_arguments)
+        for position, i in enumerate(local.inputs):
             if i.name in self.pieces:
                 self.pieces[i.name] = [row[position] for row in given]
-        for position, output in enumerate(self.local.outputs):
+        for position, output in enumerate(local.outputs):
             if output.kind == "update":
                 self.pieces[output.target] = [row[position].clone() for row in made]
-        count = sum(o.kind == "result" for o in self.local.outputs)
-        return [row[:count] for row in made]
+        kinds = [o.kind for o in local.outputs]
+        self.carried = [[x for x, kind in zip(row, kinds, strict=True) if kind == "carry"] for row in made]
+        self.carried = self.carried if "carry" in kinds else []
+        return [[x for x, kind in zip(row, kinds, strict=True) if kind == "result"] for row in made]
 
     def _number(self, hyper: held_state.Hyper) -> float:
         group = list(self.capture.state.optimizers.values())[hyper.optimizer].param_groups[hyper.group]

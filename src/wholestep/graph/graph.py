@@ -26,12 +26,16 @@ class Role(enum.Enum):
     HYPER = "hyper"
     BATCH = "batch"
     CONST = "const"
+    CARRY = "carry"
 
 
 @dataclass(frozen=True)
 class Input:
     """One input of a graph. `owner` is the parameter a state or gradient belongs to, `key` its name in the state
     of the optimizer numbered `optimizer`.
+
+    What the call before left behind (CARRY) may be the result of a reduce-scatter that is on its way still: `owner` is
+    then its axis, `key` the operation.
     """
 
     name: str
@@ -45,9 +49,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a graph: a tensor the step returned, or the new value of the input called `target`."""
+    """One output of a graph: a tensor the step returned, the new value of the input called `target`, or what the next
+    call gets as its input `target`.
+    """
 
-    kind: str  # "result" | "update"
+    kind: str  # "result" | "update" | "carry"
     target: str
 
 
@@ -94,8 +100,8 @@ class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
-    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for; no
-    dead node.
+    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
+    carried to the next call; no dead node.
     """
 
     graph: Graph

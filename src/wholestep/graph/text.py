@@ -14,6 +14,7 @@ from . import meta
 from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph, node_at
 from .verify import is_collective
 
+_SAYS = {"update": "", "carry": "next call's "}
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -104,7 +105,7 @@ def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
     lines: list[str] = []
     for output, node in graph.results():
         text = f"%{node.name}" if isinstance(node, Node) else repr(node)
-        lines.append(f"  return {text}" if output.kind == "result" else f"  {output.target} <- {text}")
+        lines.append(f"  return {text}" if output.kind == "result" else f"  {_SAYS[output.kind]}{output.target} <- {text}")
     return lines
 
 

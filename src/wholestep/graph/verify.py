@@ -37,6 +37,7 @@ def check_local_graph(local: LocalGraph) -> None:
     local.graph.lint()
     for given, layout in zip(local.inputs, local.layouts, strict=True):
         layout.check(given.meta.shape, local.mesh, given.name)
+    carried = {node for out, node in local.results() if out.kind == "carry"}
     for node in local.graph.nodes:
         if node.op != "call_function":
             continue
@@ -46,8 +47,9 @@ def check_local_graph(local: LocalGraph) -> None:
                 "no node whose value nothing uses",
                 "remove it in the pass that left it",
             )
-        if is_collective(node) and not all(is_wait(user) for user in node.users):
-            user = next(u for u in node.users if not is_wait(u))
+        early = [u for u in node.users if not (is_wait(u) or (node in carried and u.op == "output"))]
+        if is_collective(node) and early:
+            user = early[0]
             raise GraphError(
                 f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users"
             )

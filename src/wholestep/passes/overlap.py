@@ -29,6 +29,7 @@ class Overlap:
     of their use, while no more than `in_flight_bytes` of gathered parameters wait for it. Of what follows from complete
     gradients, that which another collective waits for (an update whose result is gathered) runs as soon as the
     simulation says that nothing needs to be waited for; the rest runs at the end, in the order in which it can.
+    Of reductions that are carried to the next call, that goes first whose parameters are read first there.
     Ranks whose batches differ in size may find different orders: `with_collectives_in` gives them that of one.
     """
 
@@ -37,8 +38,12 @@ class Overlap:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Another order of the nodes of `local`."""
-        work = _Work(local, self.machine, self.in_flight_bytes)
+        arrivals = dict[str, float]()
+        work = _Work(local, self.machine, self.in_flight_bytes, arrivals)
         work.run()
+        if any(i.role is Role.CARRY for i in local.inputs):
+            work = _Work(local, self.machine, self.in_flight_bytes, work.leaves())
+            work.run()
         return replace(local, graph=_in_order(local.graph, work.order))
 
 
@@ -89,33 +94,70 @@ def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> lis
 
 @dataclass
 class _Work:
+    """`arrivals`: when what was carried here is complete, in microseconds since the start. `settled`: what is placed,
+    or will be for a gather.
+    """
+
     local: LocalGraph
     machine: Machine
     most: int
+    arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])
     placed: set[Node] = field(default_factory=set[Node])
     flying: dict[Node, int] = field(default_factory=dict[Node, int])
+    held: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
-        self.clock = Clock(self.machine, self.local.mesh)
-        moving, main = _parts(self.local)
+        self._start_clock()
+        moving, main = parts(self.local)
         self.ahead = {n: _cone(n, self.placed) for n in calls if n in main and is_collective(n) and n not in moving}
-        preludes = {part for cone in self.ahead.values() for part in cone}
+        self.settled = self.placed.union(*self.ahead.values())
         tail = [n for n in calls if n not in main]
         self.tail = _Tail(tail)
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
+        urgency = self._urgency([n for n in calls if n in main and n in moving])
         for node in calls:
-            if node in main and node not in preludes:
-                self._gather_ahead(node)
-                while (late := self.tail.next(self.clock.now)) is not None:
-                    self._place_all(_cone(late, self.placed))
-                self._place_all([node])
+            if node in urgency:
+                heappush(self.held, (urgency[node], len(self.held), node))
+            elif node in main and node in moving:
+                for needed in _cone(node, self.settled):
+                    self._gather_ahead(needed)
+                    while (late := self.tail.next(self.clock.now)) is not None:
+                        self._place_all(_cone(late, self.placed))
+                    self._place_all(_cone(needed, self.placed))
+            while self.held and self.clock.wire <= self.clock.now:
+                self._place_all(_cone(heappop(self.held)[2], self.placed))
+        while self.held:
+            self._place_all(_cone(heappop(self.held)[2], self.placed))
         while (late := self.tail.next(_NEVER)) is not None:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
+
+    # -- from call to call --------------------------------------------------------------
+    def _start_clock(self) -> None:
+        self.clock = Clock(self.machine, self.local.mesh, wire=max([0.0, *self.arrivals.values()]))
+        for given, node in self.local.placeholders():
+            if given.role is Role.CARRY:
+                self.clock.done[node] = self.arrivals.get(given.name, 0.0)
+
+    def leaves(self) -> dict[str, float]:
+        """When what is carried away is complete, in microseconds since the end."""
+        carried = {out.target: node for out, node in self.local.results() if out.kind == "carry"}
+        return {name: max(self.clock.done.get(node, 0.0) - self.clock.now, 0.0) for name, node in carried.items()}
+
+    def _urgency(self, main: list[Node]) -> dict[Node, int]:
+        """Reductions that are carried away, with the place of the first node that reads what follows from them."""
+        first: dict[Node, int] = {}
+        for place, node in enumerate(main):
+            for needed in _cone(node, set(first) | self.placed):
+                first[needed] = place
+        came = {i.name: min((first[u] for u in n.users if u in first), default=len(main)) for i, n in
+                self.local.placeholders() if i.role is Role.CARRY}
+        carried = [(out, n) for out, n in self.local.results() if out.kind == "carry" and is_collective(n)]
+        return {node: came[out.target] for out, node in carried if out.target in came}
 
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -123,6 +165,7 @@ class _Work:
                 self.clock.run(node)
                 self.order.append(node)
                 self.placed.add(node)
+                self.settled.add(node)
                 if is_wait(node):
                     self.flying.pop(node_at(node, 0), None)
                 if node not in self.tail.place or is_collective(node):
@@ -133,11 +176,19 @@ class _Work:
         needed = {n for n in operands(node) if n in self.ahead}
         while self.ahead:
             gather = next(iter(self.ahead))
-            if not needed and self.flying and sum(self.flying.values()) + _bytes(gather) > self.most:
+            if not needed and self._must_wait(gather):
                 return
             needed.discard(gather)
             self._place_all(self.ahead.pop(gather))
             self.flying[gather] = _bytes(gather)
+
+
+    def _must_wait(self, gather: Node) -> bool:
+        """True when there is no room for it, or what it gathers has not arrived."""
+        if self.flying and sum(self.flying.values()) + _bytes(gather) > self.most:
+            return True
+        arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
+        return max(arrives, default=0.0) > self.clock.now
 
 
 class _Tail:
@@ -181,7 +232,7 @@ class _Tail:
         return self.ready[node], self.place[node]
 
 
-def _parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
+def parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
     """What depends on the batch or on chance; and forward and backward: of those, what does not follow from complete
     gradients, all that this needs, and the collectives on it.
     """

@@ -65,9 +65,10 @@ class _Work:
         self.members.setdefault(root, []).append(node)
 
     def _until(self, node: Node) -> int:
-        """A collective reads its operand until it is waited for."""
-        waits = [self.index[user] for user in node.users if is_wait(user)] if is_collective(node) else []
-        return max([self.index[node], *waits])
+        """A collective reads its operand until it is waited for, perhaps in the next call only."""
+        if not is_collective(node):
+            return self.index[node]
+        return max([self.index[node], *(self.index[u] if is_wait(u) else _END for u in node.users)])
 
     def _use(self, node: Node, when: int) -> None:
         root = self.root[node]

@@ -9,6 +9,7 @@ from ..graph.graph import LocalGraph
 from .base import run_passes
 from .bucket import Bucket
 from .late_waits import LateWaits
+from .next_step import AcrossSteps, move_to_next_step
 from .overlap import Overlap
 from .split_optimizer import SplitOptimizer
 
@@ -22,20 +23,38 @@ class Schedule:
         bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
         first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
         in_flight_bytes: gathered parameters that may wait for their use; three buckets if None.
+        across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
+            updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
     """
 
     machine: Machine = field(default_factory=Machine)
     bucket_bytes: int | None = None
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
+    across_steps: bool = False
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The same step in another order, with fewer and larger collectives."""
-        most = self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
-        flying = 3 * most if self.in_flight_bytes is None else self.in_flight_bytes
+        """The same step in another order, with fewer and larger collectives; nothing is left to the next call."""
+        return run_passes(self._merged(local), [self._overlap()])
+
+    def across(self, local: LocalGraph) -> AcrossSteps | None:
+        """The same step in programs that leave their last part to the next call; None where nothing can be left."""
+        made = move_to_next_step(self._merged(local))
+        if made is None:
+            return None
+        return made.with_steady(run_passes(made.steady, [self._overlap()]))
+
+    def _merged(self, local: LocalGraph) -> LocalGraph:
+        most = self._bucket_bytes()
         sizes = most, min(self.first_bucket_bytes, most)
         passes = [
             LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce")), SplitOptimizer(),
-            LateWaits(), Bucket(*sizes, ("all_gather",)), Overlap(self.machine, flying),
+            LateWaits(), Bucket(*sizes, ("all_gather",)),
         ]  # fmt: skip
         return run_passes(local, passes)
+
+    def _bucket_bytes(self) -> int:
+        return self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+
+    def _overlap(self) -> Overlap:
+        return Overlap(self.machine, 3 * self._bucket_bytes() if self.in_flight_bytes is None else self.in_flight_bytes)

@@ -1,0 +1,102 @@
+"""What is moved to the next call: parameters are a step late, and after a flush what they would have been."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from tests.catalogue import CASES, OPTIMIZERS
+from tests.simulate import Simulation
+from wholestep import DataParallel, partition, plan
+from wholestep.capture import Capture, capture_step
+from wholestep.graph.graph import LocalGraph, Role
+from wholestep.graph.verify import check_local_graph, is_collective, is_wait
+from wholestep.passes.next_step import AcrossSteps, move_to_next_step
+from wholestep.passes.reinplace import Reinplace
+from wholestep.passes.schedule import Schedule
+
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
+SMALL = Schedule(bucket_bytes=2000, first_bucket_bytes=300, across_steps=True)
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def captured(case: str, recipe: str) -> Capture:
+    """A later step, in which the optimizer's state exists."""
+    model = CASES[case].build()
+    optimizer, batch = OPTIMIZERS[recipe].make(model.parameters()), CASES[case].batches(0)
+    CASES[case].step(model, optimizer, batch)
+    return capture_step(CASES[case].step, (model, optimizer, batch), {})
+
+
+def both(case: str, recipe: str, style: str, world: int = 2) -> tuple[Simulation, Simulation]:
+    """The same step as it is, and across steps."""
+    capture = captured(case, recipe)
+    planned = plan(capture.graph, f"dp={world}", DataParallel(style))  # type: ignore[arg-type]
+    local = partition(capture.graph, planned)
+    across = SMALL.across(local)
+    assert across is not None
+    across = across.mapped(Reinplace())
+    for one in (across.first, across.steady, across.flush):
+        check_local_graph(one)
+    plain = Simulation(capture, planned, Reinplace()(SMALL(local)))
+    late = Simulation(capture, planned, local, across=across)
+    plain.start()
+    late.start()
+    return plain, late
+
+
+def train(one: Simulation, case: str, steps: range, rates: bool = False) -> list[list[Tensor]]:
+    world, losses = one.plan.mesh.size, list[list[Tensor]]()
+    for step in steps:
+        if rates:
+            for hyper in one.capture.hypers:
+                group = list(one.capture.state.optimizers.values())[hyper.optimizer].param_groups[hyper.group]
+                group[hyper.key] = 0.01 * (step + 1) if hyper.key == "lr" else group[hyper.key]
+        batches = [CASES[case].batches(10 * step + rank) for rank in range(world)]
+        found = one.step([{f"batch['{k}']": v for k, v in batch.items()} for batch in batches])
+        losses.append([row[0] for row in found])
+    return losses
+
+
+def same(one: Simulation, other: Simulation) -> bool:
+    return all(
+        torch.equal(a, b) for name in one.pieces for a, b in zip(one.pieces[name], other.pieces[name], strict=True)
+    )
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-momentum-foreach", "AdamW-plain", "Adam-fused", "AdamW-foreach"])
+def test_optimizers(recipe: str, style: str) -> None:
+    plain, late = both("tiny", recipe, style)
+    for start in (0, STEPS):  # and again after a flush
+        expected = train(plain, "tiny", range(start, start + STEPS), rates=True)
+        found = train(late, "tiny", range(start, start + STEPS), rates=True)
+        assert all(torch.equal(a, b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+        assert not same(plain, late), "something is carried"
+        late.flush()
+        assert same(plain, late)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", CASES)
+def test_models(case: str, style: str) -> None:
+    capture = captured(case, "AdamW-plain")
+    local = partition(capture.graph, plan(capture.graph, "dp=2", DataParallel(style)))  # type: ignore[arg-type]
+    if move_to_next_step(local) is None:
+        pytest.skip("nothing of this step can wait")
+    plain, late = both(case, "AdamW-plain", style)
+    expected, found = (train(one, case, range(STEPS)) for one in (plain, late))
+    assert all(torch.equal(a, b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+    late.flush()
+    assert same(plain, late)
