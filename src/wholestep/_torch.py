@@ -348,6 +348,16 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def forget_shardings() -> None:
+    """Drop DTensor's table of shardings met, which holds meshes and, through them, process groups.
+
+    `torch._C._clear_DTensor_sharding_propagator_cache` (2.11 to 2.15): there is no public way to empty it.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
 def strided_shard(dim: int, split_factor: int) -> Any:
     """DTensor's placement for an inner axis sharding a dim that an outer-in-layout axis shards too."""
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -33,6 +33,32 @@ def test_mlp_learns(ranks: int) -> None:
     assert f"fully_shard on dp, mean over ranks; mesh dp={ranks or 1}" in text
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_no_thread_outlives_the_job(tmp_path: Path) -> None:
+    """One that still lets go of a tensor while the interpreter ends would abort the process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""import atexit, sys
+from pathlib import Path
+def count():
+    names = [f.read_text() for f in Path("/proc/self/task").glob("*/comm")]
+    print(f"left {{sum('gloo' in name for name in names)}}", flush=True)
+atexit.register(count)
+sys.path.insert(0, {str(EXAMPLES)!r})
+import mlp
+mlp.main()
+print("in step", end=" "), count()
+"""
+    )
+    command = [*TORCHRUN, "2", str(script), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = [int(n) for n in re.findall(r"left (\d+)", done.stdout)]
+    assert len(counts) == 4
+    assert sorted(counts)[:2] == [0, 0], "after"
+    assert min(sorted(counts)[2:]) > 0, "before"
+
+
 def test_styles_of_mlp_agree() -> None:
     replicate, zero1, sharded = (
         losses(run("mlp.py", "--steps", "5", "--style", style, ranks=2))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .. import _torch
 from ..errors import MeshError
 from ..mesh import Mesh
+
+_LAST_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -72,5 +77,14 @@ def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
 
 
 def _leave() -> None:
+    """Leave the job, and let the group's threads end.
+
+    A thread that lets go of a tensor while the interpreter is shut down aborts the process ("terminate called without
+    an active exception"). Threads end with their group, which lives as long as meshes do: those of a script's own
+    globals too. So a thread that is still letting go of the last collective's tensors gets a moment to do it.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        _torch.forget_shardings()
+        gc.collect()
+        time.sleep(_LAST_MOMENT_S)
