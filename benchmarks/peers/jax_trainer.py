@@ -52,6 +52,9 @@ class JaxTrainer:
         jax.block_until_ready(self._state)
         return float(loss)
 
+    def finish(self) -> None:
+        """Every step is complete when it returns."""
+
     def rest_bytes(self) -> int:
         """What this rank's device holds of parameters and optimizer state."""
         arrays = jax.tree.leaves(self._state)

@@ -52,6 +52,10 @@ class Trainer(Protocol):
         """One step; returns when it is done, with the loss."""
         ...
 
+    def finish(self) -> None:
+        """Complete what the last step left to the next one, if anything."""
+        ...
+
     def rest_bytes(self) -> int:
         """Bytes of this rank's parameters and optimizer state."""
         ...

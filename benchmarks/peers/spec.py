@@ -34,8 +34,8 @@ BASES = {
     "jax": Base("jax.jit over XLA's gloo collectives"),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
-        "unscheduled: no passes",
-        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "inductor"),
+        "unscheduled: no passes; across: the end of a step is left to the next",
+        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "across", "inductor"),
         ("bucket",),
     ),
 }

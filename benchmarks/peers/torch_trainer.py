@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import wholestep as ws
 from wholestep.passes.schedule import Schedule
+from wholestep.runtime.step import CompiledStep
 
 from . import models
 from .job import Job
@@ -139,7 +140,9 @@ def _schedule(spec: Spec) -> Any:
     if spec.has("bucket"):
         size = int(spec.number("bucket", 25.0) * (1 << 20))
         return Schedule(bucket_bytes=size, first_bucket_bytes=size)
-    return None if spec.has("unscheduled") else "auto"
+    if spec.has("unscheduled"):
+        return None
+    return "across_steps" if spec.has("across") else "auto"
 
 
 def _compiled(model: nn.Module, spec: Spec) -> nn.Module:
@@ -188,6 +191,11 @@ class TorchTrainer:
         """One step."""
         wrapped = self._wrapped
         return wrapped.step(wrapped.model, wrapped.optimizer, *batch).item()
+
+    def finish(self) -> None:
+        """A step of ours may end in the next one."""
+        if isinstance(self._wrapped.step, CompiledStep):
+            self._wrapped.step.flush()
 
     def rest_bytes(self) -> int:
         """Each storage once."""

@@ -83,11 +83,13 @@ class Rank:
         for batch in batches:
             losses.append(trainer.step(batch))
             ends.append(time.monotonic())
+        cpu = machine.own_seconds() - cpu
+        trainer.finish()
         return {
             "begin": begin,
             "ends": ends,
             "losses": losses,
-            "cpu": machine.own_seconds() - cpu,
+            "cpu": cpu,
             "sent": machine.sent_bytes(self.interface) - sent,
             "update": trainer.update_seconds - update,
             "speed": speed,

@@ -26,7 +26,7 @@ class _Options(TypedDict, total=False):
     optimizer: Optimizer | Sequence[Optimizer] | None
     module_overrides: Mapping[str, nn.Module] | None
     graph_transform: Pass | None
-    schedule: Schedule | Literal["auto"] | None
+    schedule: Schedule | Literal["auto", "across_steps"] | None
     keep_grads: bool
     measure: bool
     progress: Progress | None
@@ -48,7 +48,7 @@ def compile(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     module_overrides: Mapping[str, nn.Module] | None = None,
     graph_transform: Pass | None = None,
-    schedule: Schedule | Literal["auto"] | None = "auto",
+    schedule: Schedule | Literal["auto", "across_steps"] | None = "auto",
     keep_grads: bool = False,
     measure: bool = False,
     progress: Progress | None = None,
@@ -69,8 +69,9 @@ def compile(
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
         graph_transform: a function LocalGraph -> LocalGraph, called once after partitioning.
         schedule: how collectives are merged and ordered. `"auto"` measures the machine and the link at the first call,
-            in a fraction of a second; `Schedule(...)` says how fast they are, or sets sizes; None leaves each
-            collective where the partition puts it.
+            in a fraction of a second; `"across_steps"` does too, and leaves the end of a step to the next call, or to
+            `step.flush()`; `Schedule(...)` says how fast they are, or sets sizes; None leaves each collective where the
+            partition puts it.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
         measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
         progress: called as `progress(stage, "start" | "done", seconds)`.

@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_graph
-from ..graph.verify import is_collective
+from ..graph.graph import LocalGraph, Role, copy_graph
+from ..graph.verify import is_collective, is_wait
 from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
 from ..passes.bucket import join_rows
@@ -38,6 +38,9 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     """
     _torch.count_our_collectives()
     graph = copy_graph(local.graph)
+    for given, node in zip(local.inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+        if given.role is Role.CARRY and given.key and exchange:
+            _add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -76,7 +79,11 @@ def _exchange(graph: Graph, node: Node) -> None:
     """Parts for all ranks go out in place of a reduce-scatter, and what arrived is added up after the wait."""
     value, op, parts, group = node.args
     node.target, node.args = swap, (value, parts, group)
-    for wait in list(node.users):
+    _add_up(graph, node, op, parts)
+
+
+def _add_up(graph: Graph, node: Node, op: Any, parts: Any) -> None:
+    for wait in [user for user in node.users if is_wait(user)]:
         with graph.inserting_after(wait):
             added = graph.call_function(add_parts, (wait, parts, op))
         meta.copy(wait, added)

@@ -25,6 +25,7 @@ from ..capture.state import StepState, collect
 from ..errors import CheckpointError
 from ..graph.graph import Role
 from . import durable, manifest, random_state, snapshot
+from .carry import settle
 from .launch import join
 from .manifest import Manifest
 from .step import CompiledStep
@@ -75,6 +76,7 @@ def save(
     Raises:
         CheckpointError: on every rank, when it could not be saved on any.
     """
+    settle()
     root, state = Path(directory), _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number
     if state is None or number is None or number < 0 or keep < 1:
@@ -184,6 +186,7 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, or it is damaged or does not fit; nothing was changed then.
     """
+    settle()
     root, state = Path(directory), _state_of(step, model, optimizer)
     folder, found, content = _open(root)
     if state is not None:

@@ -27,7 +27,8 @@ from .stream import Stream
 class Program:
     """A compiled step for one kind of call. `deal` makes this rank's part of what the call is given.
 
-    `run` maps the flat list from `gather_inputs` to results followed by state that the step creates.
+    `run` maps the flat list from `gather_inputs` to results followed by state that the step creates; what a step
+    carries to the next is its own business (`carry.Carrying`).
     """
 
     capture: Capture
@@ -143,6 +144,21 @@ class Program:
                 self._last[i] = value
         grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
         return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
+
+    def gather_lasting(self) -> list[Any]:
+        """Those of the flat inputs that outlast a call.
+
+        Raises:
+            StateError: some were replaced meanwhile.
+        """
+        why = self.refresh()
+        if why:
+            raise StateError(
+                f"the end of the last step, which was left to the next one, cannot run: {why}",
+                "the parameters and the state that it began with",
+                "call step.flush() before replacing them",
+            )
+        return [*self._held, *self._constants]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run one step."""

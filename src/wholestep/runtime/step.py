@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.fx import Graph
 from torch.optim import Optimizer
 
 from .. import _torch
@@ -25,12 +26,13 @@ from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
-from ..errors import BackendError, CaptureError, StateError, WholestepError
+from ..errors import BackendError, CaptureError, PlanError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.verify import is_collective
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
+from ..passes.next_step import AcrossSteps
 from ..passes.offload import Offload
 from ..passes.overlap import with_collectives_in
 from ..passes.reinplace import Reinplace
@@ -41,6 +43,7 @@ from ..plan.strategy import Strategies, compose
 from . import random_state
 from .agree import agree, from_first_rank, program_lines
 from .batches import Dealer, Sizes, dealer
+from .carry import Carrying, settle, settle_before_use
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
 from .measure import measure
@@ -68,9 +71,19 @@ class StepOptions:
     progress: Progress | None = None
     agree_timeout_s: float = 120.0
     device: str | None = None
-    schedule: Schedule | Literal["auto"] | None = "auto"
+    schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
 
     def __post_init__(self) -> None:
+        if self.schedule not in ("auto", "across_steps", None) and not isinstance(self.schedule, Schedule):
+            found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
+            raise PlanError(found, one_of, "correct it")
+        across = self.schedule == "across_steps" or (isinstance(self.schedule, Schedule) and self.schedule.across_steps)
+        if across and self.backend != "eager":
+            raise BackendError(
+                f"backend {self.backend!r} cannot leave collectives to the next call",
+                "backend 'eager' for a schedule across steps",
+                'use schedule="auto", or backend="eager"',
+            )
         if self.backend not in BACKENDS:
             raise BackendError(
                 f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"
@@ -102,6 +115,7 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._measured: Schedule | None = None
+        self._hooked = False
         self._orders: dict[str, list[str]] = {}
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
@@ -112,6 +126,7 @@ class CompiledStep:
         call = take_apart((args, kwargs))
         sizes = self._deals(call, args, kwargs)
         program = self._program(call, args, kwargs, sizes)
+        settle(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
         result = program(call.leaves)
@@ -119,6 +134,16 @@ class CompiledStep:
             self.waited_seconds = self._clock.seconds
         self.calls += 1
         return result
+
+    def flush(self) -> None:
+        """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
+
+        Reading or loading `state_dict()`, an eager forward or update, saving a checkpoint and calling another compiled
+        step do it by themselves. Call it before reading or writing parameters directly. All ranks have to.
+        """
+        for program in self.programs:
+            if isinstance(program.run, Carrying):
+                program.run.settle()
 
     def _deals(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
@@ -183,6 +208,7 @@ class CompiledStep:
     # -- compiling -----------------------------------------------------------------------
     def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         failure, made, world = "", None, None
+        settle()
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             world = self.world or self._join(state)
@@ -233,28 +259,35 @@ class CompiledStep:
     def _finish(self, made: _Made, world: World) -> _Made:
         """What ranks do once they know that all of them have a program, and the same collectives in it."""
         with self._stage("schedule"):
-            local = self._scheduled(made, world)
+            local, across = self._scheduled(made, world)
             offload = [Offload(world.device)] if self.options.parallel.options.offload else []
-            local = run_passes(local, [*offload, Reinplace()])
+            last = partial(run_passes, passes=[*offload, Reinplace()])
+            across = across.mapped(last) if across else None
+            local = across.steady if across else last(local)
         self._dump("4-final-graph", local)
-        return replace(made, local=local)
+        for name in ("first", "flush") if across else ():
+            self._dump(f"4-final-graph-{name}", getattr(across, name))
+        return replace(made, local=local, across=across)
 
-    def _scheduled(self, made: _Made, world: World) -> LocalGraph:
+    def _scheduled(self, made: _Made, world: World) -> tuple[LocalGraph, AcrossSteps | None]:
         """Collectives merged and ordered; in the order of the first rank, for ranks' batches may differ in size."""
         wanted, several = self.options.schedule, world.mesh.size > 1
-        if wanted is None or (wanted == "auto" and not several):
-            return made.local
-        if wanted == "auto":
-            wanted = self._measured = self._measured or Schedule(measure(world))
-        local = run_passes(made.local, [wanted])
+        if wanted is None or (isinstance(wanted, str) and not several):
+            return made.local, None
+        if isinstance(wanted, str):
+            across_steps = wanted == "across_steps"
+            wanted = self._measured = self._measured or Schedule(measure(world), across_steps=across_steps)
+        across = wanted.across(made.local) if wanted.across_steps else None
+        local = across.steady if across else run_passes(made.local, [wanted])
         if not several:
-            return local
+            return local, across
         key = "\n".join(program_lines(made.local, made.plan))
         if key not in self._orders:
             label = f"{self._label}/order/{len(self._orders)}"
             own = [n.name for n in local.graph.nodes if is_collective(n)]
             self._orders[key] = from_first_rank(label, own, self.options.agree_timeout_s)
-        return with_collectives_in(local, self._orders[key])
+        local = with_collectives_in(local, self._orders[key])
+        return local, across.with_steady(local) if across else None
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
@@ -324,11 +357,25 @@ class CompiledStep:
                 self.misses.append(why)
                 return self._build(args, kwargs, sizes)
         with self._stage("backend"):
-            graph = bind(made.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
-            inputs = program.gather_inputs(call.leaves)
-            program.run = inductor(graph, inputs) if self.options.backend == "inductor" else eager(graph, self._clock)
+            bound = partial(bind, coordinate=world.coordinate, groups=world.groups, exchange=world.device[:3] == "cpu")
+            if made.across is not None:
+                program.run = self._carrying(made.across, program, bound)
+            elif self.options.backend == "inductor":
+                program.run = inductor(bound(made.local), program.gather_inputs(call.leaves))
+            else:
+                program.run = eager(bound(made.local), self._clock)
         self.programs.append(program)
         return program
+
+    def _carrying(self, across: AcrossSteps, program: Program, bound: Callable[[LocalGraph], Graph]) -> Carrying:
+        state = program.capture.state
+        if not self._hooked:
+            modules = [module for root in state.modules.values() for module in root.modules()]
+            settle_before_use(modules, state.optimizers.values())
+            self._hooked = True
+        runs = [eager(bound(one), self._clock) for one in (across.first, across.steady, across.flush)]
+        count = sum(out.kind == "carry" for out in across.steady.outputs)
+        return Carrying(runs[0], runs[1], runs[2], count, program.gather_lasting)
 
     def _tell_placed(self) -> None:
         """Those that waited for the state to be where it rests may change it now; one that raises is called again."""
@@ -393,6 +440,7 @@ class _Made:
     capture: Capture
     plan: Plan
     local: LocalGraph
+    across: AcrossSteps | None = None
 
 
 def _not_yet(inputs: Sequence[Any]) -> list[Any]:

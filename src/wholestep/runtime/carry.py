@@ -1,0 +1,71 @@
+"""Runs a step that ends in the next call, and ends it sooner where something else is about to look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend.eager import Run
+
+
+class Carrying:
+    """A Run in three: the first call, those after it, and what completes the last.
+
+    `lasting` gives the inputs of `finish` but for what is carried: parameters, state and constants.
+    """
+
+    def __init__(
+        self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]
+    ) -> None:
+        self._first, self._steady, self._finish = first, steady, finish
+        self._count, self._lasting = count, lasting
+        self._carried: list[Any] = []
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Complete the last call, and all but the end of this one."""
+        carried, self._carried = self._carried, []
+        out = self._steady([*inputs, *carried]) if carried else self._first(inputs)
+        self._carried = out[len(out) - self._count :]
+        _unfinished.add(self)
+        return out[: len(out) - self._count]
+
+    def settle(self) -> None:
+        """Complete the last call."""
+        if self._carried:
+            lasting = self._lasting()
+            carried, self._carried = self._carried, []
+            self._finish([*lasting, *carried])
+        _unfinished.discard(self)
+
+
+# Which steps of this process have something to complete. Any other use of their model has to find them, and nothing
+# leads from a model, or from another step that uses it, to them.
+_unfinished = WeakSet[Carrying]()
+
+
+def settle(but: object = None) -> None:
+    """Complete the last call of every step in this process, except for `but`."""
+    if _unfinished:
+        for one in list(_unfinished):
+            if one is not but:
+                one.settle()
+
+
+def settle_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """From now on steps are completed before an eager forward or update, and before state is read or loaded."""
+    for module in modules:
+        module.register_forward_pre_hook(_settle)
+        module.register_state_dict_pre_hook(_settle)
+        module.register_load_state_dict_pre_hook(_settle)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_settle)
+        optimizer.register_state_dict_pre_hook(_settle)
+        optimizer.register_load_state_dict_pre_hook(_settle)
+
+
+def _settle(*_: Any, **__: Any) -> None:
+    settle()
