@@ -94,8 +94,8 @@ class Simulation:
     def flush(self) -> None:
         """Complete what is carried."""
         if self.across is not None and self.carried:
-            kept = [i for i in self.across.flush.inputs if i.role is not Role.CARRY]
-            self._run(self.across.flush, [[self._value(i, r, {}, {}) for i in kept] for r in range(self.plan.mesh.size)])
+            kept, ranks = [i for i in self.across.flush.inputs if i.role is not Role.CARRY], range(self.plan.mesh.size)
+            self._run(self.across.flush, [[self._value(i, r, {}, {}) for i in kept] for r in ranks])
 
     def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
         if any(i.role is Role.CARRY for i in local.inputs):

@@ -1,5 +1,7 @@
 """Passes that merge, split and order: how many collectives are left, what is refused, what the simulation says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,12 @@ from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import node_at
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
+from wholestep.passes.base import Pass
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.late_waits import LateWaits
+from wholestep.passes.next_step import move_to_next_step
 from wholestep.passes.overlap import Overlap, with_collectives_in
+from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.passes.split_optimizer import SplitOptimizer
 
@@ -150,3 +155,68 @@ def test_the_order_of_another_rank() -> None:
         with_collectives_in(mine, names[0][::-1])
     with pytest.raises(ws.RankMismatchError, match="in the order of the first rank's"):
         with_collectives_in(mine, names[0][1:])
+
+
+# -- order of passes ------------------------------------------------------------------
+def test_passes_are_named_in_what_they_made() -> None:
+    local = ws.run_passes(layers(2, 16), [LateWaits(), Bucket(), SplitOptimizer()])
+    assert local.passes == ("LateWaits", "Bucket", "SplitOptimizer")
+    assert Schedule(SLOW)(local).passes[-1] == "Overlap"
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([SplitOptimizer()], "pass SplitOptimizer must be applied after Bucket; applied so far: none"),
+        ([Reinplace(), Bucket()], "pass Bucket must be applied before Reinplace; applied so far: Reinplace"),
+        ([Reinplace(), Schedule(SLOW)], "pass LateWaits must be applied before Reinplace"),
+    ],
+)
+def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
+    with pytest.raises(ws.GraphError, match=message):
+        ws.run_passes(layers(2, 16), passes)
+
+
+def test_moving_needs_split_optimizers() -> None:
+    with pytest.raises(ws.GraphError, match="move_to_next_step must be applied after SplitOptimizer"):
+        move_to_next_step(layers(2, 16))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
+def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> None:
+    """Parameters and state are updated where they are; ZeRO-1's gathered parameters are copied, once each."""
+    local = ws.run_passes(layers(4, 64, style, fused), [Schedule(SLOW), Reinplace()])
+    copies = [n for n in local.graph.nodes if "copy_" in str(n.target)]
+    assert len(copies) == (8 if style == "zero1" else 0)
+
+
+# -- across steps -----------------------------------------------------------------------
+@pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
+def test_less_is_exposed_across_steps(style: str) -> None:
+    machine = replace(SLOW, flops_per_us=100_000)  # the wire is as busy as the rank
+    local = layers(8, 300, style, rows=128)
+    schedule = Schedule(machine, 256 << 10, 128 << 10)
+    across = schedule.across(local)
+    assert across is not None
+    alone, steady = simulate(schedule(local), machine), simulate(across.steady, machine)
+    assert steady.exposed_us < alone.exposed_us
+    assert steady.step_us < 1.001 * alone.step_us
+
+
+def test_what_is_read_first_goes_first() -> None:
+    """On a link that is too slow the reduction of the first layer overtakes those that became ready before it."""
+    slow = Machine(flops_per_us=20_000, memory_bytes_per_us=8000, launch_us=4, link_us=10, link_bytes_per_us=100)
+    schedule = Schedule(slow, bucket_bytes=1, first_bucket_bytes=1)
+    local = layers(6, 64, fused=False, rows=64)
+    across = schedule.across(local)
+    assert across is not None
+    names = [[n.name for n in one.graph.nodes if is_collective(n)] for one in (schedule(local), across.steady)]
+    assert sorted(names[0]) == sorted(names[1])
+    ready = {name: place for place, name in enumerate(names[0])}
+    layer = [ready[name] // 2 for name in names[1]]  # 0 is the last layer, whose gradients exist first
+    assert layer[0] == 0
+    late = layer[layer.index(5) :]
+    assert len(late) > 4, "several wait for the first layer's"
+    assert late == sorted(late, reverse=True)
+    assert [n.name for n in across.first.graph.nodes if is_collective(n)] == names[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at
+from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.verify import is_collective, is_wait
 from ..mesh import Mesh
 from .compute import node_us
@@ -49,10 +49,28 @@ class Simulated:
 
 
 def simulate(local: LocalGraph, machine: Machine) -> Simulated:
-    """Run the nodes of `local` in their order."""
-    clock = Clock(machine, local.mesh)
+    """Run the nodes of `local` in their order; where a step ends in the next one, after a step of the same kind."""
+    clock = start(local, machine, {})
     run_all(clock, local.graph.nodes)
+    if any(i.role is Role.CARRY for i in local.inputs):
+        clock = start(local, machine, left(local, clock))
+        run_all(clock, local.graph.nodes)
     return Simulated(clock.now, clock.waited)
+
+
+def start(local: LocalGraph, machine: Machine, arrivals: Mapping[str, float]) -> Clock:
+    """The start of a step. `arrivals`: when what is carried into it is complete, in microseconds from now."""
+    clock = Clock(machine, local.mesh, wire=max([0.0, *arrivals.values()]))
+    for given, node in local.placeholders():
+        if given.role is Role.CARRY:
+            clock.done[node] = arrivals.get(given.name, 0.0)
+    return clock
+
+
+def left(local: LocalGraph, clock: Clock) -> dict[str, float]:
+    """`arrivals` of the step that follows the one that `clock` has run."""
+    carried = {out.target: node for out, node in local.results() if out.kind == "carry"}
+    return {name: max(clock.done.get(node, 0.0) - clock.now, 0.0) for name, node in carried.items()}
 
 
 def run_all(clock: Clock, nodes: Iterable[Node]) -> None:

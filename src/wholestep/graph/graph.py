@@ -100,6 +100,7 @@ class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
+    `passes` names those that it came through.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
     carried to the next call; no dead node.
     """
@@ -110,6 +111,7 @@ class LocalGraph:
     outputs: tuple[Output, ...]
     layouts: tuple[Layout, ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    passes: tuple[str, ...] = ()
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

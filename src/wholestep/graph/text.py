@@ -14,7 +14,6 @@ from . import meta
 from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph, node_at
 from .verify import is_collective
 
-_SAYS = {"update": "", "carry": "next call's "}
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -105,7 +104,8 @@ def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
     lines: list[str] = []
     for output, node in graph.results():
         text = f"%{node.name}" if isinstance(node, Node) else repr(node)
-        lines.append(f"  return {text}" if output.kind == "result" else f"  {_SAYS[output.kind]}{output.target} <- {text}")
+        to = {"update": output.target, "carry": f"next call's {output.target}"}
+        lines.append(f"  return {text}" if output.kind == "result" else f"  {to[output.kind]} <- {text}")
     return lines
 
 

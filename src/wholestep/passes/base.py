@@ -1,25 +1,31 @@
-"""A pass is a frozen dataclass: LocalGraph in, LocalGraph out, checked after each."""
+"""A pass is a frozen dataclass: LocalGraph in, LocalGraph out, checked after each.
+
+It may name passes that it `must_follow` or `must_precede`, as a class attribute or a property.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..errors import GraphError, WholestepError
 from ..graph.graph import LocalGraph
 from ..graph.verify import check_local_graph
 
 Pass = Callable[[LocalGraph], LocalGraph]
+Watch = Callable[[str, LocalGraph], None]
 
 
-def run_passes(local: LocalGraph, passes: Sequence[Pass]) -> LocalGraph:
-    """Apply `passes` in order, checking the graph after each.
+def run_passes(local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None) -> LocalGraph:
+    """Apply `passes` in order, checking the graph after each; `watch` is told the name of each and what it made.
 
     Raises:
-        GraphError: a pass left a malformed graph; names the pass.
+        GraphError: a pass stands at the wrong place, or left a malformed graph; names the pass.
     """
     for one in passes:
         name = getattr(one, "__name__", type(one).__name__)
-        local = one(local)
+        check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
+        applied, local = local.passes, one(local)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",
@@ -34,4 +40,26 @@ def run_passes(local: LocalGraph, passes: Sequence[Pass]) -> LocalGraph:
                 "a graph that keeps LocalGraph's invariants",
                 "mend the pass",
             ) from error
+        local = local if len(local.passes) > len(applied) else replace(local, passes=(*applied, name))
+        if watch is not None:
+            watch(name, local)
     return local
+
+
+def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: Sequence[str]) -> None:
+    """Raise GraphError where `name` cannot be applied to `local` any more, or not yet."""
+    so_far = ", ".join(local.passes) or "none"
+    for other in follows:
+        if other not in local.passes:
+            raise GraphError(
+                f"pass {name} must be applied after {other}; applied so far: {so_far}",
+                f"{other} before {name}",
+                f"put {other} before it in the list of passes",
+            )
+    for other in precedes:
+        if other in local.passes:
+            raise GraphError(
+                f"pass {name} must be applied before {other}; applied so far: {so_far}",
+                f"a graph that {other} has not changed yet",
+                f"put {other} behind it in the list of passes",
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Bucket:
     most_bytes: int = 25 << 20
     first_bytes: int = 1 << 20
     kinds: tuple[str, ...] = tuple(KINDS)
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Merge the collectives of `local`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ..graph.graph import LocalGraph, copy_graph
 from ..graph.verify import is_wait
@@ -11,6 +12,8 @@ from ..graph.verify import is_wait
 @dataclass(frozen=True)
 class LateWaits:
     """Arithmetic that stands between a wait and its first reader runs before the wait. Bitwise the same."""
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Move the waits of `local` down."""

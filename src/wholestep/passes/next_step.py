@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -12,6 +13,7 @@ from ..graph.graph import Input, LocalGraph, Output, Role, operands
 from ..graph.verify import is_collective, is_wait
 from ..layout import replicated
 from ..rules.registry import is_random
+from .base import check_order
 from .bucket import REDUCE, SCATTER
 from .overlap import parts, with_collectives_in
 
@@ -22,8 +24,8 @@ _LASTING = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.CONST})
 class AcrossSteps:
     """A step in three programs, in all of which parameters are updated one call late.
 
-    `first` runs in a call that finds nothing carried, `steady` in the calls after it. Both end in reductions that are on
-    their way still. `flush` completes them when no call follows. Each takes the inputs of the whole step, then what
+    `first` runs in a call that finds nothing carried, `steady` in the calls after it. Both end in reductions that are
+    on their way still. `flush` completes them when no call follows. Each takes the inputs of the whole step, then what
     was carried; `flush` those inputs only that outlast a call.
     """
 
@@ -48,7 +50,11 @@ def move_to_next_step(local: LocalGraph) -> AcrossSteps | None:
     Everything that follows from such a reduction moves, unless the forward, the backward, a result or a gradient that
     is kept needs it. None where nothing moves. One call of `first` or `steady` and then `flush` compute what `local`
     does, with the same operations on the same numbers.
+
+    Raises:
+        GraphError: optimizers over lists were not split by bucket before, or the graph updates in place already.
     """
+    check_order(local, "move_to_next_step", ("SplitOptimizer",), ("Reinplace",))
     work = _Work(local)
     return work.split() if work.late else None
 
@@ -176,7 +182,7 @@ class _Writer:
                 env[node] = self.graph.node_copy(node, env.__getitem__)
         return env
 
-    def end(self, results: Sequence[tuple[Output, Node]]) -> LocalGraph:
+    def end(self, results: Sequence[tuple[Output, Any]]) -> LocalGraph:
         """The program with these outputs."""
         self.graph.output(tuple(node for _, node in results))
         layouts = tuple(self.layouts[i.name] for i in self.inputs)

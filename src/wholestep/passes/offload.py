@@ -5,6 +5,7 @@ gradients to the host, where the update runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -27,6 +28,8 @@ class Offload:
     """
 
     device: str
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A changed copy."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import ClassVar
 
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.machine import Machine
-from ..cost.schedule import Clock
+from ..cost.schedule import Clock, left, start
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
@@ -36,13 +37,14 @@ class Overlap:
     machine: Machine = field(default_factory=Machine)
     in_flight_bytes: int = 64 << 20
 
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Another order of the nodes of `local`."""
-        arrivals = dict[str, float]()
-        work = _Work(local, self.machine, self.in_flight_bytes, arrivals)
+        work = _Work(local, self.machine, self.in_flight_bytes, {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.machine, self.in_flight_bytes, work.leaves())
+            work = _Work(local, self.machine, self.in_flight_bytes, left(local, work.clock))
             work.run()
         return replace(local, graph=_in_order(local.graph, work.order))
 
@@ -106,11 +108,13 @@ class _Work:
     placed: set[Node] = field(default_factory=set[Node])
     flying: dict[Node, int] = field(default_factory=dict[Node, int])
     held: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
+    first: dict[Node, int] = field(default_factory=dict[Node, int])
+    carried: dict[Node, float] = field(default_factory=dict[Node, float])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
-        self._start_clock()
+        self.clock = start(self.local, self.machine, self.arrivals)
         moving, main = parts(self.local)
         self.ahead = {n: _cone(n, self.placed) for n in calls if n in main and is_collective(n) and n not in moving}
         self.settled = self.placed.union(*self.ahead.values())
@@ -119,6 +123,7 @@ class _Work:
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
         urgency = self._urgency([n for n in calls if n in main and n in moving])
+        self._learn_carried([n for n in calls if n not in moving])
         for node in calls:
             if node in urgency:
                 heappush(self.held, (urgency[node], len(self.held), node))
@@ -136,32 +141,48 @@ class _Work:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
-    # -- from call to call --------------------------------------------------------------
-    def _start_clock(self) -> None:
-        self.clock = Clock(self.machine, self.local.mesh, wire=max([0.0, *self.arrivals.values()]))
-        for given, node in self.local.placeholders():
-            if given.role is Role.CARRY:
-                self.clock.done[node] = self.arrivals.get(given.name, 0.0)
-
-    def leaves(self) -> dict[str, float]:
-        """When what is carried away is complete, in microseconds since the end."""
-        carried = {out.target: node for out, node in self.local.results() if out.kind == "carry"}
-        return {name: max(self.clock.done.get(node, 0.0) - self.clock.now, 0.0) for name, node in carried.items()}
-
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
         """Reductions that are carried away, with the place of the first node that reads what follows from them."""
-        first: dict[Node, int] = {}
+        seen = set(self.placed)
         for place, node in enumerate(main):
-            for needed in _cone(node, set(first) | self.placed):
-                first[needed] = place
-        came = {i.name: min((first[u] for u in n.users if u in first), default=len(main)) for i, n in
-                self.local.placeholders() if i.role is Role.CARRY}
+            for needed in _cone(node, seen):
+                self.first[needed] = place
+                seen.add(needed)
+        came = {
+            i.name: min((self.first[u] for u in n.users if u in self.first), default=len(main))
+            for i, n in self.local.placeholders()
+            if i.role is Role.CARRY
+        }
         carried = [(out, n) for out, n in self.local.results() if out.kind == "carry" and is_collective(n)]
         return {node: came[out.target] for out, node in carried if out.target in came}
+
+    def _learn_carried(self, calls: list[Node]) -> None:
+        """When what follows from what was carried here can run, if no collective stands between.
+
+        Microseconds since the start, in the order in which it is read.
+        """
+        ready = {n: self.arrivals.get(i.name, 0.0) for i, n in self.local.placeholders() if i.role is Role.CARRY}
+        for node in calls:
+            known = [ready[n] for n in operands(node) if n in ready]
+            if known and node in self.first:
+                ready[node] = _NEVER if is_collective(node) else max(known)
+        able = [n for n, when in ready.items() if n.op == "call_function" and when < _NEVER]
+        self.carried = {n: ready[n] for n in sorted(able, key=self.first.__getitem__)}
+
+    def _fill(self, until: float) -> None:
+        """Updates with what has arrived run while something else is waited for."""
+        for node, when in list(self.carried.items()):
+            if self.clock.now >= until:
+                return
+            if node in self.placed or when <= self.clock.now:
+                del self.carried[node]
+                self._place_all(_cone(node, self.placed))
 
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
             if node not in self.placed:
+                if is_wait(node) and self.carried:
+                    self._fill(self.clock.done.get(node_at(node, 0), 0.0))
                 self.clock.run(node)
                 self.order.append(node)
                 self.placed.add(node)
@@ -181,7 +202,6 @@ class _Work:
             needed.discard(gather)
             self._place_all(self.ahead.pop(gather))
             self.flying[gather] = _bytes(gather)
-
 
     def _must_wait(self, gather: Node) -> bool:
         """True when there is no room for it, or what it gathers has not arrived."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..cost.machine import Machine
 from ..graph.graph import LocalGraph
-from .base import run_passes
+from .base import Pass, Watch, run_passes
 from .bucket import Bucket
 from .late_waits import LateWaits
 from .next_step import AcrossSteps, move_to_next_step
@@ -33,25 +33,24 @@ class Schedule:
     in_flight_bytes: int | None = None
     across_steps: bool = False
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The same step in another order, with fewer and larger collectives; nothing is left to the next call."""
-        return run_passes(self._merged(local), [self._overlap()])
+    def __call__(self, local: LocalGraph, watch: Watch | None = None) -> LocalGraph:
+        """The same step in another order, with fewer and larger collectives; nothing is left to the next call.
 
-    def across(self, local: LocalGraph) -> AcrossSteps | None:
+        `watch` is told of the passes that make it up.
+        """
+        return run_passes(local, [*self._merging(), self._overlap()], watch)
+
+    def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""
-        made = move_to_next_step(self._merged(local))
-        if made is None:
-            return None
-        return made.with_steady(run_passes(made.steady, [self._overlap()]))
+        made = move_to_next_step(run_passes(local, self._merging(), watch))
+        return made.with_steady(run_passes(made.steady, [self._overlap()], watch)) if made else None
 
-    def _merged(self, local: LocalGraph) -> LocalGraph:
-        most = self._bucket_bytes()
-        sizes = most, min(self.first_bucket_bytes, most)
-        passes = [
+    def _merging(self) -> list[Pass]:
+        sizes = self._bucket_bytes(), min(self.first_bucket_bytes, self._bucket_bytes())
+        return [
             LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce")), SplitOptimizer(),
             LateWaits(), Bucket(*sizes, ("all_gather",)),
         ]  # fmt: skip
-        return run_passes(local, passes)
 
     def _bucket_bytes(self) -> int:
         return self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch.fx import Graph, Node
 
@@ -27,6 +27,13 @@ class SplitOptimizer:
     """
 
     by: frozenset[str] | None = None
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
+    @property
+    def must_follow(self) -> tuple[str, ...]:
+        """Without buckets each tensor would get an optimizer of its own."""
+        return ("Bucket",) if self.by is None else ()
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Split the list ops of `local`."""

@@ -18,9 +18,7 @@ class Carrying:
     `lasting` gives the inputs of `finish` but for what is carried: parameters, state and constants.
     """
 
-    def __init__(
-        self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]
-    ) -> None:
+    def __init__(self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]) -> None:
         self._first, self._steady, self._finish = first, steady, finish
         self._count, self._lasting = count, lasting
         self._carried: list[Any] = []
@@ -32,6 +30,11 @@ class Carrying:
         self._carried = out[len(out) - self._count :]
         _unfinished.add(self)
         return out[: len(out) - self._count]
+
+    @property
+    def source(self) -> str:
+        """Text of the program that runs in all calls but the first."""
+        return getattr(self._steady, "source", "")
 
     def settle(self) -> None:
         """Complete the last call."""

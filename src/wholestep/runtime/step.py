@@ -74,7 +74,7 @@ class StepOptions:
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("auto", "across_steps", None) and not isinstance(self.schedule, Schedule):
+        if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
         across = self.schedule == "across_steps" or (isinstance(self.schedule, Schedule) and self.schedule.across_steps)
@@ -115,7 +115,7 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._measured: Schedule | None = None
-        self._hooked = False
+        self._hooked, self._dumped = False, 0
         self._orders: dict[str, list[str]] = {}
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
@@ -245,6 +245,7 @@ class CompiledStep:
         with self._stage("capture"):
             captured = self._capture(args, kwargs, world, sizes)
         self.captures += 1
+        self._dumped = 0
         self._dump("1-train-graph", captured.graph)
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
@@ -253,7 +254,7 @@ class CompiledStep:
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-            local = run_passes(local, [options.graph_transform] if options.graph_transform else [])
+            local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._dump_pass)
         return _Made(captured, planned, local)
 
     def _finish(self, made: _Made, world: World) -> _Made:
@@ -261,7 +262,7 @@ class CompiledStep:
         with self._stage("schedule"):
             local, across = self._scheduled(made, world)
             offload = [Offload(world.device)] if self.options.parallel.options.offload else []
-            last = partial(run_passes, passes=[*offload, Reinplace()])
+            last = partial(run_passes, passes=[*offload, Reinplace()], watch=self._dump_pass)
             across = across.mapped(last) if across else None
             local = across.steady if across else last(local)
         self._dump("4-final-graph", local)
@@ -277,8 +278,8 @@ class CompiledStep:
         if isinstance(wanted, str):
             across_steps = wanted == "across_steps"
             wanted = self._measured = self._measured or Schedule(measure(world), across_steps=across_steps)
-        across = wanted.across(made.local) if wanted.across_steps else None
-        local = across.steady if across else run_passes(made.local, [wanted])
+        across = wanted.across(made.local, self._dump_pass) if wanted.across_steps else None
+        local = across.steady if across else wanted(made.local, self._dump_pass)
         if not several:
             return local, across
         key = "\n".join(program_lines(made.local, made.plan))
@@ -423,6 +424,10 @@ class CompiledStep:
                 'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
             )
             warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)
+
+    def _dump_pass(self, name: str, local: LocalGraph) -> None:
+        self._dumped += 1
+        self._dump(f"3-pass-{self._dumped:02}-{name}", local)
 
     def _dump(self, name: str, value: object) -> None:
         folder = os.environ.get("WHOLESTEP_DUMP")
