@@ -210,3 +210,22 @@ def test_the_local_graph_checker_sees_dead_nodes_and_missing_waits(graph):
     hasty.erase_node(wait)
     with pytest.raises(ws.GraphError, match="before it is waited for"):
         check_local_graph(dataclasses.replace(local, graph=hasty))
+
+
+def test_learned_positions_are_gathered():
+    """Rows that no batch chooses are no part of the optimizer's arithmetic: a lookup by parts would cost an all-reduce."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = nn.Embedding(16, 8), nn.Embedding(10, 8)
+
+        def forward(self, x):
+            return self.words(x) + self.places(torch.arange(x.shape[1]))
+
+    model = Positions()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    graph = ws.capture(train_step, model, optimizer, torch.zeros(4, 10, dtype=torch.int64))
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")))
+    counts = {kind: total.count for kind, total in local.collectives().items()}
+    assert counts == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}, "the norm of the gradients alone"

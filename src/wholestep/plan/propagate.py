@@ -261,7 +261,7 @@ class _Propagation:
         rule: BoundRule,
         node: Node,
     ) -> float:
-        """Microseconds to bring the operands together, and to reduce moving results later."""
+        """Microseconds to bring the operands together, and to reduce results later that forward and backward read."""
         total = 0.0
         for i, want in option.takes.items():
             if i not in rule.by_shape:
@@ -269,12 +269,13 @@ class _Propagation:
                 if rests and axis in self.situation.storage:
                     continue  # what is only stored in parts comes whole in any case
                 total += self._cost(given[i], states[i], want, axis) * (_KEEP_CUT if rests else 1.0)
-        if node in self.moving and option.factor:
-            made = meta.tensors(node)
+        stored = node not in self.moving and axis in self.situation.storage
+        if option.factor and (not stored or any(user in self.moving for user in node.users)):
+            made, end = meta.tensors(node), REPLICATED if stored else AxisState("S", 0)
             for o, state in option.gives.items():
                 found = made[o]
                 if state.kind == "P" and found is not None and found.shape:
-                    total += self._cost_of(found, state, AxisState("S", 0), axis)
+                    total += self._cost_of(found, state, end, axis)
         return total
 
     def _options(
