@@ -213,7 +213,7 @@ def test_the_local_graph_checker_sees_dead_nodes_and_missing_waits(graph):
 
 
 def test_learned_positions_are_gathered():
-    """Rows that no batch chooses are no part of the optimizer's arithmetic: a lookup by parts would cost an all-reduce."""
+    """A lookup that no batch takes part in is no optimizer's arithmetic: by parts it would cost an all-reduce."""
 
     class Positions(nn.Module):
         def __init__(self):

@@ -15,6 +15,7 @@ from wholestep.graph.graph import node_at
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import Bucket
+from wholestep.passes.fill import Fill
 from wholestep.passes.late_waits import LateWaits
 from wholestep.passes.next_step import move_to_next_step
 from wholestep.passes.overlap import Overlap, with_collectives_in
@@ -189,6 +190,16 @@ def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> Non
     local = ws.run_passes(layers(4, 64, style, fused), [Schedule(SLOW), Reinplace()])
     copies = [n for n in local.graph.nodes if "copy_" in str(n.target)]
     assert len(copies) == (8 if style == "zero1" else 0)
+
+
+def test_products_are_made_in_their_bucket() -> None:
+    """Gradients of weights need no copy; those of biases, and what else is reduced with them, are copied at once."""
+    merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64))
+    filled = ws.run_passes(merged, [Fill()])
+    names = [[getattr(n.target, "__name__", "") for n in one.graph.nodes] for one in (merged, filled)]
+    assert (names[0].count("join_rows"), names[0].count("multiply_into")) == (2, 0)
+    assert names[1].count("join_rows") == 0
+    assert (names[1].count("multiply_into"), names[1].count("put_pieces")) == (4, 2)
 
 
 # -- across steps -----------------------------------------------------------------------

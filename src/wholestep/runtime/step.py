@@ -32,6 +32,7 @@ from ..graph.verify import is_collective
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
+from ..passes.fill import Fill
 from ..passes.next_step import AcrossSteps
 from ..passes.offload import Offload
 from ..passes.overlap import with_collectives_in
@@ -262,7 +263,8 @@ class CompiledStep:
         with self._stage("schedule"):
             local, across = self._scheduled(made, world)
             offload = [Offload(world.device)] if self.options.parallel.options.offload else []
-            last = partial(run_passes, passes=[*offload, Reinplace()], watch=self._dump_pass)
+            fill = [Fill()] if self.options.backend != "inductor" else []
+            last = partial(run_passes, passes=[*offload, *fill, Reinplace()], watch=self._dump_pass)
             across = across.mapped(last) if across else None
             local = across.steady if across else last(local)
         self._dump("4-final-graph", local)

@@ -1,0 +1,95 @@
+"""Writes products straight into the bucket in which they are reduced, instead of copying them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..graph import meta
+from ..graph.graph import LocalGraph, copy_graph
+from ..graph.meta import TensorMeta
+from .bucket import join_rows
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Gradients that are products of matrices, which nearly all bytes of a model's are, become part of an all-reduce's
+    bucket without a copy. The other pieces are copied once all are there. Bitwise the same.
+    """
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """Fill the buckets of `local`; where pieces differ in size between ranks they are left as they are."""
+        if sum(axis.size > 1 for axis in local.mesh.axes) != 1:
+            return local
+        graph = copy_graph(local.graph)
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            if node.target is join_rows and node.args[1] == 1:
+                _fill(graph, node, place)
+        return replace(local, graph=graph)
+
+
+def _fill(graph: Graph, join: Node, place: dict[Node, int]) -> None:
+    pieces, whole = cast(list[Node], join.args[0]), _made(join)
+    sizes = [_made(piece).numel for piece in pieces]
+    straight = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
+    straight.sort(key=lambda i: place[pieces[i]])
+    if not straight:
+        return
+    with graph.inserting_before(pieces[straight[0]]):
+        bucket = _call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
+    for i in straight:
+        with graph.inserting_before(pieces[i]):
+            bucket = _call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args), whole, pieces[i])
+    others = [i for i in range(len(pieces)) if i not in straight]
+    if others:
+        with graph.inserting_before(join):
+            bucket = _call(graph, put_pieces, (bucket, sizes, others, [pieces[i] for i in others]), whole, join)
+    join.replace_all_uses_with(bucket)
+    graph.erase_node(join)
+    for i in straight:
+        graph.erase_node(pieces[i])
+
+
+def _call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
+    node = graph.create_node("call_function", target, args, name=target.__name__)
+    meta.copy(like, node)
+    meta.set_value(node, None)
+    meta.set_tensors(node, (made,))
+    return node
+
+
+def _made(node: Node) -> TensorMeta:
+    found = meta.tensor(node)
+    assert found is not None, f"%{node.name} makes one tensor"
+    return found
+
+
+# What the graph calls.
+def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for the pieces of a bucket."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices becomes the elements of `bucket` from `start` on."""
+    rows, columns = a.shape[0], b.shape[1]
+    torch.mm(a, b, out=bucket.narrow(0, start, rows * columns).view(rows, columns))
+    return bucket
+
+
+def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
+    parts = cast(tuple[Tensor, ...], torch.split(bucket, list(sizes)))
+    for number, piece in zip(numbers, pieces, strict=True):
+        parts[number].copy_(piece.reshape(-1))
+    return bucket
