@@ -89,7 +89,7 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
 
 def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
     """Pieces become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
-    parts = cast(tuple[Tensor, ...], torch.split(bucket, list(sizes)))
+    parts: tuple[Tensor, ...] = torch.split(bucket, list(sizes))
     for number, piece in zip(numbers, pieces, strict=True):
         parts[number].copy_(piece.reshape(-1))
     return bucket
