@@ -12,7 +12,7 @@ Each entry: the name (the version it is there since), what it is for; what would
   and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
 - utils._pytree (1.8): flattens a step's arguments and results; torch.utils.pytree.
-- _inductor.compile (2.0): compiles a local graph with collectives inside; a public graph compiler.
+- _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
 - utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
@@ -388,15 +388,17 @@ def shard_of(placement: object) -> tuple[int, int] | None:
     return int(known.dim), int(getattr(known, "split_factor", 1))
 
 
-def inductor_compile(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph of local tensors, collectives included, with TorchInductor."""
+def inductor_compile(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph of tensors with TorchInductor; `options` are names of `torch._inductor.config`."""
     try:
         from torch._inductor import compile as compile_graph
     except ImportError as error:
         raise BackendError(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
-    return cast(Callable[..., Any], compile_graph(module, list(example_inputs)))
+    return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Program:
         places = [find_input(given, state) for given in self._kept]
         getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
-        self._held = [local(tensor) for _, _, tensor in self._slots]
+        self._held = [local(t) if isinstance(t, DTensor) else t for _, _, t in self._slots]  # sees `t.data = ...`
         self._check_pieces()
         self._states = [(o, o.state) for o in state.optimizers.values()]
 

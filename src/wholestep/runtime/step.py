@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..backend.bind import bind
+from ..backend.build import BACKENDS, Backend
+from ..backend.cudagraphs import CudaRecorder, Recorder
 from ..backend.eager import WaitClock, eager
-from ..backend.inductor import inductor
 from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
@@ -53,7 +54,6 @@ from .program import Program
 from .stream import Stream, draws
 
 Progress = Callable[[str, str, float], None]
-BACKENDS = ("eager", "inductor")
 MOST_VALUES = 16
 
 
@@ -73,6 +73,7 @@ class StepOptions:
     agree_timeout_s: float = 120.0
     device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
+    recorder: Recorder = field(default_factory=CudaRecorder)
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
@@ -108,6 +109,7 @@ class CompiledStep:
         self.state: StepState | None = None
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self._clock = WaitClock() if options.measure else None
+        self._backend = Backend(options.backend, self._clock, options.recorder)
         self._agreed: list[list[str]] = []
         self._label, self._round = "", 0
         self._promoted: set[str] = {"lr"}
@@ -363,10 +365,9 @@ class CompiledStep:
             bound = partial(bind, coordinate=world.coordinate, groups=world.groups, exchange=world.device[:3] == "cpu")
             if made.across is not None:
                 program.run = self._carrying(made.across, program, bound)
-            elif self.options.backend == "inductor":
-                program.run = inductor(bound(made.local), program.gather_inputs(call.leaves))
             else:
-                program.run = eager(bound(made.local), self._clock)
+                inputs = program.gather_inputs(call.leaves)
+                program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
         self.programs.append(program)
         return program
 

@@ -1,0 +1,236 @@
+"""Replays a whole step as one CUDA graph: one launch in place of thousands, and no time lost between kernels.
+
+The first calls run as under `eager`: they are steps of the training like any other, and leave every library set up. The
+next one is recorded and replayed, and so is each after it. A graph reads and writes at fixed addresses. Parameters,
+buffers and state are updated where they are; when one has moved, the step is recorded again. What a call brings, the
+batch and scheduled numbers, is copied into buffers, and what it returns is copied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..graph import meta
+from ..graph.graph import Input, Role, operands
+from ..graph.verify import is_collective
+from ..partition.pieces import drawn, to_device, to_host
+from ..rules.registry import is_random
+from .bind import gather, swap
+from .eager import Run, WaitClock, eager
+from .numbers import as_tensors, following, in_single_precision
+
+WARM_CALLS, MOST_RECORDINGS = 2, 8
+_BROUGHT = (Role.BATCH, Role.HYPER)
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
+Replay = Callable[[], None]
+Tell = Callable[[str], None]
+
+
+class Recorder(Protocol):
+    """What records on devices of one `kind`."""
+
+    @property
+    def kind(self) -> str:
+        """The type of device, as torch calls it."""
+        ...
+
+    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
+        """Record what `run` launches, without running it: tensors that hold its results after a replay, and that."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaRecorder:
+    """Records with `torch.cuda.graph`, in a memory pool of each graph's own.
+
+    Other threads may use CUDA meanwhile (data loaders that pin memory, NCCL's watchdog). Draws of the device's default
+    generator follow that generator's state at each replay, and advance it.
+    """
+
+    kind: str = "cuda"
+
+    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            made = run()
+        return made, graph.replay
+
+
+def cudagraphs(
+    graph: Graph,
+    inputs: Sequence[Input],
+    example_inputs: Sequence[Any],
+    recorder: Recorder,
+    tell: Tell,
+    clock: WaitClock | None = None,
+) -> Run:
+    """`graph` as a function that replays it; as `eager` makes it where that cannot be, and `tell` is told why.
+
+    `inputs` say what each of `example_inputs` is.
+    """
+    why = obstacle(graph, inputs, example_inputs, recorder.kind, _transport(recorder.kind))
+    if why:
+        tell(f"backend='cudagraphs' runs this step as 'eager' does: {why}")
+        return eager(graph, clock)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    in_single_precision(graph, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
+    return _Replayed(eager(graph, clock), [i.role for i in inputs], recorder, tell)
+
+
+@dataclass
+class _Recording:
+    """One recorded step; `places` are the addresses that it reads and writes beside the buffers."""
+
+    places: list[int]
+    made: list[Tensor]
+    replay: Replay
+
+
+@dataclass
+class _Replayed:
+    """A run function that turns itself into a recording."""
+
+    run: Run
+    roles: Sequence[Role]
+    recorder: Recorder
+    tell: Tell
+    calls: int = 0
+    recordings: int = 0
+    gave_up: bool = False
+    recording: _Recording | None = None
+    buffers: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    numbers: dict[int, float] = field(default_factory=dict[int, float])
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        given = self._brought(inputs)
+        self.calls += 1
+        if self.calls <= WARM_CALLS or self.gave_up:
+            return self.run(given)
+        places = [cast(Tensor, t).data_ptr() for t, role in zip(given, self.roles, strict=True) if role not in _BROUGHT]
+        if self.recording is None or self.recording.places != places:
+            self.recording = None  # frees its memory
+            self.recording = self._record(given, places)
+        if self.recording is None:
+            return self.run(given)
+        self.recording.replay()
+        return [tensor.clone() for tensor in self.recording.made]
+
+    def _brought(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with buffers that hold what this call brings."""
+        given = list(inputs)
+        for i, role in enumerate(self.roles):
+            if role not in _BROUGHT:
+                continue
+            if i not in self.buffers:
+                made = cast(Tensor, given[i])
+                self.buffers[i] = torch.empty_strided(
+                    made.shape, made.stride(), dtype=made.dtype, device=self.recorder.kind
+                )
+            if role is Role.BATCH:
+                self.buffers[i].copy_(given[i], non_blocking=True)
+            elif (value := float(given[i])) != self.numbers.get(i):
+                self.numbers[i] = value
+                self.buffers[i].fill_(value)
+            given[i] = self.buffers[i]
+        return given
+
+    def _record(self, given: list[Any], places: list[int]) -> _Recording | None:
+        self.recordings += 1
+        if self.recordings > MOST_RECORDINGS:
+            self._give_up(
+                f"parameters, state or gradients have other addresses again and again ({MOST_RECORDINGS} recordings so "
+                "far): change them in place"
+            )
+            return None
+        try:
+            return _Recording(places, *self.recorder.record(lambda: self.run(given)))
+        except Exception as error:  # whatever a library says when it cannot be recorded
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._give_up(f"it cannot be recorded: {text}")
+            return None
+
+    def _give_up(self, why: str) -> None:
+        self.gave_up = True
+        self.tell(f"backend='cudagraphs' runs this step as 'eager' does from here on: {why}")
+
+
+def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], kind: str, transport: str) -> str:
+    """Why `graph` cannot be recorded on devices of `kind`, or ''. Numbers that it reads into Python become tensors.
+
+    `transport` is the library that communicates between such devices, '' for none.
+    """
+    for given, example in zip(inputs, example_inputs, strict=True):
+        if why := _unfit(given, example, kind):
+            return why
+    if readers := as_tensors(graph):
+        return f"{readers[0]} takes a scheduled number as a Python number"
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    brought = {n for n, i in zip(placeholders, inputs, strict=True) if _moves(i.role, n)}
+    made_here = {n for n in graph.nodes if n.op == "call_function" and not operands(n) and not is_random(n)}
+    constants = following(graph, {n for n in made_here if _elsewhere(n, kind)})
+    numbers = following(graph, brought | constants) - constants
+    for node in graph.nodes:
+        if node.op == "call_function" and (why := _unfit_call(node, kind, transport, constants, numbers)):
+            return f"%{node.name} {why}"
+    return ""
+
+
+def _moves(role: Role, node: Node) -> bool:
+    """True for a single number, which is brought to the device wherever it is."""
+    made = meta.tensor(node)
+    return role in _BROUGHT and made is not None and not made.shape
+
+
+def _elsewhere(node: Node, kind: str) -> str:
+    """The type of another device on which `node` makes a tensor, or ''."""
+    found = {made.device.partition(":")[0] for made in meta.tensors(node) if made is not None}
+    return min(found - {kind, "meta"}, default="")
+
+
+def _unfit(given: Input, example: Any, kind: str) -> str:
+    if not isinstance(example, Tensor):
+        return f"{given.name!r} is no tensor"
+    if given.role in _BROUGHT and not example.dim():
+        return ""
+    if example.device.type != kind:
+        return f"{given.name!r} is on {example.device}, and a graph is recorded on {kind}"
+    if given.role is Role.BATCH and any(n > 1 and s == 0 for n, s in zip(example.shape, example.stride(), strict=True)):
+        return f"{given.name!r} is expanded: several of its elements are one in memory"
+    return ""
+
+
+def _unfit_call(node: Node, kind: str, transport: str, constants: set[Node], numbers: set[Node]) -> str:
+    """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
+    if node.target in (to_host, to_device):
+        return "moves between host and device"
+    if node.target is drawn:
+        return "draws a piece of a random tensor, from a generator that is set in Python"
+    if (is_collective(node) or node.target in (gather, swap)) and transport != "nccl":
+        return f"communicates over {transport or 'no library'}, which a graph cannot hold"
+    other = _elsewhere(node, kind)
+    if is_random(node) and other:
+        return f"draws on {other}"
+    if node in numbers:
+        asked = node.kwargs.get("device")
+        return f"copies to {asked}" if asked is not None and torch.device(str(asked)).type != kind else ""
+    if node in constants:
+        made = meta.tensor(node)
+        return "" if made is not None and not made.shape else f"computes on {other or kind}"
+    if node.target in _COPIES and any(n in constants for n in operands(node)):
+        return "copies from the host"
+    return f"computes on {other}" if other else ""
+
+
+def _transport(kind: str) -> str:
+    if not dist.is_initialized():
+        return ""
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config()).split(",")]
+    return next((library for device, _, library in pairs if device == kind), "")
