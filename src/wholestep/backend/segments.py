@@ -28,7 +28,7 @@ def in_segments(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, 
             continue
         module, taken, made = _module(stretch)
         run = compile(module, [values[node] for node in taken])
-        call = whole.call_function(run, tuple(seen[node] for node in taken))
+        call = whole.create_node("call_function", run, tuple(seen[node] for node in taken), name="segment")
         for i, node in enumerate(made):
             seen[node] = whole.call_function(operator.getitem, (call, i))
             meta.copy_origin(node, seen[node])
