@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench bench-peers venv clean
+.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench: $(STAMP) ## measure the cost of calling a compiled step, then a step besi
 
 bench-peers: $(STAMP) ## the whole comparison (ARGS="--peers all --config M --rate 250mbit"; python -m benchmarks.peers list)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers run $(ARGS)
+
+bench-gpu: $(STAMP) ## a step on one CUDA device, by backend (ARGS="--sizes small --json runs/gpu.json"; --device cpu --sizes tiny)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 venv: $(STAMP) ## create or update .venv from constraints.txt
 

@@ -21,15 +21,15 @@ def train_step(model, optimizer, batch):
     return loss.detach()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor", "cudagraphs"])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "plain"])
-def test_three_steps_equal_eager_mode(options, backend):
+def test_six_steps_equal_eager_mode(options, backend):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 8)).cuda()
     other = copy.deepcopy(model)
     optimizer, another = (torch.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in (model, other))
     step = ws.compile(train_step, backend=backend)
-    for _ in range(3):
+    for _ in range(6):
         batch = {"x": torch.randn(16, 50, device="cuda"), "y": torch.randint(8, (16,), device="cuda")}
         loss, expected = step(model, optimizer, batch), train_step(other, another, batch)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
