@@ -58,7 +58,7 @@ def train_step(model, optimizer, batch):
 def test_ten_steps_equal_those_of_eager(recipe: str) -> None:
     """Dropout, a schedule, a checkpoint loaded in the middle, results looked at in the end."""
     torch.manual_seed(0)
-    parts = [nn.Linear(50, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Dropout(0.3), nn.Linear(33, 8)]
+    parts = [nn.Linear(50, 33, bias=False), nn.BatchNorm1d(33), nn.GELU(), nn.Dropout(0.3), nn.Linear(33, 8)]
     models = [nn.Sequential(*parts).cuda()]
     models.append(copy.deepcopy(models[0]))
     optimizers = [OPTIMIZERS[recipe](m.parameters()) for m in models]
