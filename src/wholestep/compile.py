@@ -63,7 +63,8 @@ def compile(
             `[DataParallel("fully_shard", axis="dp"), TensorParallel({...}, axis="tp")]`. By default
             `DataParallel("fully_shard")`.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
-        backend: `"eager"` or `"inductor"`.
+        backend: what runs the program of a rank: `"eager"` calls op after op; `"inductor"` compiles the arithmetic
+            between collectives; `"cudagraphs"` records a step on a GPU and replays it.
         model: modules that the step uses without being given them; those it closes over are found by themselves.
         optimizer: optimizers, likewise.
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
