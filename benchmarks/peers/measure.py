@@ -13,7 +13,7 @@ from .results import Measured
 from .spec import Spec
 from .turns import QUIET_CORES, Turn, order, step_times_ms
 
-BUILD_SECONDS, TURN_SECONDS = 300.0, 180.0
+BUILD_SECONDS, COMPILE_SECONDS, TURN_SECONDS = 300.0, 1200.0, 180.0
 WARM_STEPS = 4
 NAP_SECONDS = 0.2
 ANCHOR = "floor"
@@ -139,8 +139,9 @@ def _built(peer: Peer) -> Running:
     """Start the ranks and warm up."""
     peer.start()
     built = peer.answers(BUILD_SECONDS)
-    first = peer.ask("run", BUILD_SECONDS, steps=1)
-    rest = peer.ask("run", TURN_SECONDS, steps=WARM_STEPS)
+    patience = COMPILE_SECONDS if peer.spec.compiled else BUILD_SECONDS
+    first = peer.ask("run", patience, steps=1)
+    rest = peer.ask("run", patience, steps=WARM_STEPS)
     peer.ask("forget", TURN_SECONDS)
     measured = Measured(
         str(peer.spec),

@@ -126,10 +126,12 @@ TORCH = (
 )
 OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshard", "fully_shard,keep"))
 PLAIN = tuple(f"{name},unscheduled" for name in OURS)
+COMPILED = ("floor:compile", "ddp:compile", *(f"{name},inductor" for name in OURS))
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,
     "ours": (*OURS, *PLAIN),
+    "compiled": COMPILED,
     "all": (*TORCH, "jax", *OURS, *PLAIN),
 }
 
