@@ -243,7 +243,11 @@ def test_a_model_on_another_device():
         (
             lambda: ws.compile(plain, backend="tvm"),
             ws.BackendError,
-            ["backend 'tvm' is unknown", "  needed: one of 'eager', 'inductor', 'cudagraphs'", "  next: correct the name"],
+            [
+                "backend 'tvm' is unknown",
+                "  needed: one of 'eager', 'inductor', 'cudagraphs'",
+                "  next: correct the name",
+            ],
         ),
         (
             lambda: ws.compile(plain, mesh="dp=2", parallel=ws.DataParallel(axis="tp")),
