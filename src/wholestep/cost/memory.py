@@ -25,10 +25,10 @@ _SHOWN = 10
 class Held:
     """One tensor in memory: `name` is that of the node that made it, or of the input.
 
-    `kind` is parameter, buffer, state, gradient, batch, constant, number or carried for an input; activation (made by the
-    forward, read by the backward), gathered, sent (a collective reads it), gradient (reduced), update (follows from
-    complete gradients) or temporary for what the program makes. `module` is the path of the module whose forward made
-    it.
+    `kind` is parameter, buffer, state, gradient, batch, constant, number or carried for an input; activation (made by
+    the forward, read by the backward), gathered, sent (a collective reads it), gradient (reduced), update (follows
+    from complete gradients) or temporary for what the program makes. `module` is the path of the module whose forward
+    made it.
     """
 
     name: str
