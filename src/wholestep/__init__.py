@@ -3,6 +3,7 @@
 from .capture import MixedPrecision
 from .compile import capture, compile
 from .cost.machine import Machine
+from .cost.memory import Held, PeakMemory, memory_curve, peak_memory
 from .cost.schedule import Simulated, simulate
 from .ddp.backend import ddp_backend
 from .errors import (
@@ -23,6 +24,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
 from .passes.base import run_passes
+from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
 from .plan.make import plan
@@ -45,6 +47,7 @@ __all__ = [
     "CompiledStep",
     "DataParallel",
     "GraphError",
+    "Held",
     "Layout",
     "LayoutError",
     "LocalGraph",
@@ -52,9 +55,11 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MixedPrecision",
+    "PeakMemory",
     "Plan",
     "PlanError",
     "RankMismatchError",
+    "Recompute",
     "RuleError",
     "Schedule",
     "Simulated",
@@ -67,7 +72,9 @@ __all__ = [
     "compile",
     "ddp_backend",
     "load",
+    "memory_curve",
     "partition",
+    "peak_memory",
     "plan",
     "rule",
     "run_passes",

@@ -15,6 +15,7 @@ from .mesh import Mesh
 from .passes.base import Pass
 from .passes.schedule import Schedule
 from .plan.strategy import Strategy, compose
+from .runtime.fit import budgeted, bytes_of
 from .runtime.step import CompiledStep, Progress, StepOptions
 
 
@@ -27,6 +28,7 @@ class _Options(TypedDict, total=False):
     module_overrides: Mapping[str, nn.Module] | None
     graph_transform: Pass | None
     schedule: Schedule | Literal["auto", "across_steps"] | None
+    memory_bytes: int | str | None
     keep_grads: bool
     measure: bool
     progress: Progress | None
@@ -49,6 +51,7 @@ def compile(
     module_overrides: Mapping[str, nn.Module] | None = None,
     graph_transform: Pass | None = None,
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto",
+    memory_bytes: int | str | None = None,
     keep_grads: bool = False,
     measure: bool = False,
     progress: Progress | None = None,
@@ -73,6 +76,9 @@ def compile(
             in a fraction of a second; `"across_steps"` does too, and leaves the end of a step to the next call, or to
             `step.flush()`; `Schedule(...)` says how fast they are, or sets sizes; None leaves each collective where the
             partition puts it.
+        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`: as much as must is computed or
+            gathered again in the backward, whatever costs the least time. It takes the place of `keep_gathered_bytes`;
+            what `reshard_after_forward` says is done. None sets no bound.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
         measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
         progress: called as `progress(stage, "start" | "done", seconds)`.
@@ -87,9 +93,12 @@ def compile(
         PlanError, BackendError, MeshError: an option is malformed; what depends on the model comes at the first call.
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
+    strategies, most = compose(parallel), None if memory_bytes is None else bytes_of(memory_bytes)
+    gathers_again = strategies.options.reshard_after_forward is not False
     options = StepOptions(
-        compose(parallel), Mesh(mesh) if isinstance(mesh, str) else mesh, backend, extra,
-        module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout, device, schedule,
+        strategies if most is None else budgeted(strategies, schedule), Mesh(mesh) if isinstance(mesh, str) else mesh,
+        backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
+        device, schedule, most, gathers_again,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)

@@ -132,6 +132,31 @@ def test_gathers_wait_for_room() -> None:
     assert 400_000 < worst <= most
 
 
+def test_gradients_on_the_wire_are_bounded() -> None:
+    """What waits to be scattered is at most `in_flight_bytes`, and the step takes about as long as without it."""
+    slow = replace(SLOW, link_bytes_per_us=60)
+    local = layers(12, 300, "fully_shard", rows=128)
+    few, many = (Schedule(slow, 512 << 10, 256 << 10, flying)(local) for flying in (3 * MB // 2, 1 << 30))
+    assert scattering(few) <= 3 * MB // 2 < scattering(many) - MB
+    assert simulate(few, slow).step_us <= 1.01 * simulate(many, slow).step_us
+    assert count(few) == count(many)
+
+
+def scattering(local: ws.LocalGraph) -> int:
+    """The most bytes that reduce-scatters read before they are waited for."""
+    flying: dict[torch.fx.Node, int] = {}
+    worst = 0
+    for node in local.graph.nodes:
+        if is_wait(node):
+            flying.pop(node_at(node, 0), None)
+        elif is_collective(node) and "reduce_scatter" in str(node.target):
+            given = meta.tensor(node_at(node, 0))
+            assert given is not None
+            flying[node] = given.size_bytes
+            worst = max(worst, sum(flying.values()))
+    return worst
+
+
 def test_plain_optimizers_need_no_splitting() -> None:
     local = layers(4, 64, "zero1", fused=False)
     assert count(Schedule(SLOW, 16 << 10, 4 << 10)(local))["reduce_scatter"] < count(local)["reduce_scatter"]
@@ -162,7 +187,7 @@ def test_the_order_of_another_rank() -> None:
 def test_passes_are_named_in_what_they_made() -> None:
     local = ws.run_passes(layers(2, 16), [LateWaits(), Bucket(), SplitOptimizer()])
     assert local.passes == ("LateWaits", "Bucket", "SplitOptimizer")
-    assert Schedule(SLOW)(local).passes[-1] == "Overlap"
+    assert Schedule(SLOW)(local).passes[-2:] == ("Overlap", "BoundedReductions")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, copy_graph
+from ..graph.graph import LocalGraph, Role, copy_graph, node_at
 from ..graph.verify import is_collective, is_wait
 from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
@@ -80,6 +80,7 @@ def _exchange(graph: Graph, node: Node) -> None:
     """Parts for all ranks go out in place of a reduce-scatter, and what arrived is added up after the wait."""
     value, op, parts, group = node.args
     node.target, node.args = swap, (value, parts, group)
+    meta.set_tensors(node, meta.tensors(node_at(node, 0)))
     _add_up(graph, node, op, parts)
 
 

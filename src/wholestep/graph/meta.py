@@ -155,6 +155,11 @@ def is_backward(node: Node) -> bool:
     return bool(node.meta.get("custom", {}).get("backward"))
 
 
+def set_backward(node: Node) -> None:
+    """Say that `node` runs in the backward, whatever made the one it is a copy of."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), "backward": True}
+
+
 def module_path(node: Node) -> str:
     """Path of the module whose forward made the node; empty outside any."""
     return str(node.meta.get("custom", {}).get("module", ""))

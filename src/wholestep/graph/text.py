@@ -24,6 +24,15 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _DTYPES.get(found[1], found[1]) + found[2] if found else name
 
 
+def human(size_bytes: float) -> str:
+    """`1.5 MB`: bytes in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
 def show_train_graph(train: TrainGraph) -> str:
     """The graph of one device."""
     roles = Counter(i.role.value for i in train.inputs)

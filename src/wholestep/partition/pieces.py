@@ -10,15 +10,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..graph.meta import with_stride
+from ..graph.storage import shares
 from ..layout import chunk_range
 
 
+@shares("view")
 def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
     """Piece `coordinate` of `parts` along `dim`, as torch.chunk cuts; a view."""
     start, length = chunk_range(x.shape[dim], parts, coordinate)
     return x.narrow(dim, start, length)
 
 
+@shares("if alike")
 def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
     """`x` with zeros appended along `dim` up to `chunks` times `chunk`; `x` itself where it is long enough."""
     missing = chunk * chunks - x.shape[dim]
@@ -42,17 +45,20 @@ def only_first(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else x.new_zeros(x.shape)
 
 
+@shares("if alike")
 def contiguous(x: Tensor) -> Tensor:
     """`x` row by row in memory; `x` itself where it is."""
     return x.contiguous()
 
 
+@shares("if alike")
 def in_order(x: Tensor, order: list[int]) -> Tensor:
     """`x` dense in memory with its dims in `order`, outermost first; `x` itself where it is."""
     back = [order.index(d) for d in range(len(order))]
     return x.permute(order).contiguous().permute(back)
 
 
+@shares("view")
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
     """The first `size` entries along `dim`; a view."""
     return x.narrow(dim, 0, size)
@@ -76,11 +82,13 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
+@shares("if alike")
 def to_device(x: Tensor, device: str) -> Tensor:
     """`x` on the device that computes; `x` itself where it is there."""
     return x.to(device, non_blocking=True)
 
 
+@shares("if alike")
 def to_host(x: Tensor) -> Tensor:
     """`x` in host memory; `x` itself where it is there."""
     return x.cpu()

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph, node_at, operands
 from ..graph.meta import TensorMeta
+from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
 
@@ -161,6 +162,7 @@ def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
     return torch.cat([p.reshape(parts, -1) for p in pieces], 1).reshape(-1)
 
 
+@shares("nothing")
 def outline(x: Tensor) -> Tensor:
     """The shape of `x`, and nothing else of it."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -178,6 +180,7 @@ def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
     return found.reshape(parts * shape[0], *shape[1:]).contiguous()
 
 
+@shares("view")
 def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One rank's piece of one tensor of several that were reduced together."""
     shapes = _shapes(outlines)

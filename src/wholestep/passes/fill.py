@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph
 from ..graph.meta import TensorMeta
+from ..graph.storage import shares
 from .bucket import join_rows
 
 aten = torch.ops.aten
@@ -80,6 +81,7 @@ def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+@shares("view")
 def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
     """The product of two matrices becomes the elements of `bucket` from `start` on."""
     rows, columns = a.shape[0], b.shape[1]
@@ -87,6 +89,7 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
     return bucket
 
 
+@shares("view")
 def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
     """Pieces become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
     parts: tuple[Tensor, ...] = torch.split(bucket, list(sizes))

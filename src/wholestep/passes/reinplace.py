@@ -16,13 +16,12 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role, copy_graph, operands
+from ..graph.storage import UNSAID
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.pieces import MAY_ALIAS
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
-_UNSAID = frozenset({aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default})
-"""Views whose schema says that they are none."""
 _END = 1 << 60
 
 
@@ -206,7 +205,7 @@ def _aliased(node: Node) -> Node | None:
     given = operands(node)
     if node.op != "call_function" or not given:
         return None
-    if node.target in MAY_ALIAS or node.target in _UNSAID or is_wait(node):
+    if node.target in MAY_ALIAS or node.target in UNSAID or is_wait(node):
         return given[0]
     if _torch.is_getitem(node.target):
         return given[0] if _aliased(given[0]) is not None else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..cost.machine import Machine
 from ..graph.graph import LocalGraph
 from .base import Pass, Watch, run_passes
+from .bounded_reductions import BoundedReductions
 from .bucket import Bucket
 from .late_waits import LateWaits
 from .next_step import AcrossSteps, move_to_next_step
@@ -22,7 +23,8 @@ class Schedule:
         machine: how fast a rank computes, and its link.
         bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
         first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
-        in_flight_bytes: gathered parameters that may wait for their use; three buckets if None.
+        in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be on their way to be
+            scattered; three buckets each if None.
         across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
     """
@@ -38,7 +40,7 @@ class Schedule:
 
         `watch` is told of the passes that make it up.
         """
-        return run_passes(local, [*self._merging(), self._overlap()], watch)
+        return run_passes(local, [*self._merging(), self._overlap(), BoundedReductions(self._in_flight())], watch)
 
     def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""
@@ -56,4 +58,7 @@ class Schedule:
         return self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
 
     def _overlap(self) -> Overlap:
-        return Overlap(self.machine, 3 * self._bucket_bytes() if self.in_flight_bytes is None else self.in_flight_bytes)
+        return Overlap(self.machine, self._in_flight())
+
+    def _in_flight(self) -> int:
+        return 3 * self._bucket_bytes() if self.in_flight_bytes is None else self.in_flight_bytes

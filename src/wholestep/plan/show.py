@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ..graph.graph import Input, Role
+from ..graph.text import human
 from .plan import Plan
 
 
@@ -76,12 +77,3 @@ def _movement(plan: Plan) -> list[str]:
 def _bytes(plan: Plan, given: Input) -> int:
     shape = plan.rest[given.name].local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0))
     return prod(shape) * given.meta.dtype.itemsize
-
-
-def human(size_bytes: float) -> str:
-    """`1.5 MB`: bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"

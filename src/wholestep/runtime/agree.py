@@ -36,8 +36,10 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     return lines
 
 
-def from_first_rank(label: str, value: list[str], timeout_s: float) -> list[str]:
-    """The first rank's `value`, on every rank.
+def from_first_rank(
+    label: str, value: list[str], timeout_s: float, what: str = "in which order collectives run"
+) -> list[str]:
+    """The first rank's `value`, on every rank. `what` it says is for the error.
 
     Raises:
         RankMismatchError: the first rank does not say it in time.
@@ -52,7 +54,7 @@ def from_first_rank(label: str, value: list[str], timeout_s: float) -> list[str]
         store.wait([label], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise RankMismatchError(
-            f"rank 0 did not say within {timeout_s:g} s in which order collectives run",
+            f"rank 0 did not say within {timeout_s:g} s {what}",
             "every rank to compile its step",
             "read rank 0's own error, or give a longer agree_timeout",
         ) from error

@@ -46,6 +46,7 @@ from . import random_state
 from .agree import agree, from_first_rank, program_lines
 from .batches import Dealer, Sizes, dealer
 from .carry import Carrying, settle, settle_before_use
+from .fit import Fit
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
 from .launch import World, join
 from .measure import measure
@@ -55,6 +56,8 @@ from .stream import Stream, draws
 
 Progress = Callable[[str, str, float], None]
 MOST_VALUES = 16
+_SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
+_Finished = tuple[LocalGraph, AcrossSteps | None]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class StepOptions:
     agree_timeout_s: float = 120.0
     device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
+    memory_bytes: int | None = None
+    gathers_again: bool = True
     recorder: Recorder = field(default_factory=CudaRecorder)
 
     def __post_init__(self) -> None:
@@ -118,6 +123,7 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._measured: Schedule | None = None
+        self._fits: dict[str, list[str]] = {}
         self._hooked, self._dumped = False, 0
         self._orders: dict[str, list[str]] = {}
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -262,31 +268,75 @@ class CompiledStep:
 
     def _finish(self, made: _Made, world: World) -> _Made:
         """What ranks do once they know that all of them have a program, and the same collectives in it."""
-        with self._stage("schedule"):
-            local, across = self._scheduled(made, world)
-            offload = [Offload(world.device)] if self.options.parallel.options.offload else []
-            fill = [Fill()] if self.options.backend != "inductor" else []
-            last = partial(run_passes, passes=[*offload, *fill, Reinplace()], watch=self._dump_pass)
-            across = across.mapped(last) if across else None
-            local = across.steady if across else last(local)
+        options, schedule = self.options, self._schedule(world)
+        offload = [Offload(world.device)] if options.parallel.options.offload else []
+        fill = [Fill()] if options.backend != "inductor" else []
+        last = [*offload, *fill, Reinplace()]
+        key = "\n".join(program_lines(made.local, made.plan))
+
+        def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
+            with self._stage("schedule"):
+                local, across = self._scheduled(local, world, schedule, key)
+                end = partial(run_passes, passes=last, watch=self._dump_pass)
+                across = across.mapped(end) if across else None
+                return across.steady if across else end(local), across
+
+        if options.memory_bytes is None:
+            local, across = finished(made.local, schedule)
+        else:
+            machine = schedule.machine if schedule else measure(world)
+            fit = Fit(options.memory_bytes, options.gathers_again, world, machine, schedule, last)
+            local, across = self._fitted(made.local, fit, finished, key)
         self._dump("4-final-graph", local)
         for name in ("first", "flush") if across else ():
             self._dump(f"4-final-graph-{name}", getattr(across, name))
         return replace(made, local=local, across=across)
 
-    def _scheduled(self, made: _Made, world: World) -> tuple[LocalGraph, AcrossSteps | None]:
-        """Collectives merged and ordered; in the order of the first rank, for ranks' batches may differ in size."""
-        wanted, several = self.options.schedule, world.mesh.size > 1
-        if wanted is None or (isinstance(wanted, str) and not several):
-            return made.local, None
-        if isinstance(wanted, str):
+    def _schedule(self, world: World) -> Schedule | None:
+        """How collectives are merged and ordered; None where they are not."""
+        wanted = self.options.schedule
+        if not isinstance(wanted, str):
+            return wanted
+        if world.mesh.size > 1:
             across_steps = wanted == "across_steps"
-            wanted = self._measured = self._measured or Schedule(measure(world), across_steps=across_steps)
-        across = wanted.across(made.local, self._dump_pass) if wanted.across_steps else None
-        local = across.steady if across else wanted(made.local, self._dump_pass)
-        if not several:
+            self._measured = self._measured or Schedule(measure(world), across_steps=across_steps)
+        return self._measured
+
+    def _fitted(
+        self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], key: str
+    ) -> _Finished:
+        """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
+        known, failure = key in self._fits, ""
+        timeout_s = self.options.agree_timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
+        label = f"{self._label}/memory/{len(self._fits)}"
+
+        def agreed(choose: Callable[[], list[str]]) -> list[str]:
+            if not known:
+                own = choose() if fit.world.rank == 0 else []
+                self._fits[key] = from_first_rank(label, own, timeout_s, "what is made again in the backward")
+            return self._fits[key]
+
+        try:
+            with self._stage("memory"):
+                local, schedule = fit(local, agreed)
+            made = finished(local, schedule)
+            fit.check(made[0])
+        except PlanError as error:
+            failure = error.found.splitlines()[0]
+            raise
+        finally:
+            if not known:
+                agree(f"{label}/fits", [], failure, timeout_s, self._tell_waiting)
+        return made
+
+    def _scheduled(self, local: LocalGraph, world: World, schedule: Schedule | None, key: str) -> _Finished:
+        """Collectives merged and ordered; in the order of the first rank, for ranks' batches may differ in size."""
+        if schedule is None:
+            return local, None
+        across = schedule.across(local, self._dump_pass) if schedule.across_steps else None
+        local = across.steady if across else schedule(local, self._dump_pass)
+        if world.mesh.size == 1:
             return local, across
-        key = "\n".join(program_lines(made.local, made.plan))
         if key not in self._orders:
             label = f"{self._label}/order/{len(self._orders)}"
             own = [n.name for n in local.graph.nodes if is_collective(n)]

@@ -1,0 +1,181 @@
+"""Which values of a graph share memory, and from which node to which each piece of memory is held.
+
+A rank's program frees a value after its last reader; what a collective reads is held until it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import _torch
+from . import meta
+from .graph import operands
+from .meta import TensorMeta
+from .verify import is_collective, is_wait
+
+aten = torch.ops.aten
+Sharing = Literal["view", "if alike", "nothing"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+UNSAID = frozenset({aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default})
+"""Views whose schema says that they are none."""
+_COPIES_AT_NEED = frozenset({aten.reshape.default, aten.contiguous.default})
+_SHARING: dict[Any, Sharing] = {meta.with_stride: "if alike"}
+
+
+def shares(how: Sharing) -> Callable[[F], F]:
+    """Says of a function that graphs call what its result shares with its first operand: it is a `view` of it, it is
+    that operand `if alike` in shape, strides, dtype and device, or it has `nothing` in memory at all. Functions of
+    which nothing is said make new memory.
+    """
+
+    def note(function: F) -> F:
+        _SHARING[function] = how
+        return function
+
+    return note
+
+
+@dataclass
+class Storage:
+    """One piece of memory: the output numbered `index` of `node` made it, `members` are the nodes that hold it.
+
+    It is held from the call numbered `first` to that numbered `last`, both included, counting call nodes from 0; `last`
+    is None when it is an output of the graph, `first` -1 for an input.
+    """
+
+    node: Node
+    index: int
+    size_bytes: int
+    first: int
+    last: int | None
+    members: list[Node] = field(default_factory=list[Node])
+
+
+def storages(graph: Graph) -> list[Storage]:
+    """All memory of a graph, in the order in which it is made."""
+    work = _Work()
+    for node in graph.nodes:
+        work.visit(node)
+    return work.found
+
+
+def storage_bytes(made: TensorMeta) -> int:
+    """Bytes from the first to the last element of a new tensor with these strides."""
+    if 0 in made.shape:
+        return 0
+    reach = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
+    return (1 + reach) * made.dtype.itemsize
+
+
+def shared_operand(node: Node, index: int = 0) -> Node | None:
+    """The operand whose memory output `index` of `node` is; None when it is new."""
+    given = operands(node)
+    if node.op != "call_function" or not given:
+        return None
+    if is_wait(node) or node.target in UNSAID:
+        return given[0]
+    if not _torch.is_op(node.target):
+        return given[0] if _shares_first(node, given[0]) else None
+    if node.target in _COPIES_AT_NEED:
+        here = meta.tensor(given[0])
+        return given[0] if here is not None and here.is_contiguous else None
+    return _by_schema(node, index)
+
+
+def _shares_first(node: Node, given: Node) -> bool:
+    how = _SHARING.get(node.target)
+    return how == "view" or (how == "if alike" and meta.tensor(node) == meta.tensor(given) is not None)
+
+
+def _by_schema(node: Node, index: int) -> Node | None:
+    """Outputs and arguments that the op's schema marks with one letter are one."""
+    schema = _torch.schema_of(node.target)
+    marked = [r.alias_info for r in schema.returns]
+    said = marked[_return(node, index)] if len(marked) > 1 else next(iter(marked), None)
+    if said is None:
+        return None
+    for position, argument in enumerate(schema.arguments):
+        marks = argument.alias_info
+        if marks is not None and (marks.before_set & said.before_set or "*" in marks.after_set):  # *: a list of views
+            value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
+            return value if isinstance(value, Node) else None
+    return None
+
+
+def _return(node: Node, index: int) -> int:
+    """Which of several returns the flat output `index` belongs to: a return may be a list."""
+    value = meta.value(node)
+    items: Sequence[Any] = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else []
+    for number, length in enumerate(meta.flat_length(item) for item in items):
+        if index < length:
+            return number
+        index -= length
+    return index
+
+
+@dataclass
+class _Work:
+    found: list[Storage] = field(default_factory=list[Storage])
+    of: dict[Node, list[Storage | None]] = field(default_factory=dict[Node, "list[Storage | None]"])
+    sent: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
+    at: int = -1
+
+    def visit(self, node: Node) -> None:
+        if node.op == "output":
+            ends = operands(node)
+            for given in [*ends, *(n for end in ends if is_collective(end) for n in operands(end))]:
+                for storage in self.of.get(given, []):
+                    if storage is not None:
+                        storage.last = None
+            return
+        self.at += node.op == "call_function"
+        if node.op == "call_function":
+            self._hold(operands(node))
+            if is_wait(node):
+                self._hold(operands(operands(node)[0]))
+        self.of[node] = self._made(node)
+        for storage in self.of[node]:
+            if storage is not None:
+                storage.members.append(node)
+
+    def _hold(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            for storage in self.of.get(node, []):
+                if storage is not None and storage.first >= 0:
+                    storage.last = self.at
+
+    def _made(self, node: Node) -> list[Storage | None]:
+        made = meta.tensors(node)
+        if _torch.is_getitem(node.target):
+            return self._picked(node, len(made))
+        if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
+            return []  # it writes where its operands are
+        return [self._one(node, i, m) for i, m in enumerate(made)]
+
+    def _picked(self, node: Node, count: int) -> list[Storage | None]:
+        """A getitem picks one output, or, of an op that makes several lists, one list."""
+        source, index = cast(tuple[Node, int], node.args)
+        value = meta.value(source)
+        items = list(cast(Sequence[Any], value)) if isinstance(value, (list, tuple)) else []
+        start = sum(meta.flat_length(item) for item in items[:index]) if items else index
+        picked = self.of.get(source, [])[start : start + count]
+        return picked + [None] * (count - len(picked))
+
+    def _one(self, node: Node, index: int, made: TensorMeta | None) -> Storage | None:
+        if made is None or _SHARING.get(node.target) == "nothing":
+            return None
+        given = shared_operand(node, index)
+        if given is not None:
+            held = self.of.get(given, [])
+            return held[0] if len(held) == 1 else next((s for s in held if s is not None), None)
+        storage = Storage(node, index, storage_bytes(made), self.at, None if node.op == "placeholder" else self.at)
+        if node.op == "placeholder":
+            storage.first = -1
+        self.found.append(storage)
+        return storage

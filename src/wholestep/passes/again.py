@@ -1,0 +1,120 @@
+"""Writes a step in which chosen values are made again where the backward reads them, and not kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..errors import GraphError
+from ..graph import meta
+from ..graph.graph import LocalGraph, copy_graph, operands
+from .saved import Saved
+
+
+def made_again(local: LocalGraph, names: Sequence[str], compute: bool = True, gathers: bool = True) -> LocalGraph:
+    """A copy of the functional graph `local` in which the saved values `names` (`Value.name`) are made again, by the
+    same `compute` and `gathers` as in `Saved`.
+
+    Each is made just before its first reader, out of what is still there; what else that needs is made again too.
+    The same ops on the same operands: bitwise the same.
+
+    Raises:
+        GraphError: a name is no value that is saved and can be made again.
+    """
+    if not names:
+        return local
+    copied = replace(local, graph=copy_graph(local.graph))
+    saved = Saved(copied, compute, gathers)
+    known = {value.name: value for value in saved.candidates}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise GraphError(
+            f"{unknown[0]!r} is not kept for the backward, or cannot be made again",
+            "values that the forward makes and the backward reads: no random numbers, no results of collectives",
+            f"one of {', '.join(list(known)[:5])}, ..." if known else "",
+        )
+    work = _Work(saved, {id(known[name].storage) for name in names})
+    readers = [
+        (at, stretch, member) for name in names for stretch, reads in known[name].reads.items() for at, member in reads
+    ]
+    calls = [n for n in copied.graph.nodes if n.op == "call_function"]
+    for at, stretch in sorted({(at, stretch) for at, stretch, _ in readers}):
+        work.serve(calls[at], stretch)
+    copied.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return copied
+
+
+@dataclass
+class _Work:
+    saved: Saved
+    dropped: set[int]
+    copies: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
+    early: set[Node] = field(default_factory=set[Node])
+
+    def serve(self, reader: Node, stretch: int) -> None:
+        """Let `reader` read copies of what is dropped, made just before it if no earlier reader needed them."""
+        for given in dict.fromkeys(operands(reader)):
+            earlier = given.op == "call_function" and self.saved.stretch[given] < stretch
+            if earlier and not self._is_there(given, stretch):
+                reader.replace_input_with(given, self._here(given, stretch, reader))
+
+    def _here(self, wanted: Node, stretch: int, reader: Node) -> Node:
+        todo, last = [(wanted, False)], wanted
+        while todo:
+            node, ready = todo.pop()
+            last = self._found(node, stretch, reader)
+            if last is not None:
+                continue
+            if ready:
+                self._copy(node, stretch, reader)
+            else:
+                todo.append((node, True))
+                todo += [(given, False) for given in operands(node)]
+        found = self._found(wanted, stretch, reader)
+        assert found is not None, "made before or just now"
+        return found
+
+    def _found(self, node: Node, stretch: int, reader: Node) -> Node | None:
+        """What holds the value of `node` in `stretch`, None where it must be made."""
+        if node.op != "call_function" or (node, stretch) in self.copies:
+            return self.copies.get((node, stretch), node)
+        twin = self.saved.twin(node, stretch)
+        if twin is not None:
+            self._bring_forward(twin, reader)
+            return twin
+        return node if self._is_there(node, stretch) else None
+
+    def _bring_forward(self, node: Node, reader: Node) -> None:
+        """`node` follows from what rests alone: it and all that it needs can stand before `reader`."""
+        place = self.saved.position
+        if node.op != "call_function" or node in self.early or place[node] < place[reader]:
+            return
+        for given in operands(node):
+            self._bring_forward(given, reader)
+        reader.prepend(node)
+        self.early.add(node)
+
+    def _copy(self, node: Node, stretch: int, reader: Node) -> None:
+        def held(given: Node) -> Node:
+            found = self._found(given, stretch, reader)
+            assert found is not None, "operands come first"
+            return found
+
+        args, kwargs = map_arg((node.args, node.kwargs), held)
+        with reader.graph.inserting_before(reader):
+            new = reader.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_again")
+        meta.copy(node, new)
+        if node in self.saved.moving:
+            meta.set_backward(new)
+        self.copies[node, stretch] = new
+
+    def _is_there(self, node: Node, stretch: int) -> bool:
+        held = self.saved.of.get(node, ())
+        if not self.saved.repeatable(node):
+            return True
+        if len(held) != 1 or id(held[0]) in self.dropped:
+            return False
+        return self.saved.last_stretch[id(held[0])] >= stretch

@@ -1,0 +1,46 @@
+"""Bounds the gradients that are on the wire: what a reduction reads is held until it is waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from ..graph import meta
+from ..graph.graph import LocalGraph, copy_graph, node_at
+from ..graph.verify import is_wait
+
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+@dataclass(frozen=True)
+class BoundedReductions:
+    """Before a reduce-scatter starts, the oldest are waited for until all of them read `in_flight_bytes` at most.
+
+    Without it whole gradients would be held to the end of the backward where only the update waits for them. The wire
+    carries the others meanwhile, so that it is as busy as before. Bitwise the same.
+    """
+
+    in_flight_bytes: int
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """Move waits of `local` up."""
+        graph = copy_graph(local.graph)
+        flying: dict[Node, int] = {}
+        for node in list(graph.nodes):
+            if is_wait(node):
+                flying.pop(node_at(node, 0), None)
+            elif node.target is _SCATTER:
+                given = node_at(node, 0)
+                size_bytes = sum(made.size_bytes for made in meta.tensors(given) if made is not None)
+                while flying and sum(flying.values()) + size_bytes > self.in_flight_bytes:
+                    oldest = next(iter(flying))
+                    del flying[oldest]
+                    for wait in list(oldest.users):
+                        given.prepend(wait)
+                flying[node] = size_bytes
+        return replace(local, graph=graph)

@@ -1,0 +1,101 @@
+"""Steps under a budget of memory on two ranks: what is predicted is held, numbers stay the same, all ranks refuse alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from tests.dist.compare import whole
+from tests.dist.launch import run_ranks
+from tests.live_bytes import peak_of
+from wholestep.capture.find import take_apart
+from wholestep.runtime.fit import bound
+from wholestep.runtime.step import CompiledStep
+
+SCHEDULE = ws.Schedule(ws.Machine())
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = (model(x) - 1.0).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def make() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 64))
+    return model, AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def trained(rank: int, rows: int, **options: Any) -> tuple[CompiledStep, nn.Module, Optimizer, list[Tensor], Tensor]:
+    """Three steps, on data of this rank's own."""
+    model, optimizer = make()
+    step = ws.compile(train, **options)
+    losses: list[Tensor] = []
+    x = torch.empty(0)
+    for number in range(3):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        losses.append(step(model, optimizer, x))
+    return step, model, optimizer, [whole(p).clone() for p in model.parameters()] + losses, x
+
+
+def _fitted(rank: int, world: int, style: str, part: float) -> dict[str, Any]:
+    options = {"parallel": ws.DataParallel(style), "schedule": SCHEDULE}  # type: ignore[arg-type]
+    rows = 256 - 32 * rank
+    plain, *_, expected, _ = trained(rank, rows, **options)
+    assert plain.local_graph is not None
+    assert plain.world is not None
+    before = ws.peak_memory(bound(plain.local_graph, plain.world))
+    rest = before.rest_bytes if rank == 0 else 0
+    budget = int(rest + part * (before.size_bytes - rest)) if rank == 0 else 0
+    said: list[Any] = [budget]
+    torch.distributed.broadcast_object_list(said)
+    step, model, optimizer, found, x = trained(rank, rows, memory_bytes=said[0], **options)
+    assert step.local_graph is not None
+    assert step.world is not None
+    inputs = step.programs[-1].gather_inputs(take_apart(((model, optimizer, x), {})).leaves)
+    return {
+        "budget": said[0], "before": before.size_bytes,
+        "predicted": ws.peak_memory(bound(step.local_graph, step.world)).size_bytes,
+        "measured": peak_of(step.programs[-1].run, inputs),
+        "again": sum("_again" in n.name for n in step.local_graph.graph.nodes),
+        "same": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "part"), [("replicate", 0.8), ("zero1", 0.8), ("fully_shard", 0.8)])
+def test_a_budget_is_kept(style: str, part: float) -> None:
+    """Counted while the step runs, by the bytes of live tensors: exactly what was predicted. The same bits."""
+    for found in run_ranks(_fitted, 2, style, part, timeout=200):
+        assert found["same"]
+        assert found["predicted"] <= found["budget"] < found["before"]
+        assert found["measured"] == pytest.approx(found["predicted"], rel=0.01)
+        assert found["again"] > 0
+
+
+def _refused(rank: int, world: int, rows: tuple[int, ...], budget: int) -> str:
+    try:
+        trained(rank, rows[rank], memory_bytes=budget, schedule=SCHEDULE)
+    except ws.WholestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_too_small_a_budget_is_refused_by_all() -> None:
+    first, second = run_ranks(_refused, 2, (64, 64), 100_000)
+    assert first == second
+    assert first.startswith("PlanError: the step needs ")
+    assert "needed: at most 100000 bytes" in first
+
+
+def test_one_rank_that_does_not_fit_stops_all() -> None:
+    """The second rank's batch is far larger than the first's, which chooses."""
+    first, second = run_ranks(_refused, 2, (16, 4096), 2_000_000)
+    assert first.startswith("RankMismatchError: rank 1 could not compile its step: the step needs ")
+    assert second.startswith("PlanError: the step needs ")
