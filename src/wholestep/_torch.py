@@ -421,7 +421,9 @@ def inductor_compile(
         raise BackendError(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
-    return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
+    mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
+    with tracing(TracingContext(mode)):  # Inductor keeps graphs on disk only where there is such a context
+        return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

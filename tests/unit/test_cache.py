@@ -284,7 +284,7 @@ def test_a_damaged_entry_is_named_and_written_again(kept: Path, damage: Callable
         step, _ = start().run(kept)
     assert step.cache_log == ["miss: the entry cannot be read"]
     assert start().run(kept)[0].cache_log == ["hit"]
-    assert list(kept.iterdir()) == [file]
+    assert len(list(kept.iterdir())) == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,9 +63,9 @@ class Entry:
             raise DamagedError(f"cannot be read ({error})") from error
 
 
-def name_of(key: str, entry: Entry) -> str:
-    """The name of an entry's file: programs of one key differ in what else they follow from."""
-    variant = hashlib.sha256(json.dumps([entry.witness.to_json(), entry.baked]).encode()).hexdigest()[:16]
+def name_of(key: str, entry: Entry, reads: str) -> str:
+    """The name of an entry's file. Programs of one key differ in what else they follow from, as `reads` of a batch."""
+    variant = hashlib.sha256(json.dumps([entry.witness.to_json(), entry.baked, reads]).encode()).hexdigest()[:16]
     return f"{key}-{variant}{ENDING}"
 
 

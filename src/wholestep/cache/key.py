@@ -101,7 +101,9 @@ def key_of(now: Situation) -> Key:
 def baked(state: StepState, live: Sequence[Hyper], values: Values) -> str:
     """The fingerprint of every option that a capture bakes in, and of whether scheduled numbers are zero."""
     numbers = [(number_of(state, o), g, key, value) for o, g, key, value in baked_numbers(state, live)]
-    return values.digest("options", [numbers, [(h.name, is_zero(state, h)) for h in live if h.key != "lr"]])
+    return Values(values.held, values.device).digest(
+        "options", [numbers, [(h.name, is_zero(state, h)) for h in live if h.key != "lr"]]
+    )
 
 
 def number_of(state: StepState, optimizer: torch.optim.Optimizer) -> int:

@@ -209,6 +209,8 @@ class _Read:
         return self.hash.update(value.tobytes())
 
     def function(self, where: str, value: types.FunctionType) -> None:
+        if "hooked" in vars(value) and "__wrapped__" in vars(value):
+            value = vars(value)["__wrapped__"]  # an optimizer's step, wrapped when the first of its class is made
         self.code(value.__code__)
         self.say("function", value.__module__, value.__qualname__, code_digest(value.__code__))
         users = origin_of_module(value.__module__) == "user"

@@ -13,7 +13,7 @@ from ..cache.folder import DamagedError, Entry
 from ..cache.key import Key, Situation, baked, key_of
 from ..cache.program import Compiled, content, read, write
 from ..cache.ran import Ran, Witness
-from ..cache.values import UnknownValueError
+from ..cache.values import UnknownValueError, Values
 from ..capture.state import Hyper
 from ..errors import CacheError
 from ..graph.file import StoreError
@@ -50,6 +50,8 @@ class Search:
     ran: Ran | None = None
     witness: Witness | None = None
     baked: str = ""
+    reads: str = ""
+    damaged: list[Path] = field(default_factory=list[Path])
 
     @property
     def text(self) -> str:
@@ -93,6 +95,7 @@ class Kept:
             except (DamagedError, StoreError) as error:
                 warnings.warn(f"compile cache: {path} {error}: it is not used, and written again", stacklevel=2)
                 other, found = "the entry cannot be read", None
+                search.damaged.append(path)
             except OSError as error:
                 other, found = f"the entry cannot be read: {error}", None
             else:
@@ -146,6 +149,8 @@ class Kept:
         try:
             search.witness = ran.witness(search.key.values.codes)
             search.baked = self.baked(search, made.capture.hypers)
+            read = made.capture.values.reads if made.capture.values else ()
+            search.reads = Values().digest("values read", [r.expected for r in read])
         except UnknownValueError as error:
             self.give_up(search, str(error))
         return made
@@ -166,7 +171,9 @@ class Kept:
             return
         entry = Entry(search.key.parts, search.witness, search.baked, program)
         try:
-            search.file = files.name_of(search.text, entry)
+            for path in search.damaged:
+                path.unlink(missing_ok=True)
+            search.file = files.name_of(search.text, entry, search.reads)
             files.write(self.folder, search.text, search.file, entry.to_bytes())
         except OSError as error:
             self._warn(f"the compile cache {self.folder} cannot be written: {error}")
