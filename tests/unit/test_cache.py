@@ -172,6 +172,7 @@ CHANGES: dict[str, tuple[Callable[[Start], Any], str]] = {
     "learning rate": (lambda s: setattr(s, "numbers", {"lr": 0.5}), ""),
     "style": (_with(parallel=ws.DataParallel("zero1")), "option parallel is another one"),
     "gradients kept": (_with(keep_grads=True), "option keep_grads is another one"),
+    "memory": (_with(memory_bytes="1GiB"), "option memory_bytes is another one"),
     "schedule": (_with(schedule=None), "option schedule is another one"),
     "transform": (_with(graph_transform=lambda g: g), "option graph_transform is another one"),
 }  # fmt: skip
