@@ -31,8 +31,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) 
     return loss.detach()
 
 
-def measure(layers: int) -> str:
-    """One row of the table."""
+def situation(layers: int) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, list[Any]]:
+    """The model on `meta`, its optimizer, a batch, the strategies."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256, use_cache=False,
@@ -41,11 +41,17 @@ def measure(layers: int) -> str:
     with torch.device("meta"):
         model = make(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    times = [time.process_time()]
-    graph = ws.capture(train_step, model, optimizer, torch.zeros(16, 128, dtype=torch.long))
-    times.append(time.process_time())
     cut = ws.TensorParallel({f"model.layers.*.{name}": style for name, style in STYLES.items()}, axis="tp")
     strategies = [ws.DataParallel("fully_shard", axis="dp", semantics="global"), cut]
+    return model, optimizer, torch.zeros(16, 128, dtype=torch.long), strategies
+
+
+def measure(layers: int) -> str:
+    """One row of the table."""
+    model, optimizer, ids, strategies = situation(layers)
+    times = [time.process_time()]
+    graph = ws.capture(train_step, model, optimizer, ids)
+    times.append(time.process_time())
     plan = ws.plan(graph, "dp=4,tp=2", strategies)
     times.append(time.process_time())
     ws.partition(graph, plan)

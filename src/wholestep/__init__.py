@@ -8,6 +8,7 @@ from .cost.schedule import Simulated, simulate
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
+    CacheError,
     CaptureError,
     CheckpointError,
     GraphError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Axis",
     "BackendError",
+    "CacheError",
     "CaptureError",
     "CheckResult",
     "Checkpoint",

@@ -11,7 +11,8 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
   and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
-- utils._pytree (1.8): flattens a step's arguments and results; torch.utils.pytree.
+- utils._pytree (1.8): flattens a step's arguments and results, writes their structure to a file; torch.utils.pytree.
+- _C.DisableTorchFunction (1.13): values are read while a step is traced; a public switch for torch function modes.
 - _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
 - utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
@@ -63,6 +64,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .errors import BackendError, GraphError, RuleError
 
 OpOverload = torch._ops.OpOverload
+OP_TYPES: tuple[type, ...] = (OpOverload, torch._ops.OpOverloadPacket)
 TreeSpec = pytree.TreeSpec
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _aten = torch.ops.aten
@@ -100,6 +102,20 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
+def write_spec(spec: TreeSpec) -> str:
+    """A structure as text that `read_spec` reads back.
+
+    Raises:
+        NotImplementedError: it has a container that torch knows no name for.
+    """
+    return pytree.treespec_dumps(spec)
+
+
+def read_spec(text: str) -> TreeSpec:
+    """Inverse of `write_spec`."""
+    return pytree.treespec_loads(text)
+
+
 def fake_mode() -> FakeTensorMode:
     """A fake mode with static shapes in which scalars read by optimizers stay symbolic."""
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
@@ -130,6 +146,13 @@ def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | 
 def outside_of_trace() -> Generator[None]:
     """Inside, operations on real tensors really run, and the trace under way does not see them."""
     with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def unobserved() -> Generator[None]:
+    """Inside, operations on real tensors really run, and neither a trace nor a torch function mode sees them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
@@ -398,7 +421,9 @@ def inductor_compile(
         raise BackendError(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
-    return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
+    mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
+    with tracing(TracingContext(mode)):  # Inductor keeps graphs on disk only where there is such a context
+        return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -464,6 +489,14 @@ def changes_shape(target: OpOverload[..., Any]) -> bool:
 def is_fused_optimizer(target: OpOverload[..., Any]) -> bool:
     """True for the functional form of a fused optimizer, which writes its gradients only to unscale them."""
     return f"{target._schema.name.removeprefix('aten::')}_" in _FUSED
+
+
+def attribute(module: torch.nn.Module, target: str) -> Any:
+    """What a `get_attr` node of a module's graph stands for."""
+    found: Any = module
+    for name in target.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -15,6 +16,7 @@ from .mesh import Mesh
 from .passes.base import Pass
 from .passes.schedule import Schedule
 from .plan.strategy import Strategy, compose
+from .runtime.cached import folder_of
 from .runtime.fit import budgeted, bytes_of
 from .runtime.step import CompiledStep, Progress, StepOptions
 
@@ -34,6 +36,7 @@ class _Options(TypedDict, total=False):
     progress: Progress | None
     agree_timeout: float
     device: str | None
+    cache: str | os.PathLike[str] | None
 
 
 @overload
@@ -57,6 +60,7 @@ def compile(
     progress: Progress | None = None,
     agree_timeout: float = 120.0,
     device: str | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Compile a training step written for one device into what this rank of a mesh runs. Also a decorator.
 
@@ -84,13 +88,16 @@ def compile(
         progress: called as `progress(stage, "start" | "done", seconds)`.
         agree_timeout: seconds to wait for the other ranks to compile their program.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
+        cache: a folder for compiled programs: a later start of the same step reads its program there in place of
+            capturing and planning, and ranks take the first one's. By default what WHOLESTEP_CACHE says; "" for none.
 
     Example:
         >>> step = wholestep.compile(train_step, parallel=wholestep.DataParallel("fully_shard"))
         >>> loss = step(model, optimizer, batch)
 
     Raises:
-        PlanError, BackendError, MeshError: an option is malformed; what depends on the model comes at the first call.
+        PlanError, BackendError, MeshError, CacheError: an option is malformed; what depends on the model comes
+            at the first call.
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
     strategies, most = compose(parallel), None if memory_bytes is None else bytes_of(memory_bytes)
@@ -98,7 +105,7 @@ def compile(
     options = StepOptions(
         strategies if most is None else budgeted(strategies, schedule), Mesh(mesh) if isinstance(mesh, str) else mesh,
         backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
-        device, schedule, most, gathers_again,
+        device, schedule, most, gathers_again, cache=folder_of(cache),
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)

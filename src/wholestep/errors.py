@@ -62,5 +62,9 @@ class CheckpointError(WholestepError):
     """A checkpoint is missing, damaged, or belongs to something else."""
 
 
+class CacheError(WholestepError):
+    """The folder of the compile cache cannot be used, or a program in it is not what the step compiles to."""
+
+
 class RankMismatchError(WholestepError):
     """Ranks of one job compiled different programs."""

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "graph mesh layout rules cost reshard dtensor errors _torch"
-STAGES = "capture plan partition passes backend ddp runtime"
+STAGES = "capture plan partition passes backend ddp cache runtime"
 READERS = "report cli demo __main__"
 
 # A unit imports units of a lower level; support units and readers also import each other.

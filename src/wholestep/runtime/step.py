@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,41 +23,39 @@ from ..backend.bind import bind
 from ..backend.build import BACKENDS, Backend
 from ..backend.cudagraphs import CudaRecorder, Recorder
 from ..backend.eager import WaitClock, eager
+from ..cache.key import Situation
+from ..cache.program import Compiled
+from ..cache.ran import unwatched
 from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
 from ..errors import BackendError, CaptureError, PlanError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
-from ..graph.verify import is_collective
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
-from ..passes.fill import Fill
 from ..passes.next_step import AcrossSteps
-from ..passes.offload import Offload
-from ..passes.overlap import with_collectives_in
-from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
 from ..plan.make import plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from . import random_state
-from .agree import agree, from_first_rank, program_lines
+from .agree import agree
 from .batches import Dealer, Sizes, dealer
+from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
-from .fit import Fit
+from .finish import Finisher
 from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
+from .handed import Handed
 from .launch import World, join
-from .measure import measure
+from .obtain import Offer, obtain
 from .place import gather_before_eager_step, place, placed
 from .program import Program
 from .stream import Stream, draws
 
 Progress = Callable[[str, str, float], None]
 MOST_VALUES = 16
-_SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
-_Finished = tuple[LocalGraph, AcrossSteps | None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class StepOptions:
     memory_bytes: int | None = None
     gathers_again: bool = True
     recorder: Recorder = field(default_factory=CudaRecorder)
+    cache: Path | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
@@ -122,10 +121,14 @@ class CompiledStep:
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
-        self._measured: Schedule | None = None
-        self._fits: dict[str, list[str]] = {}
         self._hooked, self._dumped = False, 0
-        self._orders: dict[str, list[str]] = {}
+        offload, fill = options.parallel.options.offload is not None, options.backend != "inductor"
+        budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
+        self._finisher = Finisher(
+            options.schedule, offload, fill, budget, options.agree_timeout_s, self._dump_pass, self._stage,
+            self._tell_waiting,
+        )  # fmt: skip
+        self._kept = Kept(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -214,6 +217,11 @@ class CompiledStep:
         """What this rank runs."""
         return self.programs[-1].local if self.programs else None
 
+    @property
+    def cache_log(self) -> list[str]:
+        """What the compile cache did at each compile: `hit`, `miss: why`, `from rank 0`, `off: why`."""
+        return list(self._kept.log) if self._kept else []
+
     # -- compiling -----------------------------------------------------------------------
     def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         failure, made, world = "", None, None
@@ -222,7 +230,7 @@ class CompiledStep:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             world = self.world or self._join(state)
             self._label = self._label or _next_label(world, self.__name__)
-            made = self._compile(args, kwargs, world, sizes)
+            made = self._obtain(args, kwargs, world, sizes)
         except WholestepError as error:
             failure = str(error).splitlines()[0]
             raise
@@ -236,8 +244,8 @@ class CompiledStep:
         assert world is not None, "joined or raised"
         return self._install(self._finish(made, world), args, kwargs, world, sizes)
 
-    def _agree(self, made: _Made | None, failure: str) -> None:
-        lines = program_lines(made.local, made.plan) if made is not None else []
+    def _agree(self, made: Offer | None, failure: str) -> None:
+        lines = [*made.lines, *(["compile cache on"] if self._kept else [])] if made is not None else []
         if not failure and lines in self._agreed:
             return
         with self._stage("agree"):
@@ -246,10 +254,39 @@ class CompiledStep:
         self._agreed.append(lines)
 
     def _tell_waiting(self, ranks: list[int]) -> None:
-        if self.options.progress:
-            self.options.progress(f"agree: waiting for ranks {ranks}", "start", 0.0)
+        self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> _Made:
+    def _obtain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Offer:
+        compile = partial(self._compile, args, kwargs, world, sizes)
+        several = world.mesh.size > 1 and not self._agreed  # later, ranks may compile when others do not
+        handed = Handed(f"{self._label}/cache/{self._round}", self.options.agree_timeout_s) if several else None
+        kept = self._kept
+        if kept and self.options.memory_bytes is not None and world.mesh.size > 1:
+            kept.refuse("memory_bytes= on several ranks, which choose together")
+            kept = None
+        return obtain(kept, partial(self._situation, args, kwargs, world, sizes), compile, handed)
+
+    def _situation(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
+    ) -> Situation:
+        """What the program of a call follows from."""
+        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
+        deals, o = self._dealer[1] if self._dealer else None, self.options
+        self._promote_changed()
+        options = {
+            "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
+            "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "keep_grads": o.keep_grads,
+            "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
+            "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
+        }  # fmt: skip
+        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
+        now = ambient(world.device, sizes)
+        return Situation(
+            self.fn, structure, leaves, names, state, world.device, options, now, placed(state, world),
+            self._promoted, whole,
+        )  # fmt: skip
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
         options = self.options
         with self._stage("capture"):
             captured = self._capture(args, kwargs, world, sizes)
@@ -264,85 +301,14 @@ class CompiledStep:
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
             local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._dump_pass)
-        return _Made(captured, planned, local)
+        return Compiled(captured, planned, local)
 
-    def _finish(self, made: _Made, world: World) -> _Made:
-        """What ranks do once they know that all of them have a program, and the same collectives in it."""
-        options, schedule = self.options, self._schedule(world)
-        offload = [Offload(world.device)] if options.parallel.options.offload else []
-        fill = [Fill()] if options.backend != "inductor" else []
-        last = [*offload, *fill, Reinplace()]
-        key = "\n".join(program_lines(made.local, made.plan))
-
-        def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
-            with self._stage("schedule"):
-                local, across = self._scheduled(local, world, schedule, key)
-                end = partial(run_passes, passes=last, watch=self._dump_pass)
-                across = across.mapped(end) if across else None
-                return across.steady if across else end(local), across
-
-        if options.memory_bytes is None:
-            local, across = finished(made.local, schedule)
-        else:
-            machine = schedule.machine if schedule else measure(world)
-            fit = Fit(options.memory_bytes, options.gathers_again, world, machine, schedule, last)
-            local, across = self._fitted(made.local, fit, finished, key)
-        self._dump("4-final-graph", local)
-        for name in ("first", "flush") if across else ():
-            self._dump(f"4-final-graph-{name}", getattr(across, name))
-        return replace(made, local=local, across=across)
-
-    def _schedule(self, world: World) -> Schedule | None:
-        """How collectives are merged and ordered; None where they are not."""
-        wanted = self.options.schedule
-        if not isinstance(wanted, str):
-            return wanted
-        if world.mesh.size > 1:
-            across_steps = wanted == "across_steps"
-            self._measured = self._measured or Schedule(measure(world), across_steps=across_steps)
-        return self._measured
-
-    def _fitted(
-        self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], key: str
-    ) -> _Finished:
-        """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
-        known, failure = key in self._fits, ""
-        timeout_s = self.options.agree_timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
-        label = f"{self._label}/memory/{len(self._fits)}"
-
-        def agreed(choose: Callable[[], list[str]]) -> list[str]:
-            if not known:
-                own = choose() if fit.world.rank == 0 else []
-                self._fits[key] = from_first_rank(label, own, timeout_s, "what is made again in the backward")
-            return self._fits[key]
-
-        try:
-            with self._stage("memory"):
-                local, schedule = fit(local, agreed)
-            made = finished(local, schedule)
-            fit.check(made[0])
-        except PlanError as error:
-            failure = error.found.splitlines()[0]
-            raise
-        finally:
-            if not known:
-                agree(f"{label}/fits", [], failure, timeout_s, self._tell_waiting)
+    def _finish(self, got: Offer, world: World) -> Compiled:
+        made = self._finisher.finish(got, world, self._label)
+        self._dump("4-final-graph", made.local)
+        for name in ("first", "flush") if made.across else ():
+            self._dump(f"4-final-graph-{name}", getattr(made.across, name))
         return made
-
-    def _scheduled(self, local: LocalGraph, world: World, schedule: Schedule | None, key: str) -> _Finished:
-        """Collectives merged and ordered; in the order of the first rank, for ranks' batches may differ in size."""
-        if schedule is None:
-            return local, None
-        across = schedule.across(local, self._dump_pass) if schedule.across_steps else None
-        local = across.steady if across else schedule(local, self._dump_pass)
-        if world.mesh.size == 1:
-            return local, across
-        if key not in self._orders:
-            label = f"{self._label}/order/{len(self._orders)}"
-            own = [n.name for n in local.graph.nodes if is_collective(n)]
-            self._orders[key] = from_first_rank(label, own, self.options.agree_timeout_s)
-        local = with_collectives_in(local, self._orders[key])
-        return local, across.with_steady(local) if across else None
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
@@ -387,7 +353,7 @@ class CompiledStep:
                 self._promoted.add(key)
 
     def _install(
-        self, made: _Made, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
+        self, made: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
     ) -> Program:
         state = made.capture.state
         call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
@@ -437,7 +403,7 @@ class CompiledStep:
             call_back(self)
         self.on_placed.clear()
 
-    def _random(self, made: _Made, world: World) -> Stream | None:
+    def _random(self, made: Compiled, world: World) -> Stream | None:
         """The stream of random numbers of ranks that compute one thing together."""
         data = self.options.parallel.data
         per_rank = frozenset(data.axes(world.mesh) if data and data.semantics == "per_rank" else ())
@@ -447,7 +413,7 @@ class CompiledStep:
         self._stream = self._stream or Stream.of(world, per_rank)
         return self._stream
 
-    def _guards(self, made: _Made, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
+    def _guards(self, made: Compiled, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
         state, capture = made.capture.state, made.capture
         params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
         groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
@@ -461,12 +427,18 @@ class CompiledStep:
     # -- small things ------------------------------------------------------------------------
     @contextmanager
     def _stage(self, name: str) -> Generator[None]:
-        tell, start = self.options.progress, time.perf_counter()
-        if tell:
-            tell(name, "start", 0.0)
+        start = time.perf_counter()
+        self._tell(name, "start", 0.0)
         yield
-        if tell:
-            tell(name, "done", time.perf_counter() - start)
+        self._tell(name, "done", time.perf_counter() - start)
+
+    def _tell(self, stage: str, what: str, seconds: float) -> None:
+        if self.options.progress:
+            with unwatched():
+                self.options.progress(stage, what, seconds)
+
+    def _say(self, text: str) -> None:
+        self._tell(f"cache: {text}", "done", 0.0)
 
     def _notice(self, planned: Plan, world: World) -> None:
         """Say once where averaging over ranks is not what one device would compute on the whole batch."""
@@ -489,16 +461,6 @@ class CompiledStep:
             path = Path(folder) / f"rank{rank}" / f"{self.__name__}-{self.captures}-{name}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{value}\n")
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A program before it is installed."""
-
-    capture: Capture
-    plan: Plan
-    local: LocalGraph
-    across: AcrossSteps | None = None
 
 
 def _not_yet(inputs: Sequence[Any]) -> list[Any]:

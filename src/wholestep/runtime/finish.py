@@ -1,0 +1,146 @@
+"""The last stage of a compile: what ranks do once they know that all have a program, and the same collectives in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from ..cache.program import Compiled
+from ..cost.machine import Machine
+from ..errors import PlanError
+from ..graph.graph import LocalGraph
+from ..passes.base import Pass, Watch, run_passes
+from ..passes.fill import Fill
+from ..passes.next_step import AcrossSteps
+from ..passes.offload import Offload
+from ..passes.overlap import with_collectives_in
+from ..passes.reinplace import Reinplace
+from ..passes.schedule import Schedule
+from .agree import agree, from_first_rank, order_lines
+from .fit import Fit
+from .launch import World
+from .measure import measure
+from .obtain import Offer
+
+_SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
+_Finished = tuple[LocalGraph, AcrossSteps | None]
+
+
+@dataclass
+class Finisher:
+    """Schedules the programs of one step; ranks have collectives in the order of the first one.
+
+    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `watch` is
+    told of each pass, `stage` of each stage. `measured` is the schedule for this machine, where that was measured.
+    """
+
+    schedule: Schedule | Literal["auto", "across_steps"] | None
+    offload: bool
+    fill: bool
+    budget: tuple[int, bool] | None
+    timeout_s: float
+    watch: Watch
+    stage: Callable[[str], AbstractContextManager[None]]
+    waiting: Callable[[list[int]], None]
+    measured: Schedule | None = None
+    _fits: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def finish(self, got: Offer, world: World, label: str) -> Compiled:
+        """The program that this rank runs; it is kept in the cache, and handed to other ranks."""
+        key = "\n".join(got.lines)
+        try:
+            schedule = self._schedule(got.machine, world)
+            made = got.made or got.receive()
+            if got.is_final and self._order(made.local, world, label, key) != order_lines(made.local):
+                made = got.anew()
+            compiled = not got.is_final
+            made = self._passed(got, made, world, label, schedule) if compiled else made
+            got.settle(made, compiled)
+        except Exception as error:
+            got.fail(error)
+            raise
+        return made
+
+    def _schedule(self, known: Machine | None, world: World) -> Schedule | None:
+        """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
+        if not isinstance(self.schedule, str):
+            return self.schedule
+        if world.mesh.size > 1 and self.measured is None:
+            self.measured = Schedule(known or measure(world), across_steps=self.schedule == "across_steps")
+        return self.measured
+
+    def _passed(
+        self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None
+    ) -> Compiled:  # fmt: skip
+        offload: list[Pass] = [Offload(world.device)] if self.offload else []
+        last = [*offload, *([Fill()] if self.fill else []), Reinplace()]
+        key = "\n".join(got.lines)
+
+        def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
+            with self.stage("schedule"):
+                local, across = self._scheduled(local, world, schedule, label, key)
+                end = partial(run_passes, passes=last, watch=self.watch)
+                across = across.mapped(end) if across else None
+                return across.steady if across else end(local), across
+
+        if self.budget is None:
+            local, across = finished(made.local, schedule)
+        else:
+            machine = schedule.machine if schedule else measure(world)
+            fit = Fit(*self.budget, world, machine, schedule, last)
+            local, across = self._fitted(made.local, fit, finished, label, key)
+        known = self.measured.machine if self.measured else None
+        return replace(made, local=local, across=across, lines=tuple(got.lines), machine=known)
+
+    def _fitted(
+        self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], label: str,
+        key: str,
+    ) -> _Finished:  # fmt: skip
+        """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
+        known, failure = key in self._fits, ""
+        timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
+        label = f"{label}/memory/{len(self._fits)}"
+
+        def agreed(choose: Callable[[], list[str]]) -> list[str]:
+            if not known:
+                own = choose() if fit.world.rank == 0 else []
+                self._fits[key] = from_first_rank(label, own, timeout_s, "what is made again in the backward")
+            return self._fits[key]
+
+        try:
+            with self.stage("memory"):
+                local, schedule = fit(local, agreed)
+            made = finished(local, schedule)
+            fit.check(made[0])
+        except PlanError as error:
+            failure = error.found.splitlines()[0]
+            raise
+        finally:
+            if not known:
+                agree(f"{label}/fits", [], failure, timeout_s, self.waiting)
+        return made
+
+    def _scheduled(self, local: LocalGraph, world: World, schedule: Schedule | None, label: str, key: str) -> _Finished:
+        """Collectives merged and ordered."""
+        if schedule is None:
+            return local, None
+        across = schedule.across(local, self.watch) if schedule.across_steps else None
+        local = across.steady if across else schedule(local, self.watch)
+        if world.mesh.size == 1:
+            return local, across
+        order = self._order(local, world, label, key)
+        local = with_collectives_in(local, [line.split(" ", 1)[0] for line in order])
+        return local, across.with_steady(local) if across else None
+
+    def _order(self, local: LocalGraph, world: World, label: str, key: str) -> list[str]:
+        """The collectives in the order of the first rank, for ranks' batches may differ in size."""
+        own = order_lines(local)
+        if world.mesh.size == 1 or self.schedule is None:
+            return own
+        if key not in self._orders:
+            self._orders[key] = from_first_rank(f"{label}/order/{len(self._orders)}", own, self.timeout_s)
+        return self._orders[key]
