@@ -164,7 +164,8 @@ def _cause(code: int) -> str:
 def _end(process: subprocess.Popen[str]) -> None:
     """Kill a rank and what it started (compilers): it leads its own process group, so its id names them all."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.stdin:
         with suppress(BrokenPipeError):

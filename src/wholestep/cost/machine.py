@@ -15,8 +15,6 @@ class Machine:
         launch_us: of one op, however small.
         link_us: of one collective of a few bytes.
         link_bytes_per_us: that a rank sends.
-        link_takes: how much of a core that arithmetic needs a collective takes while it runs, from 0 to 1. On a link
-            that processors carry, with as many busy threads as cores, it is 1, and nothing can hide behind arithmetic.
     """
 
     flops_per_us: float = 50_000.0
@@ -24,17 +22,13 @@ class Machine:
     launch_us: float = 4.0
     link_us: float = 250.0
     link_bytes_per_us: float = 1_000.0
-    link_takes: float = 0.0
 
     @property
     def bucket_bytes(self) -> int:
         """What a rank should send at once: starting a collective then costs a twentieth of sending it.
 
-        A power of two from 256 KiB to 64 MiB, so that measurements that differ a little agree. Everything at once where
-        sending takes the time of arithmetic anyway.
+        A power of two from 256 KiB to 64 MiB, so that measurements that differ a little agree.
         """
-        if self.link_takes > 0.5:
-            return 64 << 20
         wanted, size = 20 * self.link_us * self.link_bytes_per_us, 256 << 10
         while size < min(wanted, 64 << 20):
             size *= 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -29,35 +28,24 @@ def measure(world: World) -> Machine:
         _best(lambda: torch.add(flat, 1.0), world.device),
         _best(lambda: torch.add(little, 1.0), world.device),
     ]
-    sent, start, long, takes = 1.0, 0.0, 1.0, 0.0
+    sent, start, long = 1.0, 0.0, 1.0
     for axis in world.mesh.axes:
         if axis.size > 1 and world.devices is not None:
             group = world.groups[axis.name]
-            small = _best(_gather(little, axis.size, group), world.device)
-            busy, begun = time.process_time(), time.perf_counter()
-            large = _best(_gather(flat, axis.size, group), world.device)
-            busy = (time.process_time() - busy) / (time.perf_counter() - begun)
+            small, large = (_best(_gather(x, axis.size, group), world.device) for x in (little, flat))
             if large >= long:
-                sent, start, long, takes = float(flat.nbytes * (axis.size - 1)), small, large, busy
-    takes = min(takes, 1.0) if _no_core_is_idle() and not world.device.startswith("cuda") else 0.0
-    found = torch.tensor([*times, start, long, takes], dtype=torch.float64).to(world.device)
+                sent, start, long = float(flat.nbytes * (axis.size - 1)), small, large
+    found = torch.tensor([*times, start, long], dtype=torch.float64).to(world.device)
     if world.mesh.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         arrived = torch.tensor([sent], dtype=torch.float64).to(world.device)
         dist.all_reduce(arrived, dist.ReduceOp.MIN)
         sent = float(arrived)
-    product, moved, launch, start, long, takes = (float(v) for v in found)
+    product, moved, launch, start, long = (float(v) for v in found)
     return Machine(
         flops_per_us=2.0 * _SIDE**3 / product, memory_bytes_per_us=2.0 * flat.nbytes / moved, launch_us=launch,
-        link_us=start, link_bytes_per_us=sent / max(long - start, 1.0), link_takes=takes,
+        link_us=start, link_bytes_per_us=sent / max(long - start, 1.0),
     )  # fmt: skip
-
-
-def _no_core_is_idle() -> bool:
-    """True where the ranks of this host compute with as many threads as it has cores."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ranks * torch.get_num_threads() >= cores
 
 
 def _gather(x: torch.Tensor, parts: int, group: str) -> Callable[[], object]:
