@@ -79,6 +79,25 @@ def test_equal_to_ddp_after_a_flush(style: str) -> None:
         assert found["again"] == found["after"]
 
 
+def _own_sizes(rank: int, world: int, style: str) -> dict[str, float]:
+    """Batches of sizes that each rank changes for itself: one completes its step while the other runs on."""
+    step, (ours, theirs), optimizers = _pair(rank, style)
+    wrapped, losses = Ddp(theirs), 0.0
+    for call, rows in enumerate([(4, 4, 4, 7, 7, 4), (5, 6, 6, 6, 5, 5)][rank]):
+        batch = _data(rank, call, rows, 6), _data(rank, call + 50, rows, 3)
+        found, expected = step(ours, optimizers[0], *batch), train(wrapped, optimizers[1], *batch)
+        losses = max(losses, difference(found, expected))
+    step.flush()
+    return {"losses": losses, "params": _worst(_whole(ours), theirs)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ranks_may_change_programs_alone(style: str) -> None:
+    for found in run_ranks(_own_sizes, 2, style):
+        assert found["losses"] < TOLERANCE
+        assert found["params"] < TOLERANCE
+
+
 def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 

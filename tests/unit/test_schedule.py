@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
+from tests.catalogue import CASES
 from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
@@ -227,6 +228,17 @@ def test_products_are_made_in_their_bucket() -> None:
     assert (names[1].count("multiply_into"), names[1].count("put_pieces")) == (4, 2)
 
 
+@pytest.mark.parametrize("case", ["convolutions", "recurrent", "micro-batches"])
+@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
+def test_bounds_on_gradients_where_several_are_made_at_once(case: str, style: str) -> None:
+    """No wait comes before its collective, also where a later reduction's gradient is there before an earlier one's."""
+    model = CASES[case].build()
+    arguments = model, Adam(model.parameters()), CASES[case].batches(0)
+    graph = ws.capture(CASES[case].step, *arguments)
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
+    check_local_graph(Schedule(SLOW, bucket_bytes=1, first_bucket_bytes=1, in_flight_bytes=1)(local))
+
+
 # -- across steps -----------------------------------------------------------------------
 @pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
 def test_less_is_exposed_across_steps(style: str) -> None:
@@ -256,3 +268,28 @@ def test_what_is_read_first_goes_first() -> None:
     assert len(late) > 4, "several wait for the first layer's"
     assert late == sorted(late, reverse=True)
     assert [n.name for n in across.first.graph.nodes if is_collective(n)] == names[1]
+
+
+@pytest.mark.parametrize("style", ["zero1", "zero2", "fully_shard"])
+def test_a_flush_and_a_first_call_send_what_a_steady_call_sends(style: str) -> None:
+    """In one order, so that a rank may complete its step while another goes on with the next one.
+
+    Layers are updated in the order in which they were made, and read in another.
+    """
+
+    class Backwards(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(list(self)):
+                x = layer(x)
+            return x
+
+    with torch.device("meta"):
+        model, x = Backwards(*[nn.Linear(64, 64) for _ in range(8)]), torch.empty(16, 64)
+    graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
+    across = Schedule(SLOW, 8 << 10, 8 << 10).across(local)
+    assert across is not None
+    flush, first, steady = (
+        [n.name for n in one.graph.nodes if is_collective(n)] for one in (across.flush, across.first, across.steady)
+    )
+    assert [*flush, *first] == steady

@@ -31,6 +31,7 @@ class BoundedReductions:
         """Move waits of `local` up."""
         graph = copy_graph(local.graph)
         flying: dict[Node, int] = {}
+        place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if is_wait(node):
                 flying.pop(node_at(node, 0), None)
@@ -40,7 +41,8 @@ class BoundedReductions:
                 while flying and sum(flying.values()) + size_bytes > self.in_flight_bytes:
                     oldest = next(iter(flying))
                     del flying[oldest]
+                    start = given if place[given] > place[oldest] else node
                     for wait in list(oldest.users):
-                        given.prepend(wait)
+                        start.prepend(wait)
                 flying[node] = size_bytes
         return replace(local, graph=graph)

@@ -66,7 +66,7 @@ class Bucket:
                 continue
             group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
             group.nodes.append(node)
-            group.bytes += max(_made(node).size_bytes, _made(node_at(node, 0)).size_bytes)
+            group.bytes += max(made_by(node).size_bytes, made_by(node_at(node, 0)).size_bytes)
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
             if group.bytes >= most and (group.ahead or node.target is not GATHER):
                 done.append(open_groups.pop(key).nodes)
@@ -105,8 +105,8 @@ def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] 
     if node_at(node, 0).target is join_rows:
         return None
     if node.target is GATHER:
-        return (GATHER, *node.args[1:], _made(node).dtype, backward if _ahead(node) else after)
-    return (node.target, *node.args[1:], _made(node).dtype)
+        return (GATHER, *node.args[1:], made_by(node).dtype, backward if _ahead(node) else after)
+    return (node.target, *node.args[1:], made_by(node).dtype)
 
 
 def _merge(graph: Graph, group: Sequence[Node], fixed: bool) -> None:
@@ -119,27 +119,30 @@ def _merge(graph: Graph, group: Sequence[Node], fixed: bool) -> None:
             at.prepend(part)
     parts = 1 if kind is REDUCE else cast(int, first.args[1] if kind is GATHER else first.args[2])
     given = [node_at(node, 0) for node in group]
-    numel = sum(_made(n).numel for n in given)
+    numel = sum(made_by(n).numel for n in given)
     length = {GATHER: numel * parts, SCATTER: numel // parts, REDUCE: numel}[kind]
-    like = _made(given[0])
+    like = made_by(given[0])
     with graph.inserting_before(at):
-        joined = _call(graph, join_rows, (given, 1 if kind is GATHER else parts), contiguous([numel], like), first)
-        shapes: list[Any] = [_made(n).shape if fixed else _call(graph, outline, (n,), _made(n), first) for n in given]
-        whole = _call(graph, kind, (joined, *first.args[1:]), contiguous([length], like), first)
+        joined = add_call(graph, join_rows, (given, 1 if kind is GATHER else parts), contiguous([numel], like), first)
+        shapes: list[Any] = [
+            made_by(n).shape if fixed else add_call(graph, outline, (n,), made_by(n), first) for n in given
+        ]
+        whole = add_call(graph, kind, (joined, *first.args[1:]), contiguous([length], like), first)
     waits = [next(u for u in node.users if is_wait(u)) for node in group]
     order = {n: i for i, n in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        waited = _call(graph, funcol.wait_tensor.default, (whole,), _made(whole), first)
+        waited = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), first)
     cut = part_of_gather if kind is GATHER else part_of_scatter
     for number, (node, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
-            new = _call(graph, cut, (waited, shapes, number, parts), _made(wait), wait)
+            new = add_call(graph, cut, (waited, shapes, number, parts), made_by(wait), wait)
         wait.replace_all_uses_with(new)
         graph.erase_node(wait)
         graph.erase_node(node)
 
 
-def _call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
+def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
+    """One call that makes `made`, at the place in the user's code of `like`."""
     name = str(getattr(target, "__name__", target)).split(".")[0]
     node = graph.create_node("call_function", target, args, name=name)
     meta.copy(like, node)
@@ -148,7 +151,8 @@ def _call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made:
     return node
 
 
-def _made(node: Node) -> TensorMeta:
+def made_by(node: Node) -> TensorMeta:
+    """What a node that makes one tensor makes."""
     found = meta.tensor(node)
     assert found is not None, f"%{node.name} makes one tensor"
     return found

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph
-from ..graph.meta import TensorMeta
 from ..graph.storage import shares
-from .bucket import join_rows
+from .bucket import add_call, join_rows, made_by
 
 aten = torch.ops.aten
 
@@ -40,39 +38,25 @@ class Fill:
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int]) -> None:
-    pieces, whole = cast(list[Node], join.args[0]), _made(join)
-    sizes = [_made(piece).numel for piece in pieces]
+    pieces, whole = cast(list[Node], join.args[0]), made_by(join)
+    sizes = [made_by(piece).numel for piece in pieces]
     straight = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
     straight.sort(key=lambda i: place[pieces[i]])
     if not straight:
         return
     with graph.inserting_before(pieces[straight[0]]):
-        bucket = _call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
+        bucket = add_call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
     for i in straight:
         with graph.inserting_before(pieces[i]):
-            bucket = _call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args), whole, pieces[i])
+            bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args), whole, pieces[i])
     others = [i for i in range(len(pieces)) if i not in straight]
     if others:
         with graph.inserting_before(join):
-            bucket = _call(graph, put_pieces, (bucket, sizes, others, [pieces[i] for i in others]), whole, join)
+            bucket = add_call(graph, put_pieces, (bucket, sizes, others, [pieces[i] for i in others]), whole, join)
     join.replace_all_uses_with(bucket)
     graph.erase_node(join)
     for i in straight:
         graph.erase_node(pieces[i])
-
-
-def _call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
-    node = graph.create_node("call_function", target, args, name=target.__name__)
-    meta.copy(like, node)
-    meta.set_value(node, None)
-    meta.set_tensors(node, (made,))
-    return node
-
-
-def _made(node: Node) -> TensorMeta:
-    found = meta.tensor(node)
-    assert found is not None, f"%{node.name} makes one tensor"
-    return found
 
 
 # What the graph calls.

@@ -34,10 +34,19 @@ class AcrossSteps:
     flush: LocalGraph
 
     def with_steady(self, steady: LocalGraph) -> AcrossSteps:
-        """With another order of `steady`, and its order of collectives in `first`, which other ranks may be running."""
-        kept = {n.name for n in self.first.graph.nodes if is_collective(n)}
-        names = [n.name for n in steady.graph.nodes if is_collective(n) and n.name in kept]
-        return AcrossSteps(with_collectives_in(self.first, names), steady, self.flush)
+        """With another order of `steady`, whose collectives the other programs then have in the same one.
+
+        Those that complete the last call come before those of this one: a rank that flushes, and goes on with `first`,
+        has the same sequence as one that runs `steady`.
+        """
+        late, body = _collectives(self.flush), _collectives(self.first)
+        order = _collectives(steady)
+        late, body = [n for n in order if n in set(late)], [n for n in order if n in set(body)]
+        return AcrossSteps(
+            with_collectives_in(self.first, body),
+            with_collectives_in(steady, [*late, *body]),
+            with_collectives_in(self.flush, late),
+        )
 
     def mapped(self, change: Callable[[LocalGraph], LocalGraph]) -> AcrossSteps:
         """With `change` made to each program."""
@@ -188,6 +197,10 @@ class _Writer:
         layouts = tuple(self.layouts[i.name] for i in self.inputs)
         outputs = tuple(out for out, _ in results)
         return replace(self.local, graph=self.graph, inputs=tuple(self.inputs), outputs=outputs, layouts=layouts)
+
+
+def _collectives(local: LocalGraph) -> list[str]:
+    return [n.name for n in local.graph.nodes if is_collective(n)]
 
 
 def _followers(node: Node) -> set[Node]:

@@ -116,13 +116,14 @@ class _Work:
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
         self.clock = start(self.local, self.machine, self.arrivals)
         moving, main = parts(self.local)
-        self.ahead = {n: _cone(n, self.placed) for n in calls if n in main and is_collective(n) and n not in moving}
+        urgency = self._urgency([n for n in calls if n in main and n in moving])
+        gathers = [n for n in calls if n in main and is_collective(n) and n not in moving]
+        self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first.__getitem__)}
         self.settled = self.placed.union(*self.ahead.values())
         tail = [n for n in calls if n not in main]
         self.tail = _Tail(tail)
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
-        urgency = self._urgency([n for n in calls if n in main and n in moving])
         self._learn_carried([n for n in calls if n not in moving])
         for node in calls:
             if node in urgency:

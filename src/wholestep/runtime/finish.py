@@ -73,9 +73,7 @@ class Finisher:
             self.measured = Schedule(known or measure(world), across_steps=self.schedule == "across_steps")
         return self.measured
 
-    def _passed(
-        self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None
-    ) -> Compiled:  # fmt: skip
+    def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         offload: list[Pass] = [Offload(world.device)] if self.offload else []
         last = [*offload, *([Fill()] if self.fill else []), Reinplace()]
         key = "\n".join(got.lines)
