@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -214,8 +215,21 @@ def case_of(target: Any, sample: Sample) -> Case:
 def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
     """Flat outputs of an op on copies of its operands."""
     args, kwargs = with_tensors(args, kwargs, copied(list(_tensors([*args, *kwargs.values()]))))
-    with torch.no_grad():
+    with torch.no_grad(), _unwritten_is_nan():
         return _flat(target(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _unwritten_is_nan() -> Generator[None]:
+    """Memory that an op returns unwritten holds NaN instead of what was there: it differs on every run, not on some."""
+    before = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
 
 
 def _flat(made: Any) -> tuple[Tensor | None, ...]:

@@ -184,9 +184,9 @@ def margin(call: Call) -> Bind | BoundRule:
     kind = call.argument("reduction", MEAN)
     n = "n!" if kind == MEAN else "n"
     made = n if kind == NONE else "()"
-    if call.target is aten.multi_margin_loss.default:
-        return Bind(text([f"{n} c!", n, "c!"], [made]), filled=frozenset("n"))
-    return Bind(text([f"{n} c!", f"{n} c!"], [made, f"{n} c!"]))
+    one = call.target is aten.multi_margin_loss.default
+    terms = text([f"{n} c!", n, "c!"], [made]) if one else text([f"{n} c!", f"{n} c!"], [made, f"{n} c!"])
+    return Bind(terms, filled=frozenset("n"))  # torch leaves the sum of no rows unwritten
 
 
 @rule(ops("multilabel_margin_loss_backward"), samples=lambda: _margin_gradients(True))
