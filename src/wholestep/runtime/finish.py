@@ -14,6 +14,7 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.fill import Fill
+from ..passes.flat import Flat
 from ..passes.next_step import AcrossSteps
 from ..passes.offload import Offload
 from ..passes.overlap import with_collectives_in
@@ -34,12 +35,13 @@ class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
     `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `watch` is
-    told of each pass, `stage` of each stage. `measured` is the schedule for this machine, where that was measured.
+    told of each pass, `stage` of each stage. `direct`: no copies into buckets where none are needed. `measured` is
+    the schedule for this machine, where that was measured.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
     offload: bool
-    fill: bool
+    direct: bool
     budget: tuple[int, bool] | None
     timeout_s: float
     watch: Watch
@@ -75,7 +77,7 @@ class Finisher:
 
     def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         offload: list[Pass] = [Offload(world.device)] if self.offload else []
-        last = [*offload, *([Fill()] if self.fill else []), Reinplace()]
+        last = [*offload, Fill(), Reinplace(), Flat()] if self.direct else [*offload, Reinplace()]
         key = "\n".join(got.lines)
 
         def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:

@@ -17,6 +17,7 @@ from ..capture.trace import TensorLeaf
 from ..errors import StateError
 from ..graph.graph import LocalGraph, Role
 from ..plan.plan import Plan
+from .flat import lay_side_by_side
 from .guards import Guards
 from .launch import World
 from .place import find_input, local, place_entry
@@ -86,6 +87,7 @@ class Program:
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
         self._held = [local(t) if isinstance(t, DTensor) else t for _, _, t in self._slots]  # sees `t.data = ...`
         self._check_pieces()
+        lay_side_by_side(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
 
     def _check_pieces(self) -> None:

@@ -122,10 +122,10 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._hooked, self._dumped = False, 0
-        offload, fill = options.parallel.options.offload is not None, options.backend != "inductor"
+        offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, offload, fill, budget, options.agree_timeout_s, self._dump_pass, self._stage,
+            options.schedule, offload, direct, budget, options.agree_timeout_s, self._dump_pass, self._stage,
             self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None

@@ -1,0 +1,37 @@
+"""Lays the shards that a program gathers together side by side in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..graph.graph import LocalGraph
+from ..passes.flat import buckets
+
+
+def lay_side_by_side(local: LocalGraph, held: Sequence[Tensor]) -> None:
+    """Move the pieces of each bucket into one piece of memory; `held` are the first inputs of `local`.
+
+    The tensors stay the same objects. Buckets with a piece that is part of something larger stay where they are, as
+    after another program of the same step has moved it: `side_by_side` copies then.
+    """
+    for numbers in buckets(local):
+        pieces = [held[number] for number in numbers]
+        if all(_alone(piece) for piece in pieces):
+            with torch.no_grad():
+                _move(pieces)
+
+
+def _alone(piece: Tensor) -> bool:
+    return piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes
+
+
+def _move(pieces: Sequence[Tensor]) -> None:
+    whole = torch.cat([piece.reshape(-1) for piece in pieces])
+    start = 0
+    for piece in pieces:
+        shape, stride = piece.shape, piece.stride()
+        piece.set_(whole.untyped_storage(), start, shape, stride)  # pyright: ignore[reportUnknownMemberType]
+        start += piece.numel()
