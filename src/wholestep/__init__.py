@@ -5,6 +5,7 @@ from .compile import capture, compile
 from .cost.machine import Machine
 from .cost.memory import Held, PeakMemory, memory_curve, peak_memory
 from .cost.schedule import Simulated, simulate
+from .cost.topology import Topology
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
@@ -67,6 +68,7 @@ __all__ = [
     "Simulated",
     "StateError",
     "TensorParallel",
+    "Topology",
     "TrainGraph",
     "WholestepError",
     "capture",

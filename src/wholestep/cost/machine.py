@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..mesh import Mesh
+from .speeds import Work
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -33,3 +36,17 @@ class Machine:
         while size < min(wanted, 64 << 20):
             size *= 2
         return size
+
+    @property
+    def contention(self) -> float:
+        """Compute and collectives are measured apart: they do not slow each other."""
+        return 1.0
+
+    def work_us(self, work: Work) -> float:
+        """One op: its launch, and the longer of its arithmetic and its bytes."""
+        return self.launch_us + max(work.flops / self.flops_per_us, work.moved_bytes / self.memory_bytes_per_us)
+
+    def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """One collective by the ring algorithm: 2(W-1)/W of the whole for an all-reduce, else (W-1)/W."""
+        ranks, rounds = mesh.axis_size(axis), 2 if kind == "all_reduce" else 1
+        return self.link_us + rounds * whole_bytes * (ranks - 1) / ranks / self.link_bytes_per_us

@@ -12,14 +12,15 @@ from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.verify import is_collective, is_wait
 from ..mesh import Mesh
 from .compute import node_us
-from .machine import Machine
+from .curves import KINDS
+from .speeds import Speeds
 
 
 @dataclass
 class Clock:
     """The two streams at some point of a step, in microseconds since its start."""
 
-    machine: Machine
+    machine: Speeds
     mesh: Mesh
     now: float = 0.0
     wire: float = 0.0
@@ -37,7 +38,13 @@ class Clock:
             self.wire = max(self.wire, self.now) + sent_us(node, self.machine, self.mesh)
             self.done[node] = self.wire
         else:
-            self.now += node_us(node, self.machine)
+            self._compute(node_us(node, self.machine))
+
+    def _compute(self, us: float) -> None:
+        """What runs while the wire is busy takes longer by the machine's contention."""
+        slower = self.machine.contention
+        beside = min(us, max(self.wire - self.now, 0.0) / slower) if slower != 1 else 0.0
+        self.now += us + beside * (slower - 1)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Simulated:
     exposed_us: float
 
 
-def simulate(local: LocalGraph, machine: Machine) -> Simulated:
+def simulate(local: LocalGraph, machine: Speeds) -> Simulated:
     """Run the nodes of `local` in their order; where a step ends in the next one, after a step of the same kind."""
     clock = start(local, machine, {})
     run_all(clock, local.graph.nodes)
@@ -58,7 +65,7 @@ def simulate(local: LocalGraph, machine: Machine) -> Simulated:
     return Simulated(clock.now, clock.waited)
 
 
-def start(local: LocalGraph, machine: Machine, arrivals: Mapping[str, float]) -> Clock:
+def start(local: LocalGraph, machine: Speeds, arrivals: Mapping[str, float]) -> Clock:
     """The start of a step. `arrivals`: when what is carried into it is complete, in microseconds from now."""
     clock = Clock(machine, local.mesh, wire=max([0.0, *arrivals.values()]))
     for given, node in local.placeholders():
@@ -80,16 +87,14 @@ def run_all(clock: Clock, nodes: Iterable[Node]) -> None:
             clock.run(node)
 
 
-def sent_us(node: Node, machine: Machine, mesh: Mesh) -> float:
-    """Microseconds a collective keeps the wire, by the ring algorithm: 2(W-1)/W of the whole for an all-reduce, else
-    (W-1)/W.
-    """
-    ranks = _ranks(node, {a.name: a.size for a in mesh.axes})
+def sent_us(node: Node, machine: Speeds, mesh: Mesh) -> float:
+    """Microseconds a collective keeps the wire."""
     given, made = meta.tensor(node_at(node, 0)), meta.tensor(node)
     whole = max(given.size_bytes if given else 0, made.size_bytes if made else 0)
-    rounds = 2 if "all_reduce" in str(node.target) else 1
-    return machine.link_us + rounds * whole * (ranks - 1) / ranks / machine.link_bytes_per_us
+    return machine.collective_us(kind_of(node), whole, mesh, str(node.args[-1]))
 
 
-def _ranks(node: Node, sizes: Mapping[str, int]) -> int:
-    return sizes.get(str(node.args[-1]), 1)
+def kind_of(node: Node) -> str:
+    """all_reduce, all_gather, reduce_scatter, all_to_all or broadcast."""
+    name = str(node.target)
+    return next((kind for kind in KINDS if kind in name), name)

@@ -15,8 +15,8 @@ import numpy as np
 from torch.fx import Node
 
 from ..cost.compute import node_us
-from ..cost.machine import Machine
 from ..cost.schedule import sent_us
+from ..cost.speeds import Speeds
 from ..graph.graph import operands
 from ..graph.storage import Storage
 from ..graph.verify import is_collective, is_wait
@@ -38,7 +38,7 @@ class Choice:
     peak_bytes: int
 
 
-def choices(saved: Saved, held: Sequence[int], machine: Machine, wire_price: float = 1.0) -> list[Choice]:
+def choices(saved: Saved, held: Sequence[int], machine: Speeds, wire_price: float = 1.0) -> list[Choice]:
     """The path, cheapest first; `held` is what the step holds at each call now.
 
     A gather costs `wire_price` of the time for which it keeps the wire.
@@ -57,7 +57,7 @@ def choices(saved: Saved, held: Sequence[int], machine: Machine, wire_price: flo
 @dataclass
 class _Search:
     saved: Saved
-    machine: Machine
+    machine: Speeds
     wire_price: float
     held: Array
     us: float = 0.0

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..cost.machine import Machine
 from ..cost.schedule import Clock, left, start
+from ..cost.speeds import Speeds
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
@@ -34,7 +35,7 @@ class Overlap:
     Ranks whose batches differ in size may find different orders: `with_collectives_in` gives them that of one.
     """
 
-    machine: Machine = field(default_factory=Machine)
+    machine: Speeds = field(default_factory=Machine)
     in_flight_bytes: int = 64 << 20
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
@@ -101,7 +102,7 @@ class _Work:
     """
 
     local: LocalGraph
-    machine: Machine
+    machine: Speeds
     most: int
     arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..cost.machine import Machine
 from ..cost.memory import PeakMemory, bytes_held, peak_memory
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
@@ -39,7 +40,7 @@ class Recompute:
     """
 
     budget_bytes: int
-    machine: Machine = field(default_factory=Machine)
+    machine: Speeds = field(default_factory=Machine)
     compute: bool = True
     gathers: bool = False
 

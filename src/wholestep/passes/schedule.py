@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..cost.machine import Machine
+from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
 from .base import Pass, Watch, run_passes
 from .bounded_reductions import BoundedReductions
@@ -20,7 +21,7 @@ class Schedule:
     """Buckets sized by the link, an update and a gather for each, all in the order that a simulation finds best.
 
     Args:
-        machine: how fast a rank computes, and its link.
+        machine: how fast a rank computes, and its link: a `Machine`, or a `Topology`.
         bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
         first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
         in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be on their way to be
@@ -29,7 +30,7 @@ class Schedule:
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
     """
 
-    machine: Machine = field(default_factory=Machine)
+    machine: Speeds = field(default_factory=Machine)
     bucket_bytes: int | None = None
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None

@@ -94,7 +94,8 @@ class Finisher:
             fit = Fit(*self.budget, world, machine, schedule, last)
             local, across = self._fitted(made.local, fit, finished, label, key)
         known = self.measured.machine if self.measured else None
-        return replace(made, local=local, across=across, lines=tuple(got.lines), machine=known)
+        machine = known if isinstance(known, Machine) else None
+        return replace(made, local=local, across=across, lines=tuple(got.lines), machine=machine)
 
     def _fitted(
         self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], label: str,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..backend.bind import bind
-from ..cost.machine import Machine
 from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
@@ -75,7 +75,7 @@ class Fit:
     budget_bytes: int
     gathers: bool
     world: World
-    machine: Machine
+    machine: Speeds
     schedule: Schedule | None
     after: Sequence[Pass]
 

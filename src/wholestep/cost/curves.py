@@ -1,0 +1,138 @@
+"""What a collective takes by its algorithm: how much each level of links carries, and how many hops it makes there.
+
+A group is described by its units: `units[i]` of level i-1 (ranks for i = 0) hold the ranks of the group, the last is 1.
+So 16 ranks on two nodes of 8 are `(16, 2, 1)`, and the same 16 on nodes of their own `(16, 16, 1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, log2
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One way to carry a message: quick to start, or quick to carry.
+
+    Args:
+        base_us: before the first byte moves.
+        latency: of a hop, as a multiple of the link's.
+        rate: as a share of the link's.
+    """
+
+    base_us: float
+    latency: float = 1.0
+    rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one collective takes by one algorithm: the least of its regimes, as a library chooses its protocol.
+
+    Args:
+        kind: one of `KINDS`.
+        algorithm: one of `ALGORITHMS`.
+        regimes: at least one.
+        own_bytes_per_us: at which a rank copies or adds the piece that it keeps; 0 where that costs nothing.
+        least_ranks: the smallest group that can use it.
+    """
+
+    kind: str
+    algorithm: str
+    regimes: tuple[Regime, ...]
+    own_bytes_per_us: float = 0.0
+    least_ranks: int = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one level of links does for a collective: the share of the buffer that a link carries, hops in a row."""
+
+    share: float
+    hops: float
+
+
+Units = Sequence[int]
+
+
+def curve_us(
+    curve: Curve, size_bytes: float, units: Units, rates: Sequence[float], latencies: Sequence[float]
+) -> float:
+    """Microseconds of a collective on the largest buffer of a rank, over links of `rates` (bytes per microsecond).
+
+    Levels carry at the same time, so the slowest decides; hops follow each other.
+    """
+    loads = ALGORITHMS[curve.algorithm](curve.kind, units)
+    hops = sum(load.hops * latency for load, latency in zip(loads, latencies, strict=False))
+    carried = max(size_bytes * load.share / rate for load, rate in zip(loads, rates, strict=False))
+    own = size_bytes / units[0] / curve.own_bytes_per_us if curve.own_bytes_per_us else 0.0
+    return own + min(r.base_us + r.latency * hops + carried / r.rate for r in curve.regimes)
+
+
+def _ring(kind: str, units: Units) -> list[Load]:
+    """Every link of the ring carries (n-1)/n of the buffer, twice for an all-reduce. Where a node holds several ranks,
+    so many rings share the traffic between nodes, each over the link of one of them.
+    """
+    ranks = units[0]
+    rounds = 2 if kind == "all_reduce" else 1
+    share = 1.0 if kind in ("broadcast", "send") else rounds * (ranks - 1) / ranks
+    return [Load(share * under / ranks, rounds * (under - over)) for under, over in _levels(units)]
+
+
+def _flat(kind: str, units: Units) -> list[Load]:
+    """A ring that knows no levels but the outermost that it crosses."""
+    ranks = units[0]
+    rounds = 2 if kind == "all_reduce" else 1
+    inner = [Load(0.0, 0) for _ in units[2:]]
+    return [*inner, Load(rounds * (ranks - 1) / ranks, rounds * (ranks - 1))]
+
+
+def _tree(kind: str, units: Units) -> list[Load]:
+    """Chains inside a unit; between units two binary trees, each for half of the buffer."""
+    loads: list[Load] = []
+    for level, (under, over) in enumerate(_levels(units)):
+        joined = under / over
+        hops = joined - 1 if level == 0 else ceil(log2(joined)) if joined > 1 else 0
+        loads.append(Load(2 * (joined - 1) / joined * under / units[0], 2 * hops))
+    return loads
+
+
+def _nvls(kind: str, units: Units) -> list[Load]:
+    """The switch adds and copies: a rank sends its whole buffer once, and once the piece that it looks after. Between
+    units as a tree.
+    """
+    inside = units[0] / units[1]
+    return [Load((inside + 1) / inside, 2), *_tree(kind, units)[1:]]
+
+
+def _pairwise(kind: str, units: Units) -> list[Load]:
+    """Every rank sends each other one its piece, directly."""
+    ranks = units[0]
+    return [
+        Load((ranks / over - ranks / under) / ranks, ranks / over - ranks / under) for under, over in _levels(units)
+    ]
+
+
+def _gloo(kind: str, units: Units) -> list[Load]:
+    """Gloo's rings. torch scatters by adding up everything everywhere, then keeping a piece."""
+    return _ring("all_reduce" if kind == "reduce_scatter" else kind, units)
+
+
+ALGORITHMS: dict[str, Callable[[str, Units], list[Load]]] = {
+    "ring": _ring,
+    "flat": _flat,
+    "tree": _tree,
+    "nvls": _nvls,
+    "nvls_tree": _nvls,
+    "pairwise": _pairwise,
+    "copy_engine": _pairwise,
+    "gloo": _gloo,
+}
+
+
+def _levels(units: Units) -> list[tuple[int, int]]:
+    return list(pairwise(units))

@@ -1,0 +1,127 @@
+"""What one rank's device takes to compute: matrix products by tiles and waves, attention, memory-bound ops by bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+_ITEM = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+_SPLITS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The piece of a product that one processor makes at a time, and the share of the ceiling that it reaches."""
+
+    m: int
+    n: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What products in `dtype` reach.
+
+    Args:
+        dtype: float64, float32, tf32, float16, bfloat16 or float8.
+        flops_per_us: of the data sheet, dense.
+        tiles: to choose from, the cheapest for a shape; with none, `rate` of the ceiling at any shape.
+        rate: see `tiles`; and what attention reaches, where `attention` is 0.
+        wave_us: that a processor takes for each tile besides its arithmetic.
+        attention: share of the ceiling that fused attention reaches forward; `attention_backward` backward.
+    """
+
+    dtype: str
+    flops_per_us: float
+    tiles: tuple[Tile, ...] = ()
+    rate: float = 1.0
+    wave_us: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device. Times in microseconds, rates in bytes or operations per microsecond.
+
+    Args:
+        memory_bytes: of the device; `host_memory_bytes` of host memory there is for each rank.
+        memory_bytes_per_us: of the data sheet, read plus written; ops reach `memory_rate` of it.
+        host_bytes_per_us: between device and host.
+        launch_us: of one kernel on the device, however small, behind another one.
+        host_us: that the host takes to start one op when it runs op by op.
+        processors: that tiles are spread over.
+        contention: how much longer compute takes while a collective runs beside it.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_us: float
+    ceilings: tuple[Ceiling, ...]
+    host_memory_bytes: int = 0
+    host_bytes_per_us: float = 25_000.0
+    memory_rate: float = 0.85
+    launch_us: float = 2.0
+    host_us: float = 5.0
+    processors: int = 1
+    contention: float = 1.0
+
+    def ceiling(self, dtype: str) -> Ceiling:
+        """That of `dtype`; of the next wider one that is known where it has none of its own, else the first."""
+        for name in (dtype, *_WIDER.get(dtype, ())):
+            for one in self.ceilings:
+                if one.dtype == name:
+                    return one
+        return self.ceilings[0]
+
+    def matmul_us(self, b: int, m: int, n: int, k: int, dtype: str) -> float:
+        """`b` products of (m, k) by (k, n), without the launch."""
+        top = self.ceiling(dtype)
+        moved = b * (m * k + k * n + m * n) * item_bytes(dtype)
+        memory_us = self.bytes_us(moved)
+        if not top.tiles:
+            return max(2.0 * b * m * n * k / (top.flops_per_us * top.rate), memory_us)
+        return max(memory_us, min(self._tiled_us(top, tile, b, m, n, k) for tile in top.tiles))
+
+    def _tiled_us(self, top: Ceiling, tile: Tile, b: int, m: int, n: int, k: int) -> float:
+        """Whole tiles in whole waves: a product that fills a little of its last wave pays for all of it.
+
+        A few tiles are split along k, which writes and reads partial sums.
+        """
+        tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
+        rate = top.flops_per_us * tile.rate / self.processors
+        found = float("inf")
+        for split in _SPLITS:
+            waves = ceil(tiles * split / self.processors)
+            added = 0.0 if split == 1 else top.wave_us + self.bytes_us(4 * b * m * n * split)
+            found = min(found, waves * (2.0 * tile.m * tile.n * ceil(k / split) / rate + top.wave_us) + added)
+        return found
+
+    def attention_us(
+        self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,
+        *, causal: bool = True, backward: bool = False,
+    ) -> float:  # fmt: skip
+        """Fused attention of `heads` over `queries` by `keys`; backward makes five products for the forward's two."""
+        top = self.ceiling(dtype)
+        flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
+        rate = (top.attention_backward if backward else top.attention) or top.rate
+        moved = batch * heads * (2 * queries + 2 * keys) * width * item_bytes(dtype) * (2 if backward else 1)
+        return max(flops / (top.flops_per_us * rate), self.bytes_us(moved))
+
+    def bytes_us(self, size_bytes: float) -> float:
+        """Reading and writing so many bytes of device memory, in all."""
+        return size_bytes / (self.memory_bytes_per_us * self.memory_rate)
+
+
+_WIDER = {
+    "float8": ("bfloat16", "float16", "float32"),
+    "float16": ("bfloat16", "tf32", "float32"),
+    "bfloat16": ("float16", "tf32", "float32"),
+    "tf32": ("float32",),
+    "float32": ("tf32",),
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a float dtype by name, without `torch.`; 4 where it is not one of ours."""
+    return _ITEM.get("float8" if dtype.startswith("float8") else dtype, 4)

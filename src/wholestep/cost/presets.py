@@ -1,0 +1,196 @@
+"""Machines by name. Every fitted figure says what it was fitted to; the others are those of data sheets.
+
+Collectives: the two regimes of a curve, its own-piece rate and the latency of a hop are least absolute log errors over
+the published tables that `sources` name (`docs/accuracy.md` has their errors, with rows held out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import PlanError
+from .curves import Curve, Regime
+from .device import Ceiling, Device, Tile
+from .topology import Level, Topology
+
+_GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
+
+_XLA = "XLA default_collective_perf_table and gemm tables (openxla/xla, Apache-2.0): H100 of 2 and 8 ranks, B200 of 8"
+_VTRAIN = "vTrain nccl-tests tables (MIT): A100 all-reduce of 2, 4 and 8 ranks"
+_H200_SOURCE = "nccl-tests of 8 H200 (NCCL 2.27.7, NVLS), published plot"
+_A3 = "GCP A3-mega nccl-tests, 16 H100"
+_PEAKS = "NVIDIA GTC24 S62129: peak bus bandwidths by link"
+_NCCL = "NCCL src/graph/tuning.cc: latencies of a hop by protocol"
+
+_HOPPER_TILES = (
+    Tile(256, 128, 0.622), Tile(128, 256, 0.622), Tile(128, 128, 0.867), Tile(128, 64, 0.715), Tile(64, 128, 0.715),
+    Tile(64, 64, 0.590),
+)  # fmt: skip
+
+
+def _tiles(scale: float) -> tuple[Tile, ...]:
+    return tuple(replace(tile, rate=tile.rate * scale) for tile in _HOPPER_TILES)
+
+
+def _hopper(name: str, memory_bytes: int, memory_rate: float, power: float = 1.0) -> Device:
+    """H100 SXM: 132 processors, bf16 989 TFLOPS dense. `power` is the share of the clock that its power cap leaves."""
+    ceilings = (
+        Ceiling("bfloat16", 989 * _TERA * power, _HOPPER_TILES, 0.75, 0.78, attention=0.55, attention_backward=0.45),
+        Ceiling("float16", 989 * _TERA * power, _HOPPER_TILES, 0.75, 0.78, attention=0.55, attention_backward=0.45),
+        Ceiling("tf32", 495 * _TERA * power, _tiles(0.9), 0.65, 0.62, attention=0.4, attention_backward=0.3),
+        Ceiling("float8", 1979 * _TERA * power, _tiles(0.85), 0.6, 0.5, attention=0.4, attention_backward=0.3),
+        Ceiling("float32", 67 * _TERA * power, (), 0.8),
+        Ceiling("float64", 67 * _TERA * power, (), 0.8),
+    )
+    return Device(
+        name, memory_bytes, memory_rate, ceilings, 256 * _GIB, 50 * _GB, memory_rate=0.9, launch_us=3.0, host_us=5.0,
+        processors=132, contention=1.08,
+    )  # fmt: skip
+
+
+_A100_TILES = (Tile(256, 128, 0.88), Tile(128, 256, 0.88), Tile(128, 128, 0.84), Tile(128, 64, 0.72), Tile(64, 64, 0.6))
+A100 = Device(
+    "A100 SXM 80 GB", 80 * _GIB, 2039 * _GB,
+    (
+        Ceiling("bfloat16", 312 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.6, attention_backward=0.5),
+        Ceiling("float16", 312 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.6, attention_backward=0.5),
+        Ceiling("tf32", 156 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.4, attention_backward=0.3),
+        Ceiling("float32", 19.5 * _TERA, (), 0.8),
+        Ceiling("float64", 19.5 * _TERA, (), 0.8),
+    ),
+    128 * _GIB, 25 * _GB, memory_rate=0.85, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
+)  # fmt: skip
+H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
+H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, power=0.85)
+H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB)
+B200 = Device(
+    "B200 192 GB", 192 * 10**9, 8000 * _GB,
+    (
+        Ceiling("bfloat16", 2250 * _TERA, _tiles(0.95), 0.7, 0.6, attention=0.5, attention_backward=0.4),
+        Ceiling("float16", 2250 * _TERA, _tiles(0.95), 0.7, 0.6, attention=0.5, attention_backward=0.4),
+        Ceiling("tf32", 1125 * _TERA, _tiles(0.9), 0.65, 0.6, attention=0.4, attention_backward=0.3),
+        Ceiling("float8", 4500 * _TERA, _tiles(0.85), 0.6, 0.5, attention=0.4, attention_backward=0.3),
+        Ceiling("float32", 75 * _TERA, (), 0.8),
+        Ceiling("float64", 37 * _TERA, (), 0.8),
+    ),
+    480 * _GIB, 200 * _GB, memory_rate=0.9, launch_us=3.0, host_us=5.0, processors=148, contention=1.08,
+)  # fmt: skip
+
+
+def _curve(kind: str, algorithm: str, quick: tuple[float, float, float], long: tuple[float, float, float],
+           own: float = 0.0, least: int = 2) -> Curve:  # fmt: skip
+    return Curve(kind, algorithm, (Regime(*quick), Regime(*long)), own * _GB, least)
+
+
+NVLINK3 = Level("nvlink3", 8, 240 * _GB, 3.1, (
+    _curve("all_reduce", "ring", (32.2, 1.0, 0.907), (72.4, 1.0, 0.99), 560),
+    _curve("all_gather", "ring", (20.0, 1.0, 0.5), (40.0, 1.0, 0.97), 1000),
+    _curve("reduce_scatter", "ring", (20.0, 1.0, 0.5), (40.0, 1.0, 0.97), 500),
+    _curve("all_to_all", "pairwise", (35.0, 0.1, 0.5), (60.0, 0.1, 0.93), 1000),
+))  # fmt: skip
+_HOPPER_RINGS = (
+    _curve("all_gather", "ring", (13.0, 1.0, 0.478), (32.3, 1.0, 0.995), 937),
+    _curve("reduce_scatter", "ring", (16.8, 0.7, 0.719), (41.5, 0.7, 1.0), 380),
+    _curve("all_reduce", "ring", (10.8, 1.1, 0.39), (43.5, 1.1, 0.642)),
+    _curve("all_to_all", "pairwise", (34.4, 0.0, 0.558), (56.5, 0.0, 0.949), 1923),
+)
+NVLINK4 = Level("nvlink4", 8, 370 * _GB, 1.83, (
+    *_HOPPER_RINGS, _curve("all_reduce", "nvls", (40.7, 0.2, 0.403), (82.2, 0.2, 0.695), 0, 3),
+))  # fmt: skip
+NVLINK4_H200 = replace(NVLINK4, curves=(
+    *_HOPPER_RINGS, _curve("all_reduce", "nvls", (26.2, 0.4, 0.115), (87.3, 0.4, 0.824), 0, 3),
+))  # fmt: skip
+NVLINK5 = Level("nvlink5", 72, 640 * _GB, 1.0, (
+    _curve("all_gather", "ring", (33.3, 0.34, 0.782), (57.2, 0.34, 0.982)),
+    _curve("reduce_scatter", "ring", (8.3, 3.5, 0.683), (51.4, 3.5, 1.0)),
+    _curve("all_reduce", "ring", (45.0, 1.0, 0.39), (85.0, 1.0, 0.642)),
+    _curve("all_reduce", "nvls", (50.3, 0.0, 0.337), (102.6, 0.0, 0.627), 0, 3),
+    _curve("all_to_all", "pairwise", (36.3, 0.36, 0.617), (65.0, 0.36, 0.939)),
+))  # fmt: skip
+
+
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def _between(name: str, bytes_per_us: float, latency_us: float, quick: tuple[float, float, float],
+             long: tuple[float, float, float]) -> Level:  # fmt: skip
+    """Links between nodes, one for each rank. An all-reduce may use trees; what it needs inside a node goes beside."""
+    ring = [
+        Curve(kind, "ring", (Regime(*quick), Regime(*long))) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    return Level(name, 0, bytes_per_us, latency_us, (
+        *ring,
+        _curve("all_reduce", "tree", quick, long),
+        _curve("all_to_all", "pairwise", quick, (long[0], 0.1, long[2])),
+    ))  # fmt: skip
+
+
+def _infiniband(gbit: int, share: float = 0.96) -> Level:
+    return _between(f"infiniband-{gbit}", gbit / 8 * _GB, 2.7, (25.0, 1.0, 0.25), (50.0, 5.2, share))
+
+
+def _ethernet(gbit: int) -> Level:
+    return _between(f"ethernet-{gbit}", gbit / 8 * _GB, 25.0, (60.0, 1.0, 0.6), (120.0, 1.2, 0.8))
+
+
+FASTRAK = Level("fastrak-200", 0, 25 * _GB, 5.0, (
+    _curve("all_reduce", "nvls_tree", (140.0, 1.0, 0.1), (880.0, 1.0, 0.92)),
+    *(_curve(kind, "ring", (140.0, 1.0, 0.2), (300.0, 2.0, 0.9)) for kind in _RINGS[1:]),
+    _curve("all_to_all", "pairwise", (140.0, 0.2, 0.2), (300.0, 0.2, 0.85)),
+))  # fmt: skip
+LINKS = {
+    "infiniband-100": _infiniband(100), "infiniband-200": _infiniband(200), "infiniband-400": _infiniband(400, 0.95),
+    "ethernet-10": _ethernet(10), "ethernet-100": _ethernet(100), "ethernet-400": _ethernet(400),
+    "fastrak-200": FASTRAK,
+}  # fmt: skip
+
+_CPU = Device(
+    "CPU core", 8 * _GIB, 10 * _GB,
+    tuple(Ceiling(*top) for top in (("float32", 0.05 * _TERA), ("float64", 0.025 * _TERA), ("bfloat16", 0.02 * _TERA))),
+    8 * _GIB, 10 * _GB, memory_rate=0.8, launch_us=4.0, host_us=4.0, contention=1.0,
+)  # fmt: skip
+_GLOO = tuple(
+    Curve(kind, "pairwise" if kind == "all_to_all" else "gloo", (Regime(150.0),), 5 * _GB)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+)
+
+
+def _made() -> dict[str, Topology]:
+    ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
+    rows = [
+        Topology("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL)),
+        Topology("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Topology("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL)),
+        Topology("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Topology("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Topology("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
+        Topology("loopback", _CPU, (Level("loopback", 0, 1.5 * _GB, 60.0, _GLOO),), ("gloo on one two-core machine",)),
+    ]
+    return {row.name: row for row in rows}
+
+
+def names() -> tuple[str, ...]:
+    """Names of machines; each also as `NAME+LINK`."""
+    return tuple(_made())
+
+
+def preset(name: str) -> Topology:
+    """One of `names()`, or with another link between its nodes."""
+    made = _made()
+    base, _, link = name.partition("+")
+    if base not in made or (link and (link not in LINKS or len(made[base].levels) < 2)):
+        raise PlanError(
+            f"there is no topology {name!r}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
+            "correct the name, or give a file to Topology.load",
+        )  # fmt: skip
+    found = made[base]
+    return replace(found, name=name, levels=(*found.levels[:-1], LINKS[link])) if link else found
+
+
+def seed() -> Topology:
+    """DTensor's figures: 87.7 GiB/s and 0.6 us inside a host; 0.22 of that and 2.7 us along an axis that leaves it."""
+    base = 6.6
+    curves = tuple(Curve(kind, "flat", (Regime(base),)) for kind in (*_RINGS, "all_to_all", "broadcast"))
+    rate = 87.7 * 2**30 / 1e6
+    levels = Level("host", 8, rate, 0.6, curves), Level("hosts", 0, rate * 0.22, 2.7, curves)
+    return Topology("seed", A100, levels, ("torch.distributed.tensor._collective_utils",))

@@ -1,0 +1,57 @@
+"""What a simulation asks of a machine. `Machine` (measured at start-up) and `Topology` (described) both answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one op does on one rank.
+
+    Args:
+        moved_bytes: read plus written.
+        flops: multiplications and additions; 0 for ops on elements.
+        dtype: of the arithmetic, without `torch.`.
+        matmul: (b, m, n, k) of a product.
+        attention: (batch, heads, queries, keys, width) of fused attention.
+        causal: of that attention; `backward`: that it is a backward.
+    """
+
+    moved_bytes: int
+    flops: float = 0.0
+    dtype: str = "float32"
+    matmul: tuple[int, int, int, int] | None = None
+    attention: tuple[int, int, int, int, int] | None = None
+    causal: bool = False
+    backward: bool = False
+
+
+class Speeds(Protocol):
+    """Microseconds of ops and collectives on one rank."""
+
+    @property
+    def launch_us(self) -> float:
+        """What a rank computes nothing for while it starts a collective."""
+        ...
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What a rank should send at once."""
+        ...
+
+    @property
+    def contention(self) -> float:
+        """How much longer compute takes while a collective is on its way; 1 for not at all."""
+        ...
+
+    def work_us(self, work: Work) -> float:
+        """One op, its launch included."""
+        ...
+
+    def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """One collective along `axis` on the largest buffer that a rank holds for it."""
+        ...
