@@ -13,6 +13,7 @@ from itertools import count
 from math import prod
 
 from .cost.collective import collective_us
+from .cost.topology import Topology
 from .errors import LayoutError
 from .layout import REPLICATED, AxisState, Layout
 from .mesh import Mesh
@@ -48,8 +49,12 @@ class Path:
 
 
 @lru_cache(maxsize=65536)
-def reshard(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Path:
+def reshard(
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, topology: Topology | None = None
+) -> Path:
     """The cheapest way from `source` to `target` for a tensor of global `shape` with `itemsize` bytes an element.
+
+    Prices are those of `topology`; with None, of one host with as many ranks as it takes.
 
     Raises:
         LayoutError: there is none: a value that varies has no global meaning, a shard cannot become a partial value.
@@ -64,11 +69,33 @@ def reshard(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: in
             continue
         done.add(at)
         for step, after in _moves(at, target):
-            price = collective_us(
-                step.kind, _whole_bytes(step, at, after, shape, itemsize, mesh), mesh.axis_size(step.axis)
+            whole = _whole_bytes(step, at, after, shape, itemsize, mesh)
+            price = (
+                topology.collective_us(step.kind, whole, mesh, step.axis)
+                if topology
+                else collective_us(step.kind, whole, mesh.axis_size(step.axis))
             )
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
+
+
+def reshard_us(
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, topology: Topology,
+    target_mesh: Mesh | None = None,
+) -> float:  # fmt: skip
+    """What that way costs in microseconds; infinite where values would have to be cut into partial ones, reduced by
+    another operation, or moved to another mesh.
+    """
+    if target_mesh is not None and target_mesh != mesh:
+        return float("inf")
+    for axis in source.axes | target.axes:
+        here, there = source.state(axis), target.state(axis)
+        if there.kind == "P" and here.kind in ("S", "P") and here != there:
+            return float("inf")
+    try:
+        return reshard(source, target, shape, itemsize, mesh, topology).cost_us
+    except LayoutError:
+        return float("inf")
 
 
 def _moves(at: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:

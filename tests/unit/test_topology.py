@@ -1,0 +1,276 @@
+"""Topologies: the seed's formulas to the last digit, groups on nodes, JSON, and what a simulation asks of them."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import wholestep as ws
+from wholestep.cost.compute import node_us, work
+from wholestep.cost.curves import ALGORITHMS, Curve, Regime
+from wholestep.cost.schedule import Clock
+from wholestep.cost.topology import Level, units_of
+from wholestep.layout import Layout
+from wholestep.reshard import reshard_us
+
+SEED = ws.Topology.seed()
+# every rank its own host: the outer level of the seed alone
+APART = replace(SEED, levels=SEED.levels[1:])
+LINE, SQUARE = ws.Mesh("x=4"), ws.Mesh("x=2,y=2")
+MIB, GIB = 1 << 20, 1 << 30
+S0, S1, R = Layout((("x",), ())), Layout(((), ("x",))), Layout(((), ()))
+P = Layout(((), ()), partial=(("x", "sum"),))
+INFINITE = float("inf")
+
+
+def cost(source, target, shape=(10, 10), mesh=LINE, topology=APART):
+    return reshard_us(source, target, shape, 4, mesh, topology)
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "ranks", "per_node", "expected"),
+    [
+        ("all_gather", MIB, 4, 4, 16.75144669327252),
+        ("all_reduce", MIB, 4, 4, 26.90289338654504),
+        ("all_gather", GIB, 8, 8, 9987.994982896236),
+        ("all_reduce", GIB, 8, 8, 19969.389965792474),
+        ("all_gather", GIB, 8, 1, 45376.38628589198),
+        ("reduce_scatter", GIB, 8, 1, 45376.38628589198),
+        ("all_reduce", GIB, 8, 1, 90746.17257178396),
+    ],
+)
+def test_the_seeds_formulas(kind, whole, ranks, per_node, expected):
+    assert SEED.group_us(kind, whole, ranks, per_node) == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+def test_the_seeds_values_of_one_axis():
+    assert cost(S0, R) == pytest.approx(14.714481018574928, abs=1e-9)
+    assert cost(P, S0) == pytest.approx(14.714481018574928, abs=1e-9)
+    assert cost(P, R) == pytest.approx(22.828962037149857, abs=1e-9)
+
+
+def test_the_seeds_values_of_two_axes():
+    both = Layout((("x", "y"), ()))
+    partial = Layout(((), ()), partial=(("x", "sum"), ("y", "sum")))
+    assert cost(both, R, (8, 8), SQUARE) == pytest.approx(18.609268, abs=1e-6)
+    assert cost(partial, R, (8, 8), SQUARE) == pytest.approx(24.024714, abs=1e-6)
+    assert cost(partial, both, (8, 8), SQUARE) == pytest.approx(18.609268, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", [S0, S1, R, P])
+def test_staying_is_free(layout):
+    assert cost(layout, layout) == 0
+
+
+def test_relations_of_the_seed():
+    gather, scatter, reduce = (SEED.group_us(k, MIB, 4) for k in ("all_gather", "reduce_scatter", "all_reduce"))
+    assert reduce + 1 < gather + scatter
+    average = Layout(((), ()), partial=(("x", "avg"),))
+    assert cost(S0, P) == INFINITE
+    assert cost(P, average) == INFINITE
+    assert reshard_us(S0, R, (10, 10), 4, LINE, APART, ws.Mesh("x=2,y=2")) == INFINITE
+    mesh = ws.Mesh("x=4,y=4")
+    both = Layout((("x", "y"), ()))
+    outer, inner = Layout((("x",), ())), Layout((("y",), ()))
+    assert cost(both, inner, (16, 16), mesh) > cost(both, outer, (16, 16), mesh)
+
+
+def test_the_seed_chooses_for_addmm():
+    shapes = ((8,), (50, 6), (6, 8))
+    whole, cut = Layout(((),)), Layout((("x",),))
+    given = (cut, P, S1)
+    ways = {
+        "(S0,R,S1)->S1": (cut, R, S1),
+        "(R,S0,R)->S0": (whole, S0, R),
+        "(R,R,R)->R": (whole, R, R),
+        "(P,S1,S0)->P": (Layout(((),), partial=(("x", "sum"),)), S1, S0),
+    }
+    price = {
+        name: sum(cost(a, b, shape) for a, b, shape in zip(given, wanted, shapes, strict=True))
+        for name, wanted in ways.items()
+    }
+    assert min(price, key=price.__getitem__) == "(S0,R,S1)->S1"
+    assert price["(S0,R,S1)->S1"] < price["(R,S0,R)->S0"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "units"),
+    [
+        ("dp=4,tp=8", "tp", (8, 1, 1)),
+        ("dp=4,tp=8", "dp", (4, 4, 1)),
+        ("dp=8,tp=4", "dp", (8, 4, 1)),
+        ("dp=2,tp=16", "tp", (16, 2, 1)),
+        ("dp=32", "dp", (32, 4, 1)),
+        ("a=3,b=3", "b", (3, 2, 1)),  # ranks 6, 7, 8 stand on two nodes
+        ("a=2,b=4", "a", (2, 1, 1)),
+    ],
+)
+def test_an_axis_crosses_nodes_by_its_stride_and_size(mesh, axis, units):
+    assert units_of(ws.Mesh(mesh), axis, (8, 0)) == units
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("units", [(8, 1), (16, 2, 1), (4, 4, 1), (12, 2, 1), (32, 4, 2, 1)])
+def test_algorithms_load_every_level_they_cross(algorithm, units):
+    kind = "all_to_all" if algorithm in ("pairwise", "copy_engine") else "all_reduce"
+    loads = ALGORITHMS[algorithm](kind, units)
+    assert len(loads) == len(units) - 1
+    for load, (under, over) in zip(loads, pairwise(units), strict=True):
+        assert load.share >= 0
+        assert load.hops >= 0
+        if algorithm != "flat" and under > over:
+            assert load.share > 0
+
+
+def test_what_goes_between_nodes_is_shared_by_the_ranks_of_a_node():
+    h100 = ws.Topology.preset("dgx-h100")
+    spread, together = (h100.group_us("all_gather", GIB, 16, per) for per in (1, 8))
+    assert together < spread / 4
+    assert h100.group_us("all_gather", GIB, 8, 8) < together
+
+
+@pytest.mark.parametrize("name", ws.Topology.presets())
+def test_presets(name):
+    found = ws.Topology.preset(name)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"):
+        for ranks in (2, 4, 8, 64, 1024):
+            times = [found.group_us(kind, 4**i, ranks) for i in range(17)]
+            assert times == sorted(times), (kind, ranks)
+            assert times[0] > 0
+    assert found.group_us("all_reduce", GIB, 1) == 0
+    assert ws.Topology.preset(f"{name}").device.memory_bytes > GIB
+
+
+def test_other_links_between_nodes():
+    fast, slow = (ws.Topology.preset(f"dgx-a100+{link}") for link in ("infiniband-400", "ethernet-10"))
+    assert fast.group_us("all_gather", GIB, 64) < slow.group_us("all_gather", GIB, 64) / 10
+    assert fast.group_us("all_gather", GIB, 8) == slow.group_us("all_gather", GIB, 8)
+    with pytest.raises(ws.PlanError, match="there is no topology 'dgx-x'"):
+        ws.Topology.preset("dgx-x")
+
+
+def test_ragged_pieces_are_padded_to_the_largest():
+    mesh, h100 = ws.Mesh("dp=8"), ws.Topology.preset("dgx-h100")
+    padded = h100.collective_us("all_gather", 11 * MIB, mesh, "dp", largest_bytes=2 * MIB)
+    assert padded == h100.collective_us("all_gather", 16 * MIB, mesh, "dp")
+
+
+def test_json(tmp_path):
+    for name in ws.Topology.presets():
+        made = ws.Topology.preset(name)
+        made.save(tmp_path / "machine.json")
+        assert ws.Topology.load(tmp_path / "machine.json") == made
+
+
+def _without(body):
+    del body["device"]["memory_bytes"]
+
+
+def _unknown(body):
+    body["levels"][0]["curves"][1]["colour"] = 1
+
+
+def _wrong_kind(body):
+    body["levels"][0]["curves"][2]["regimes"][0]["base_us"] = "fast"
+
+
+def _negative(body):
+    body["levels"][1]["bytes_per_us"] = -1.0
+
+
+def _no_algorithm(body):
+    body["levels"][0]["curves"][0]["algorithm"] = "star"
+
+
+def _levels(body):
+    body["levels"][0]["ranks"] = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without, "field device.memory_bytes is missing"),
+        (_unknown, r"unknown field levels\[0\].curves\[1\].colour"),
+        (_wrong_kind, r"levels\[0\].curves\[2\].regimes\[0\].base_us is 'fast'\n  needed: a number"),
+        (_negative, r"levels\[1\].bytes_per_us is -1.0\n  needed: a number above 0"),
+        (_no_algorithm, r"levels\[0\].curves\[0\].algorithm is 'star'\n  needed: one of ring"),
+        (_levels, r"levels\[0\].ranks is 0\n  needed: a multiple of 1, above it"),
+        (lambda body: body.pop("format"), "format is None"),
+    ],
+)
+def test_json_that_is_wrong_names_the_field(tmp_path, spoil, said):
+    path = tmp_path / "machine.json"
+    ws.Topology.preset("dgx-h100").save(path)
+    body = json.loads(path.read_text())
+    spoil(body)
+    path.write_text(json.dumps(body))
+    with pytest.raises(ws.PlanError, match=said):
+        ws.Topology.load(path)
+
+
+def test_eight_lines_make_a_machine():
+    device = replace(ws.Topology.preset("dgx-h100").device, name="mine")
+    mine = ws.Topology("mine", device, (Level("bus", 4, 20_000.0, 3.0), Level("net", 0, 1_250.0, 20.0)))
+    assert mine.group_us("all_reduce", GIB, 4, 4) == pytest.approx(10 + 6 * 3 + 1.5 * GIB / 20_000, rel=1e-9)
+    quick = Curve("all_reduce", "ring", (Regime(1.0), Regime(5.0, rate=2.0)))
+    faster = replace(mine, levels=(replace(mine.levels[0], curves=(quick,)), mine.levels[1]))
+    assert faster.group_us("all_reduce", GIB, 4, 4) == pytest.approx(5 + 6 * 3 + 0.75 * GIB / 20_000, rel=1e-9)
+
+
+def test_products_pay_for_whole_tiles_and_whole_waves():
+    h100 = ws.Topology.preset("dgx-h100")
+    one, more = h100.matmul_us(1, 4224, 4096, 4096), h100.matmul_us(1, 4225, 4096, 4096)  # 1056 tiles, 8 waves of 132
+    assert one < more
+    assert h100.matmul_us(1, 128, 128, 128) < 2 * h100.matmul_us(1, 1, 1, 1)
+    assert h100.matmul_us(1, 8192, 8192, 8192, "float32") > 5 * h100.matmul_us(1, 8192, 8192, 8192)
+    long = 1 << 16
+    assert h100.matmul_us(1, 1, long, long) == pytest.approx(h100.bytes_us(2 * (long * long + 2 * long)))
+    whole = h100.attention_us(1, 32, 4096, 4096, 128, causal=False)
+    assert whole > 1.8 * h100.attention_us(1, 32, 4096, 4096, 128, causal=True)
+
+
+def step_of_a_rank():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096))
+        x = torch.empty(512, 4096)
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
+    return ws.partition(graph, ws.plan(graph, "dp=16", ws.DataParallel("fully_shard")))
+
+
+def train(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_step_is_simulated_and_scheduled_on_a_topology():
+    local, h100 = step_of_a_rank(), ws.Topology.preset("dgx-h100")
+    slow = ws.Topology.preset("dgx-h100+ethernet-10")
+    assert ws.simulate(local, h100).step_us < ws.simulate(local, slow).step_us
+    ordered = ws.run_passes(local, [ws.Schedule(machine=h100, bucket_bytes=MIB)])
+    assert ws.simulate(ordered, h100).step_us <= ws.simulate(local, h100).step_us
+    products = [n for n in local.graph.nodes if n.op == "call_function" and "mm" in str(n.target)]
+    found = work(products[0])
+    assert found is not None
+    assert found.matmul == (1, 512, 4096, 4096)
+    assert node_us(products[0], h100) == pytest.approx(h100.matmul_us(1, 512, 4096, 4096, "float32"))
+
+
+def test_compute_beside_a_collective_takes_longer():
+    """A collective of 100 us, then compute: the part that runs beside it takes a quarter longer."""
+    local = step_of_a_rank()
+    calls = [n for n in local.graph.nodes if n.op == "call_function"]
+    compute = next(n for n in calls if "mm" in str(n.target))
+    h100 = ws.Topology.preset("dgx-h100")
+    machine = replace(h100, device=replace(h100.device, contention=1.25))
+    long = node_us(compute, machine)
+    for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
+        clock = Clock(machine, local.mesh, wire=wire)
+        clock.run(compute)
+        assert clock.now == pytest.approx(expected)
