@@ -22,43 +22,49 @@ _A3 = "GCP A3-mega nccl-tests, 16 H100"
 _PEAKS = "NVIDIA GTC24 S62129: peak bus bandwidths by link"
 _NCCL = "NCCL src/graph/tuning.cc: latencies of a hop by protocol"
 
-_HOPPER_TILES = (
-    Tile(256, 128, 0.622), Tile(128, 256, 0.622), Tile(128, 128, 0.867), Tile(128, 64, 0.715), Tile(64, 128, 0.715),
-    Tile(64, 64, 0.590),
+
+def _tiles(large: float, middle: float, small: float, smallest: float) -> tuple[Tile, ...]:
+    """By the share of the ceiling that a processor reaches on each."""
+    return (
+        Tile(256, 128, large), Tile(128, 256, large), Tile(128, 128, middle), Tile(128, 64, small),
+        Tile(64, 128, small), Tile(64, 64, smallest),
+    )  # fmt: skip
+
+
+_HOPPER_HALF, _HOPPER_TF32, _HOPPER_EIGHT = (
+    _tiles(0.61, 0.859, 0.721, 0.577), _tiles(0.664, 0.42, 0.333, 0.25), _tiles(0.913, 0.95, 0.704, 0.563),
 )  # fmt: skip
-
-
-def _tiles(scale: float) -> tuple[Tile, ...]:
-    return tuple(replace(tile, rate=tile.rate * scale) for tile in _HOPPER_TILES)
 
 
 def _hopper(name: str, memory_bytes: int, memory_rate: float, power: float = 1.0) -> Device:
     """H100 SXM: 132 processors, bf16 989 TFLOPS dense. `power` is the share of the clock that its power cap leaves."""
     ceilings = (
-        Ceiling("bfloat16", 989 * _TERA * power, _HOPPER_TILES, 0.75, 0.78, attention=0.55, attention_backward=0.45),
-        Ceiling("float16", 989 * _TERA * power, _HOPPER_TILES, 0.75, 0.78, attention=0.55, attention_backward=0.45),
-        Ceiling("tf32", 495 * _TERA * power, _tiles(0.9), 0.65, 0.62, attention=0.4, attention_backward=0.3),
-        Ceiling("float8", 1979 * _TERA * power, _tiles(0.85), 0.6, 0.5, attention=0.4, attention_backward=0.3),
+        Ceiling("bfloat16", 989 * _TERA * power, _HOPPER_HALF, 0.75, 0.7, attention=0.55, attention_backward=0.45),
+        Ceiling("float16", 989 * _TERA * power, _HOPPER_HALF, 0.75, 0.7, attention=0.55, attention_backward=0.45),
+        Ceiling("tf32", 495 * _TERA * power, _HOPPER_TF32, 0.65, 0.62, attention=0.4, attention_backward=0.3),
+        Ceiling("float8", 1979 * _TERA * power, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 67 * _TERA * power, (), 0.8),
         Ceiling("float64", 67 * _TERA * power, (), 0.8),
     )
     return Device(
-        name, memory_bytes, memory_rate, ceilings, 256 * _GIB, 50 * _GB, memory_rate=0.9, launch_us=3.0, host_us=5.0,
+        name, memory_bytes, memory_rate, ceilings, 256 * _GIB, 50 * _GB, memory_rate=0.8, launch_us=4.9, host_us=5.0,
         processors=132, contention=1.08,
     )  # fmt: skip
 
 
-_A100_TILES = (Tile(256, 128, 0.88), Tile(128, 256, 0.88), Tile(128, 128, 0.84), Tile(128, 64, 0.72), Tile(64, 64, 0.6))
+_A100_TILES = (
+    Tile(256, 128, 0.756), Tile(128, 256, 0.756), Tile(128, 128, 0.722), Tile(128, 64, 0.62), Tile(64, 64, 0.52)
+)  # fmt: skip
 A100 = Device(
     "A100 SXM 80 GB", 80 * _GIB, 2039 * _GB,
     (
-        Ceiling("bfloat16", 312 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.6, attention_backward=0.5),
-        Ceiling("float16", 312 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.6, attention_backward=0.5),
-        Ceiling("tf32", 156 * _TERA, _A100_TILES, 0.8, 1.0, attention=0.4, attention_backward=0.3),
+        Ceiling("bfloat16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.73, attention_backward=0.245),
+        Ceiling("float16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.73, attention_backward=0.245),
+        Ceiling("tf32", 156 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 19.5 * _TERA, (), 0.8),
         Ceiling("float64", 19.5 * _TERA, (), 0.8),
     ),
-    128 * _GIB, 25 * _GB, memory_rate=0.85, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
+    128 * _GIB, 25 * _GB, memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
 )  # fmt: skip
 H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
 H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, power=0.85)
@@ -66,14 +72,14 @@ H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB)
 B200 = Device(
     "B200 192 GB", 192 * 10**9, 8000 * _GB,
     (
-        Ceiling("bfloat16", 2250 * _TERA, _tiles(0.95), 0.7, 0.6, attention=0.5, attention_backward=0.4),
-        Ceiling("float16", 2250 * _TERA, _tiles(0.95), 0.7, 0.6, attention=0.5, attention_backward=0.4),
-        Ceiling("tf32", 1125 * _TERA, _tiles(0.9), 0.65, 0.6, attention=0.4, attention_backward=0.3),
-        Ceiling("float8", 4500 * _TERA, _tiles(0.85), 0.6, 0.5, attention=0.4, attention_backward=0.3),
+        Ceiling("bfloat16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.5, attention_backward=0.4),
+        Ceiling("float16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.5, attention_backward=0.4),
+        Ceiling("tf32", 1125 * _TERA, _HOPPER_TF32, 0.65, 0.6, attention=0.4, attention_backward=0.3),
+        Ceiling("float8", 4500 * _TERA, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 75 * _TERA, (), 0.8),
         Ceiling("float64", 37 * _TERA, (), 0.8),
     ),
-    480 * _GIB, 200 * _GB, memory_rate=0.9, launch_us=3.0, host_us=5.0, processors=148, contention=1.08,
+    480 * _GIB, 200 * _GB, memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=1.08,
 )  # fmt: skip
 
 

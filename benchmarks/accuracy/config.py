@@ -1,0 +1,162 @@
+"""A published run as the configuration of a transformer's training step, or the reason why it cannot be one."""
+
+import re
+from dataclasses import dataclass
+
+from benchmarks.accuracy.read import Row, number, whole
+
+COLUMNS = (
+    "source_id", "hw", "n_gpus", "gpus_per_node", "model", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab",
+    "seq_len", "dp_replicate", "dp_shard", "tp", "pp", "cp", "sharding", "micro_batch", "grad_accum", "global_batch",
+    "dtype", "ac", "compile", "tokens_per_s_per_gpu", "step_time_s", "mem_gib", "notes",
+)  # fmt: skip
+_GATED = r"llama|mistral|qwen|gemma|deepseek|phi-?[34]|mixtral|olmo|nemotron-?h"
+_VOCABULARY = ((r"llama-?3", 128256), (r"llama", 32000), (r"mpt", 50368), (r"gpt", 51200), (r"qwen", 151936))
+_LENGTH = ((r"llama-?3", 8192), (r"llama", 4096))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training step of a decoder.
+
+    Args:
+        style: replicate, zero1, zero2 or full: what data parallel ranks share out.
+        shard: ranks that share it; `replicate` copies of them (or of the whole model).
+        tp: ranks that share each layer; `sequence`: and the tokens between layers.
+        micro: sequences of a rank at a time; `accumulate` of them in a step.
+        ac: none, full, every_other (layer), ops (every other product made again), attention.
+        flash: attention never writes its scores; else kernels of their own do.
+        overlapped: gradients are reduced while the backward runs.
+        compiled: ops on elements are fused.
+        pure: gradients are scattered in half precision too.
+        slow_host: Megatron-DeepSpeed of 2022 starts the ops.
+    """
+
+    source: str
+    hardware: str
+    model: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+    gated: bool
+    tied: bool
+    replicate: int
+    shard: int
+    tp: int
+    style: str
+    sequence: bool
+    micro: int
+    accumulate: int
+    ac: str
+    flash: bool
+    overlapped: bool
+    compiled: bool
+    pure: bool
+    slow_host: bool
+    per_node: int
+    step_s: float | None
+    memory_gib: float | None
+
+    @property
+    def head(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, on all ranks together."""
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        return attention + self.width * self.hidden * (3 if self.gated else 2) + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        ends = self.vocabulary * self.width * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank's micro-batch."""
+        return self.micro * self.length
+
+
+def read(row: Row) -> Run | str:
+    """The run, or why the model cannot express it."""
+    why = _inexpressible(row)
+    if why:
+        return why
+    model, ranks = row["model"].lower(), whole(row, "n_gpus")
+    layers, width, heads = (whole(row, name) for name in ("n_layers", "d_model", "n_heads"))
+    tp = whole(row, "tp", 1) or 1
+    data = ranks // tp
+    style = _style(row["sharding"], row.get("dtype", ""))
+    replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
+    if style == "replicate":
+        replicate, shard = data, 1
+    elif not shard or (replicate or 1) * shard != data:
+        replicate, shard = 1, data
+    replicate = replicate or 1
+    micro = whole(row, "micro_batch")
+    accumulate = whole(row, "grad_accum") or max(1, whole(row, "global_batch", micro * data) // (micro * data))
+    length = whole(row, "seq_len") or _by_family(model, _LENGTH)
+    hidden = whole(row, "d_ff") or 4 * width
+    step = number(row, "step_time_s")
+    rate = number(row, "tokens_per_s_per_gpu")
+    if step is None and rate:
+        step = micro * length * accumulate / tp / rate
+    source, dtype = row["source_id"].lower(), row["dtype"].lower()
+    old = "vtrain" in source or "seqsel" in source or "megatron-deepspeed" in source
+    notes = f"{row['sharding']} {row['ac']} {row['notes']}".lower()
+    return Run(
+        row["source_id"], row["hw"], row["model"], layers, width, heads, whole(row, "n_kv_heads") or heads, hidden,
+        whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
+        bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
+        "sequence parallel" in notes or bool(re.search("fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower()),
+        not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype, "vtrain" in source,
+        whole(row, "gpus_per_node", 8) or 8, step, number(row, "mem_gib"),
+    )  # fmt: skip
+
+
+def _inexpressible(row: Row) -> str:
+    model, dtype = row["model"].lower(), row["dtype"].lower()
+    checks = (
+        (whole(row, "pp", 1) > 1, "pipeline parallel"),
+        (whole(row, "cp", 1) > 1, "context parallel"),
+        (whole(row, "ep", 1) > 1 or bool(re.search(r"mixtral|moe|-a\d+b|deepseek|dbrx|\dx\d+b", model)), "experts"),
+        (bool(re.search(r"fp8|float8|mxfp|nvfp|fp4", dtype)), "8 bit or less"),
+        (bool(re.search(r"async.?tp", f"{row['notes']} {row['sharding']}".lower())), "asynchronous tensor parallel"),
+        (bool(re.search(r"lora|sft|peft", f"{row['notes']} {model}".lower())), "fine-tuning a part"),
+        (not all(whole(row, name) for name in ("n_layers", "d_model", "n_heads")), "no sizes of layers"),
+        (not whole(row, "n_gpus"), "no number of ranks"),
+        (not whole(row, "micro_batch"), "no size of the micro-batch"),
+        (not (whole(row, "seq_len") or _by_family(model, _LENGTH)), "no length of a sequence"),
+        (not (whole(row, "vocab") or _by_family(model, _VOCABULARY)), "no size of the vocabulary"),
+        (not (number(row, "step_time_s") or number(row, "tokens_per_s_per_gpu") or number(row, "mem_gib")),
+         "neither a time nor bytes"),
+    )  # fmt: skip
+    return next((reason for found, reason in checks if found), "")
+
+
+def _by_family(model: str, table: tuple[tuple[str, int], ...]) -> int:
+    return next((size for pattern, size in table if re.search(pattern, model)), 0)
+
+
+def _style(text: str, dtype: str) -> str:
+    text = text.lower()
+    for pattern, style in ((r"grad_op|zero-?2", "zero2"), (r"zero-?1|distributed optimizer|dist.?opt", "zero1"),
+                           (r"fsdp|full_shard|zero-?3", "full")):  # fmt: skip
+        if re.search(pattern, text):
+            return style
+    return "replicate"
+
+
+def _recompute(text: str) -> str:
+    for pattern, kind in ((r"^(none|no|false)?$", "none"), (r"full", "full"), (r"selective layer|every|selective 2", "every_other"),
+                          (r"\bop\b", "ops"), (r"selective", "attention")):  # fmt: skip
+        if re.search(pattern, text):
+            return kind
+    return "none"

@@ -1,0 +1,83 @@
+"""CSV files of measurements, and the machine that a row's name of a device means."""
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import wholestep as ws
+
+Row = dict[str, str]
+
+# the first whose pattern is found in what a source calls its hardware
+_MACHINES = (
+    (r"a3", "a3-mega"), (r"b200|gb200", "b200-nvl72"), (r"h200", "h200"), (r"h100.*(94|96) ?gb", "h100-96gb-500w"),
+    (r"h100", "dgx-h100"), (r"a100", "dgx-a100"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row with what was measured and what is predicted; `group` is what a fold leaves out as a whole."""
+
+    source: str
+    hardware: str
+    label: str
+    group: str
+    measured: float
+    predicted: float
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured; above 0 where it is too slow or too large."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Left:
+    """One row that cannot be predicted, and why."""
+
+    source: str
+    label: str
+    reason: str
+
+
+def rows(path: Path, needed: Iterable[str]) -> list[Row]:
+    """The rows of a CSV file.
+
+    Raises:
+        SystemExit: it is missing, or lacks a column.
+    """
+    try:
+        with path.open(newline="") as file:
+            found = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from error
+    lacking = sorted(set(needed) - set(found[0] if found else ()))
+    if found and lacking:
+        raise SystemExit(f"{path} has no column {', '.join(lacking)}")
+    return found
+
+
+def machine(name: str) -> ws.Topology | None:
+    """The preset that a name of hardware means; None where there is none."""
+    for pattern, preset in _MACHINES:
+        if re.search(pattern, name.lower()):
+            return ws.Topology.preset(preset)
+    return None
+
+
+def number(row: Row, column: str) -> float | None:
+    """A figure; None where the cell is empty or no number."""
+    try:
+        return float(row.get(column, "").strip().replace(",", ""))
+    except ValueError:
+        return None
+
+
+def whole(row: Row, column: str, default: int = 0) -> int:
+    """A whole number; `default` where there is none."""
+    found = number(row, column)
+    return default if found is None else round(found)

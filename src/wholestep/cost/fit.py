@@ -1,0 +1,104 @@
+"""Fits the curve of a collective to measured times: least absolute errors of logarithms, so that sizes count alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .curves import ALGORITHMS, Curve, Regime
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured collective: the largest buffer of a rank, the group's units (see `cost.curves`), microseconds.
+
+    `weight` is how much its error counts.
+    """
+
+    size_bytes: float
+    units: tuple[int, ...]
+    us: float
+    weight: float = 1.0
+
+
+def fit_curve(
+    kind: str, algorithm: str, samples: Sequence[Sample], rates: Sequence[float], latencies: Sequence[float],
+    own_bytes_per_us: float = 0.0,
+) -> Curve:  # fmt: skip
+    """The curve of two regimes that fits `samples` best on links of `rates` and `latencies`.
+
+    What a rank's own piece costs can be told from what the link carries only by groups of several sizes: with one,
+    `own_bytes_per_us` is used. A single regime is fitted where there are fewer than six samples.
+    """
+    us, weight = np.array([s.us for s in samples]), np.array([s.weight for s in samples])
+    carried, hops = np.array([_links(kind, algorithm, s, rates, latencies) for s in samples]).T
+    own = np.array([s.size_bytes / s.units[0] for s in samples])
+    several, two = len({s.units[0] for s in samples}) > 1, len(samples) >= 6
+
+    def predicted(p: Array) -> Array:
+        base, late, rate, more, long, per_own = np.exp(np.clip(p, -30, 30))
+        quick = base + late * hops + carried / rate
+        kept = own / (per_own if several else own_bytes_per_us) if several or own_bytes_per_us else 0.0
+        if not two:
+            return quick + kept
+        return np.minimum(quick, base + more + late * hops + carried / (rate * (1 + long))) + kept
+
+    def loss(p: Array) -> float:
+        # a latency that the samples say nothing about stays that of the link
+        return float((weight * np.abs(np.log(predicted(p) / us))).sum() / weight.sum() + 1e-4 * np.square(p[1]))
+
+    least = float(us.min())
+    starts = [
+        np.log([0.6 * least, 1.0, 0.4, 0.7 * least, 1.0, 500e3]), np.log([0.5 * least, 0.5, 0.6, 3 * least, 0.6, 2e6]),
+        np.log([0.9 * least, 0.2, 0.1, 6 * least, 6.0, 1e6]), np.log([0.9 * least, 0.05, 0.8, least, 0.2, 1e6]),
+    ]  # fmt: skip
+    best = min((simplex(loss, start) for start in starts), key=loss)
+    base, late, rate, more, long, per_own = (float(v) for v in np.exp(best))
+    regimes = [Regime(base, late, rate), Regime(base + more, late, rate * (1 + long))]
+    return Curve(kind, algorithm, tuple(regimes if two else regimes[:1]), per_own if several else own_bytes_per_us)
+
+
+def _links(
+    kind: str, algorithm: str, sample: Sample, rates: Sequence[float], latencies: Sequence[float]
+) -> tuple[float, float]:
+    """Microseconds that the slowest level carries, and that hops take."""
+    loads = ALGORITHMS[algorithm](kind, sample.units)
+    carried = max(sample.size_bytes * load.share / rate for load, rate in zip(loads, rates, strict=False))
+    return carried, sum(load.hops * late for load, late in zip(loads, latencies, strict=False))
+
+
+def simplex(loss: Callable[[Array], float], start: Array, step: float = 0.4, rounds: int = 1500) -> Array:
+    """The minimum of `loss` that Nelder and Mead's method finds from `start`, begun anew once where it stopped."""
+    for _ in range(2):
+        start = _simplex(loss, start, step, rounds)
+    return start
+
+
+def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: int) -> Array:
+    points = [start, *(start + step * row for row in np.eye(len(start)))]
+    values = [loss(p) for p in points]
+    for _ in range(rounds):
+        order = np.argsort(values)
+        points, values = [points[i] for i in order], [values[i] for i in order]
+        if values[-1] - values[0] < 1e-9:
+            break
+        centre = np.mean(points[:-1], axis=0)
+        tried = [(loss(p), p) for p in (centre + (centre - points[-1]),)]
+        if tried[0][0] < values[0]:
+            far = centre + 2 * (centre - points[-1])
+            tried.append((loss(far), far))
+        elif tried[0][0] >= values[-2]:
+            near = centre + 0.5 * (points[-1] - centre)
+            tried.append((loss(near), near))
+        value, point = min(tried, key=lambda pair: pair[0])
+        if value < values[-1]:
+            points[-1], values[-1] = point, value
+        else:
+            points = [points[0], *(points[0] + 0.5 * (p - points[0]) for p in points[1:])]
+            values = [values[0], *(loss(p) for p in points[1:])]
+    return points[int(np.argmin(values))]
