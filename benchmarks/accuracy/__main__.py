@@ -37,39 +37,48 @@ def main() -> None:
                 _show(console, table)
                 made.append(table)
     if given.table:
-        named = [(n, p) for n in ("runs", "collectives", "gemms") if (p := getattr(given, n))]
-        command = " ".join(
-            ["python -m benchmarks.accuracy", *(f"--{n} {p.name}" for n, p in named), f"--table {given.table.name}"]
-        )
+        files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
+        command = " ".join(["python -m benchmarks.accuracy", *files, f"--table {given.table.name}"])
         given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)))
 
 
 def _collectives(path: Path) -> Iterator[Table]:
     found, left = collectives.read(rows(path, collectives.COLUMNS))
     if found:
-        ways = (
-            ("by size, held out", "curves fitted without a fifth of the sizes, tested on those", collectives.by_size(found)),
-            ("by ranks, held out", "curves fitted without groups of one size, tested on those, where there are several",
-             collectives.by_ranks(found)),
-            ("as shipped", "in sample for the rows that the presets were fitted to", collectives.in_sample(found)),
-        )  # fmt: skip
-        for title, said, cases in ways:
+        tested = collectives.by_size(found)
+        without_sizes = "curves fitted without a fifth of the sizes, tested on those"
+        without_ranks = "curves fitted without groups of one size, tested on those, where there are several"
+        shipped = "in sample for the rows that the presets were fitted to"
+        for title, said, cases in (
+            ("by size, held out", without_sizes, tested),
+            ("by ranks, held out", without_ranks, collectives.by_ranks(found)),
+            ("as shipped", shipped, collectives.in_sample(found)),
+        ):
             if cases:
                 yield errors(f"Collectives, {title}", said, cases, lambda c: (c.group,), ("size",))
-        yield errors("Collectives by device and kind, held out", "as by size above", ways[0][2],
-                     lambda c: (c.source, c.hardware, c.label.split()[0], c.group), ("source", "device", "kind", "size"))  # fmt: skip
-        yield worst(
-            "Collectives of 1 MiB and more, held out by size: the worst",
-            [c for c in ways[0][2] if c.group != "< 1 MiB"],
-        )
+        if tested:
+            yield errors("Collectives by device and kind, held out by size", without_sizes, tested, _device, _DEVICE)
+            longer = [case for case in tested if case.group != "< 1 MiB"]
+            yield worst("Collectives of 1 MiB and more, held out by size: the worst (microseconds)", longer)
     yield left_out("Collectives left out", left)
+
+
+_DEVICE = ("source", "device", "kind", "size")
+
+
+def _device(case: Case) -> tuple[str, ...]:
+    return case.source, case.hardware, case.label.split()[0], case.group
+
+
+def _product(case: Case) -> tuple[str, ...]:
+    return case.hardware, case.group, "> 30 us" if case.measured > 30 else "<= 30 us"
 
 
 def _gemms(path: Path) -> Iterator[Table]:
     cases, left = gemms.read(rows(path, gemms.COLUMNS))
     if cases:
-        yield errors("Matrix products, as shipped", "in sample: tiles and rates were fitted to this table", cases,
-                     lambda c: (c.hardware, c.group, "> 30 us" if c.measured > 30 else "<= 30 us"), ("device", "dtype", "time"))  # fmt: skip
+        said = "in sample for the table that tiles and rates were fitted to"
+        yield errors("Matrix products, as shipped", said, cases, _product, ("device", "dtype", "time"))
         yield worst("Matrix products: the worst", cases)
     yield left_out("Matrix products left out", left)
 
@@ -80,9 +89,7 @@ def _runs(path: Path) -> Iterator[Table]:
         said = "one scalar for each hardware, fitted to its other models"
         tested = runs.held_out(found)
         yield errors("Step times, held out by model", said, tested, _source, ("source", "hardware"))
-        yield errors(
-            "Step times by kind of parallelism, held out by model", said, tested, lambda c: (c.group,), ("kind",)
-        )
+        yield errors("Step times by parallelism, held out by model", said, tested, lambda c: (c.group,), ("kind",))
         yield errors("Step times, in sample", "one scalar for each hardware, fitted to all of its rows",
                      runs.in_sample(found), _source, ("source", "hardware"))  # fmt: skip
         yield worst("Step times, held out by model: the worst (seconds)", tested)

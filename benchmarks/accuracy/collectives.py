@@ -135,5 +135,5 @@ def _case(one: Measured, us: float) -> Case:
     label = f"{one.row['collective']} {one.sample.units[0]} ranks {size / 2**20:g} MiB"
     return Case(
         one.row.get("source_id", ""), one.row["device"], label, size_class(size), one.sample.us, us,
-        "small messages carry some 50 % noise" if size < 4 << 20 else "",
+        "messages this small carry some 50 % noise" if size <= 4 << 20 else "",
     )  # fmt: skip

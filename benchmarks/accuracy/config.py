@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from benchmarks.accuracy.read import Row, number, whole
 
 COLUMNS = (
-    "source_id", "hw", "n_gpus", "gpus_per_node", "model", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab",
-    "seq_len", "dp_replicate", "dp_shard", "tp", "pp", "cp", "sharding", "micro_batch", "grad_accum", "global_batch",
-    "dtype", "ac", "compile", "tokens_per_s_per_gpu", "step_time_s", "mem_gib", "notes",
+    "source_id", "hw", "n_gpus", "gpus_per_node", "model", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff",
+    "vocab", "seq_len", "dp_replicate", "dp_shard", "tp", "pp", "cp", "sharding", "micro_batch", "grad_accum",
+    "global_batch", "dtype", "ac", "compile", "tokens_per_s_per_gpu", "step_time_s", "mem_gib", "notes",
 )  # fmt: skip
 _GATED = r"llama|mistral|qwen|gemma|deepseek|phi-?[34]|mixtral|olmo|nemotron-?h"
 _VOCABULARY = ((r"llama-?3", 128256), (r"llama", 32000), (r"mpt", 50368), (r"gpt", 51200), (r"qwen", 151936))
@@ -115,8 +115,9 @@ def read(row: Row) -> Run | str:
         row["source_id"], row["hw"], row["model"], layers, width, heads, whole(row, "n_kv_heads") or heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
-        "sequence parallel" in notes or bool(re.search("fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower()),
-        not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype, "vtrain" in source,
+        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower()),
+        not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype,
+        "vtrain" in source,
         whole(row, "gpus_per_node", 8) or 8, step, number(row, "mem_gib"),
     )  # fmt: skip
 
@@ -154,9 +155,11 @@ def _style(text: str, dtype: str) -> str:
     return "replicate"
 
 
+_RECOMPUTE = (
+    (r"^(none|no|false)?$", "none"), (r"full", "full"), (r"selective layer|every|selective 2", "every_other"),
+    (r"\bop\b", "ops"), (r"selective", "attention"),
+)  # fmt: skip
+
+
 def _recompute(text: str) -> str:
-    for pattern, kind in ((r"^(none|no|false)?$", "none"), (r"full", "full"), (r"selective layer|every|selective 2", "every_other"),
-                          (r"\bop\b", "ops"), (r"selective", "attention")):  # fmt: skip
-        if re.search(pattern, text):
-            return kind
-    return "none"
+    return next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), "none")

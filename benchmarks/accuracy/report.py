@@ -47,12 +47,14 @@ def _figures(cases: Sequence[Case]) -> tuple[str, ...]:
 def worst(title: str, cases: Iterable[Case], count: int = 10) -> Table:
     """The rows with the largest errors, and what is known about them."""
     found = sorted(cases, key=lambda case: -abs(case.error))[:count]
-    rows = tuple(
-        (c.source, c.hardware, c.label, f"{c.measured:.4g}", f"{c.predicted:.4g}", f"{c.error:+.1%}", c.reason or "not explained")
-        for c in found
-    )  # fmt: skip
+    rows = tuple((*_row(case), case.reason or "not explained") for case in found)
     said = f"the {len(rows)} rows with the largest error"
     return Table(title, said, ("source", "hardware", "row", "measured", "predicted", "error", "why"), rows)
+
+
+def _row(case: Case) -> tuple[str, ...]:
+    figures = f"{case.measured:.4g}", f"{case.predicted:.4g}", f"{case.error:+.1%}"
+    return case.source, case.hardware, case.label, *figures
 
 
 def left_out(title: str, left: Iterable[Left]) -> Table:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from .calibrate import calibrate
 from .check_rules import check_rules
 from .demo import demo
 from .plan import plan
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(calibrate)
 app.command("check-rules")(check_rules)
 
 

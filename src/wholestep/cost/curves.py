@@ -118,8 +118,8 @@ def _pairwise(kind: str, units: Units) -> list[Load]:
 
 
 def _gloo(kind: str, units: Units) -> list[Load]:
-    """Gloo's rings. torch scatters by adding up everything everywhere, then keeping a piece."""
-    return _ring("all_reduce" if kind == "reduce_scatter" else kind, units)
+    """Gloo's rings; a step scatters by an exchange, and adds up what arrived itself (`backend/bind.py`)."""
+    return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
 
 
 ALGORITHMS: dict[str, Callable[[str, Units], list[Load]]] = {

@@ -53,7 +53,7 @@ def fit_curve(
         return float((weight * np.abs(np.log(predicted(p) / us))).sum() / weight.sum() + 1e-4 * np.square(p[1]))
 
     least = float(us.min())
-    starts = [
+    starts: list[Array] = [
         np.log([0.6 * least, 1.0, 0.4, 0.7 * least, 1.0, 500e3]), np.log([0.5 * least, 0.5, 0.6, 3 * least, 0.6, 2e6]),
         np.log([0.9 * least, 0.2, 0.1, 6 * least, 6.0, 1e6]), np.log([0.9 * least, 0.05, 0.8, least, 0.2, 1e6]),
     ]  # fmt: skip
@@ -80,25 +80,30 @@ def simplex(loss: Callable[[Array], float], start: Array, step: float = 0.4, rou
 
 
 def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: int) -> Array:
-    points = [start, *(start + step * row for row in np.eye(len(start)))]
-    values = [loss(p) for p in points]
+    sides: Array = step * np.eye(len(start))
+    found: list[tuple[float, Array]] = [(loss(p), p) for p in (start, *(start + side for side in sides))]
     for _ in range(rounds):
-        order = np.argsort(values)
-        points, values = [points[i] for i in order], [values[i] for i in order]
-        if values[-1] - values[0] < 1e-9:
+        found.sort(key=_first)
+        (best, middle), (worst, last) = found[0], found[-1]
+        if worst - best < 1e-9:
             break
-        centre = np.mean(points[:-1], axis=0)
-        tried = [(loss(p), p) for p in (centre + (centre - points[-1]),)]
-        if tried[0][0] < values[0]:
-            far = centre + 2 * (centre - points[-1])
+        centre: Array = sum((p for _, p in found[1:-1]), middle) / len(start)
+        opposite = 2 * centre - last
+        tried = [(loss(opposite), opposite)]
+        if tried[0][0] < best:
+            far = 3 * centre - 2 * last
             tried.append((loss(far), far))
-        elif tried[0][0] >= values[-2]:
-            near = centre + 0.5 * (points[-1] - centre)
+        elif tried[0][0] >= found[-2][0]:
+            near = 0.5 * (centre + last)
             tried.append((loss(near), near))
-        value, point = min(tried, key=lambda pair: pair[0])
-        if value < values[-1]:
-            points[-1], values[-1] = point, value
+        chosen = min(tried, key=_first)
+        if chosen[0] < worst:
+            found[-1] = chosen
         else:
-            points = [points[0], *(points[0] + 0.5 * (p - points[0]) for p in points[1:])]
-            values = [values[0], *(loss(p) for p in points[1:])]
-    return points[int(np.argmin(values))]
+            closer = [0.5 * (middle + p) for _, p in found[1:]]
+            found[1:] = [(loss(p), p) for p in closer]
+    return min(found, key=_first)[1]
+
+
+def _first(pair: tuple[float, Array]) -> float:
+    return pair[0]

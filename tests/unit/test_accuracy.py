@@ -1,0 +1,205 @@
+"""The benchmark of the cost model, on small files made from formulas whose answers are known."""
+
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wholestep as ws
+from benchmarks.accuracy import collectives, config, gemms, memory, runs, step
+from benchmarks.accuracy.read import Case, rows
+from benchmarks.accuracy.report import errors, left_out, worst
+from wholestep.cost.curves import Curve, Regime, curve_us
+from wholestep.cost.fit import Sample, fit_curve
+
+MIB = 1 << 20
+RUN = {
+    "source_id": "made", "hw": "A100 80GB", "n_gpus": "16", "gpus_per_node": "8", "model": "Llama2-7B", "n_layers": "32",
+    "d_model": "4096", "n_heads": "32", "n_kv_heads": "32", "d_ff": "11008", "vocab": "32000", "seq_len": "4096",
+    "dp_replicate": "", "dp_shard": "16", "tp": "1", "pp": "1", "cp": "", "sharding": "FSDP2", "micro_batch": "1",
+    "grad_accum": "1", "global_batch": "16", "dtype": "bf16", "ac": "full", "compile": "no", "tokens_per_s_per_gpu": "",
+    "step_time_s": "2.0", "mem_gib": "", "notes": "",
+}  # fmt: skip
+
+
+def run_of(**changed: str) -> config.Run:
+    found = config.read(RUN | changed)
+    assert isinstance(found, config.Run), found
+    return found
+
+
+def write(path: Path, made: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, list(made[0]))
+        out.writeheader()
+        out.writerows(made)
+    return path
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "nvls", "pairwise"])
+def test_a_curve_is_found_again_from_its_own_times(algorithm: str) -> None:
+    """At sizes that were not fitted too."""
+    kind = "all_to_all" if algorithm == "pairwise" else "all_reduce"
+    true = Curve(kind, algorithm, (Regime(20.0, 1.0, 0.4), Regime(60.0, 1.0, 0.9)), 800e3)
+    rates, late = (300e3,), (1.5,)
+    made = [
+        Sample(size, (ranks, 1), curve_us(true, size, (ranks, 1), rates, late))
+        for ranks in (2, 4, 8)
+        for size in (2.0**i for i in range(12, 31))
+    ]
+    found = fit_curve(kind, algorithm, made[::2], rates, late)
+    wrong = [abs(curve_us(found, s.size_bytes, s.units, rates, late) / s.us - 1) for s in made[1::2]]
+    assert sorted(wrong)[len(wrong) // 2] < 0.03
+    assert max(wrong) < 0.2
+
+
+def measured(noise: float = 0.0) -> list[dict[str, str]]:
+    """All-gathers of the preset, each some percent off."""
+    h100 = ws.Topology.preset("dgx-h100")
+    made = []
+    for ranks in (2, 8):
+        for power in range(16, 31):
+            us = h100.group_us("all_gather", 2.0**power, ranks) * (1 + noise * (-1) ** power)
+            made.append({
+                "source_id": "made", "device": "H100", "collective": "all_gather", "n_ranks": str(ranks),
+                "ranks_per_node": str(ranks), "message_bytes": str(2**power), "time_us": str(us),
+            })  # fmt: skip
+    return made
+
+
+def test_collectives_held_out_and_as_shipped() -> None:
+    found, left = collectives.read(
+        [*measured(0.02), {**measured()[0], "time_us": ""}, {**measured()[0], "device": "TPU"}]
+    )
+    assert len(found) == 30
+    assert [one.reason for one in left] == ["a peak only: no time", "no preset for this device"]
+    shipped = collectives.in_sample(found)
+    assert all(abs(abs(case.error) - 0.02) < 0.001 for case in shipped)
+    for cases in (collectives.by_size(found), collectives.by_ranks(found)):
+        large = [abs(case.error) for case in cases if case.group == ">= 64 MiB"]
+        assert large
+        assert max(large) < 0.3
+    assert len(collectives.by_size(found)) == 30
+
+
+def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
+    """One time in ten is a thousand times too long: what is held out cannot be predicted from it, nor spoil others."""
+    made = measured()
+    made[7]["time_us"] = str(1000 * float(made[7]["time_us"]))
+    found, _ = collectives.read(made)
+    cases = collectives.by_size(found)
+    spoiled = [case for case in cases if case.error < -0.9]
+    assert len(spoiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"pp": "2"}, "pipeline parallel"),
+        ({"cp": "4"}, "context parallel"),
+        ({"dtype": "bf16+float8"}, "8 bit or less"),
+        ({"model": "Mixtral-8x7B"}, "experts"),
+        ({"micro_batch": ""}, "no size of the micro-batch"),
+        ({"n_layers": ""}, "no sizes of layers"),
+        ({"step_time_s": ""}, "neither a time nor bytes"),
+    ],
+)
+def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: str) -> None:
+    assert config.read(RUN | changed) == reason
+    found, held, left = runs.read([RUN, RUN | changed, RUN | {"hw": "TPU v5"}])
+    assert (len(found), len(held)) == (1, 0)
+    assert [one.reason for one in left] == [reason, "no preset for this hardware"]
+    assert left_out("left", left).rows[0][2] == "1"
+
+
+def test_a_run_is_read_from_its_columns() -> None:
+    run = run_of(tokens_per_s_per_gpu="2048", step_time_s="", grad_accum="", global_batch="64", ac="selective op")
+    assert (run.style, run.shard, run.replicate, run.accumulate, run.ac) == ("full", 16, 1, 4, "ops")
+    assert run.step_s == pytest.approx(4096 * 4 / 2048)
+    assert run.parameters == pytest.approx(6.74e9, rel=0.01)
+    assert run_of(sharding="HSDP (FSDP)", dp_replicate="2", dp_shard="8").replicate == 2
+    assert run_of(sharding="none", tp="8", dp_shard="").style == "replicate"
+    assert run_of(n_kv_heads="").kv_heads == 32
+
+
+def test_steps_are_slower_where_they_must_be() -> None:
+    a100 = ws.Topology.preset("dgx-a100")
+
+    def seconds(topology: ws.Topology = a100, **changed: str) -> float:
+        return step.step_s(run_of(**changed), topology)
+
+    base = seconds()
+    flops = 6 * run_of().parameters * 4096
+    assert flops * 4 / 3 / 312e12 < base < 3 * flops / 312e12
+    assert seconds(ac="none") < seconds(ac="selective op") < base
+    assert seconds(micro_batch="4") == pytest.approx(4 * base, rel=0.2)
+    assert seconds(ws.Topology.preset("dgx-a100+ethernet-10")) > 4 * base
+    assert seconds(tp="8", dp_shard="2") < base
+    assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.1)
+
+
+def test_memory_is_what_its_parts_are() -> None:
+    run = run_of(ac="full", compile="yes")
+    rest = run.parameters * 12 / 16
+    made = memory.peak_gib(run) * 2**30
+    logits = 4096 * 32000 * 8
+    kept = 32 * 4096 * 4096 * 2
+    assert rest + logits + kept < made < rest + logits + kept + 6e9
+    assert memory.peak_gib(run_of(ac="none")) > memory.peak_gib(run_of(ac="selective op")) > memory.peak_gib(run_of())
+    assert memory.peak_gib(run_of(dp_shard="64", n_gpus="64")) < memory.peak_gib(run_of())
+
+
+def test_one_scalar_for_a_hardware_is_fitted_to_other_models() -> None:
+    """Every time is twice the model's, but one model's three times: its own scalar is not used for it."""
+    made = []
+    for model, factor in (("Llama2-7B", 2.0), ("Llama2-13B", 2.0), ("Llama2-70B", 3.0)):
+        predicted = step.step_s(run_of(model=model), ws.Topology.preset("dgx-a100"))
+        made.append(RUN | {"model": model, "step_time_s": str(factor * predicted)})
+    found, _, _ = runs.read(made)
+    assert runs.fit_scalar(found) == pytest.approx(2)
+    by_model = {case.label.split()[0]: case.error for case in runs.held_out(found)}
+    assert by_model["Llama2-7B"] in (pytest.approx(0), pytest.approx(0.5))
+    assert by_model["Llama2-70B"] == pytest.approx(-1 / 3)
+    alone = runs.held_out(found[:1])[0]
+    assert alone.error == pytest.approx(-0.5)
+    assert alone.reason == "the only model on this hardware: no scalar could be fitted"
+
+
+def test_products_are_read_by_dtype() -> None:
+    h100 = ws.Topology.preset("dgx-h100")
+    row = {"device": "H100 (sm_90)", "b": "2", "m": "512", "n": "256", "k": "1024", "dtype": "bf16xbf16->bf16"}
+    cases, left = gemms.read([row | {"time_us": "10"}, row | {"dtype": "int4", "time_us": "10"}, row | {"time_us": ""}])
+    assert cases[0].predicted == h100.matmul_us(2, 512, 256, 1024)
+    assert [one.reason for one in left] == ["no such dtype", "no time"]
+
+
+def test_tables() -> None:
+    cases = [Case("a", "x", f"row {i}", "g", 10.0, 10.0 + i, "") for i in range(4)]
+    table = errors("title", "said", cases, lambda c: (c.source,), ("source",))
+    assert table.rows == (("a", "4", "15.0%", "15.0%", "+15.0%", "1", "30.0%"),)
+    assert [row[2] for row in worst("w", cases, 2).rows] == ["row 3", "row 2"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    runs_csv = write(
+        tmp_path / "runs.csv", [RUN, RUN | {"model": "Llama2-13B"}, RUN | {"pp": "4"}, RUN | {"mem_gib": "40"}]
+    )
+    sent_csv = write(tmp_path / "sent.csv", measured(0.02))
+    page = tmp_path / "page.md"
+    command = [sys.executable, "-m", "benchmarks.accuracy", "--runs", str(runs_csv), "--collectives", str(sent_csv)]
+    done = subprocess.run([*command, "--table", str(page)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    for heading in ("Collectives, by size, held out", "Step times, held out by model", "Memory", "Runs left out"):
+        assert f"### {heading}" in text
+    assert "| made | pipeline parallel | 1 |" in text
+    bad = write(tmp_path / "bad.csv", [{"device": "H100"}])
+    failed = subprocess.run([*command[:3], "--gemms", str(bad)], capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 1
+    assert "has no column b, dtype, k, m, n, time_us" in failed.stderr
+    with pytest.raises(SystemExit, match="cannot be read"):
+        rows(tmp_path / "none.csv", ())
+    assert math.isfinite(len(text))
