@@ -115,10 +115,10 @@ def read(row: Row) -> Run | str:
         row["source_id"], row["hw"], row["model"], layers, width, heads, whole(row, "n_kv_heads") or heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
-        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower()),
+        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower(), source),
         not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype,
         "vtrain" in source,
-        whole(row, "gpus_per_node", 8) or 8, step, number(row, "mem_gib"),
+        _per_node(row), step, number(row, "mem_gib"),
     )  # fmt: skip
 
 
@@ -142,6 +142,12 @@ def _inexpressible(row: Row) -> str:
     return next((reason for found, reason in checks if found), "")
 
 
+def _per_node(row: Row) -> int:
+    """Ranks that the fastest links join: of a rack, where a rack is built as one node."""
+    rack = bool(re.search(r"gb[23]00|nvl72", f"{row['hw']} {row.get('interconnect', '')}".lower()))
+    return 72 if rack else whole(row, "gpus_per_node", 8) or 8
+
+
 def _by_family(model: str, table: tuple[tuple[str, int], ...]) -> int:
     return next((size for pattern, size in table if re.search(pattern, model)), 0)
 
@@ -161,5 +167,7 @@ _RECOMPUTE = (
 )  # fmt: skip
 
 
-def _recompute(text: str) -> str:
-    return next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), "none")
+def _recompute(text: str, source: str) -> str:
+    """Without a word more, torchtitan's selective is by op, and Megatron's by attention."""
+    found = next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), "none")
+    return "ops" if found == "attention" and "torchtitan" in source else found

@@ -151,14 +151,17 @@ LINKS = {
 }  # fmt: skip
 
 _CPU = Device(
-    "CPU core", 8 * _GIB, 10 * _GB,
-    tuple(Ceiling(*top) for top in (("float32", 0.05 * _TERA), ("float64", 0.025 * _TERA), ("bfloat16", 0.02 * _TERA))),
-    8 * _GIB, 10 * _GB, memory_rate=0.8, launch_us=4.0, host_us=4.0, contention=1.0,
+    "CPU core", 8 * _GIB, 25 * _GB,
+    tuple(Ceiling(*top) for top in (("float32", 0.08 * _TERA), ("float64", 0.04 * _TERA), ("bfloat16", 0.25 * _TERA))),
+    8 * _GIB, 15 * _GB, memory_rate=1.0, launch_us=8.0, host_us=8.0,
 )  # fmt: skip
-_GLOO = tuple(
-    Curve(kind, "pairwise" if kind == "all_to_all" else "gloo", (Regime(150.0),), 5 * _GB)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-)
+LOOPBACK = Level("loopback", 0, 0.75 * _GB, 100.0, (
+    Curve("all_gather", "gloo", (Regime(225.0),)),
+    Curve("reduce_scatter", "gloo", (Regime(110.0, 1.0, 0.8),)),
+    Curve("all_reduce", "gloo", (Regime(230.0, 0.5, 0.45), Regime(490.0, 0.5, 1.6))),
+    Curve("all_to_all", "pairwise", (Regime(110.0, 1.0, 1.6),)),
+    Curve("broadcast", "gloo", (Regime(60.0, 0.2, 3.5),)),
+))  # fmt: skip
 
 
 def _made() -> dict[str, Topology]:
@@ -170,7 +173,7 @@ def _made() -> dict[str, Topology]:
         Topology("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
         Topology("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
         Topology("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
-        Topology("loopback", _CPU, (Level("loopback", 0, 1.5 * _GB, 60.0, _GLOO),), ("gloo on one two-core machine",)),
+        Topology("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
     return {row.name: row for row in rows}
 
