@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Shown
 
-from benchmarks.accuracy import collectives, config, gemms, runs
+from benchmarks.accuracy import collectives, config, gemms, refit, runs
 from benchmarks.accuracy.read import Case, rows
-from benchmarks.accuracy.report import Table, errors, left_out, markdown, worst
+from benchmarks.accuracy.report import Table, errors, far, left_out, markdown, worst
 
 _HEAD = """# How far the cost model is from what was measured
 
@@ -26,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     for name, what in (("runs", "training runs"), ("collectives", "collectives"), ("gemms", "matrix products")):
         parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"published {what}")
+    parser.add_argument(
+        "--refit", action="store_true", help="fit the figures of presets again too, to half of the runs"
+    )
     parser.add_argument("--table", type=Path, metavar="PAGE.md", help="write the tables here too")
     given = parser.parse_args()
     if not (given.runs or given.collectives or given.gemms):
@@ -36,9 +39,14 @@ def main() -> None:
             for table in tables(path):
                 _show(console, table)
                 made.append(table)
+    if given.refit and given.runs:
+        made.append(_refitted(given.runs))
+        _show(console, made[-1])
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
-        command = " ".join(["python -m benchmarks.accuracy", *files, f"--table {given.table.name}"])
+        command = " ".join(
+            ["python -m benchmarks.accuracy", *files, *(["--refit"] * given.refit), f"--table {given.table.name}"]
+        )
         given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)))
 
 
@@ -93,6 +101,7 @@ def _runs(path: Path) -> Iterator[Table]:
         yield errors("Step times, in sample", "one scalar for each hardware, fitted to all of its rows",
                      runs.in_sample(found), _source, ("source", "hardware"))  # fmt: skip
         yield worst("Step times, held out by model: the worst (seconds)", tested)
+        yield far("Step times, held out by model: what is far off", tested)
         yield Table("Scalars", "measured time by that of the model as shipped", ("hardware", "scalar"),
                     tuple((name, f"{value:.3f}") for name, value in sorted(runs.scalars(found).items())))  # fmt: skip
     if held:
@@ -101,6 +110,12 @@ def _runs(path: Path) -> Iterator[Table]:
     else:
         yield Table("Memory", "no row of this file has bytes (`mem_gib`)", (), ())
     yield left_out("Runs left out", left)
+
+
+def _refitted(path: Path) -> Table:
+    found, _, _ = runs.read(rows(path, config.COLUMNS))
+    said = "figures of presets and scalars fitted to half of the models, tested on the other half"
+    return errors("Step times, all figures held out", said, refit.halves(found), _source, ("source", "hardware"))
 
 
 def _source(case: Case) -> tuple[str, ...]:

@@ -57,6 +57,15 @@ def _row(case: Case) -> tuple[str, ...]:
     return case.source, case.hardware, case.label, *figures
 
 
+def far(title: str, cases: Iterable[Case]) -> Table:
+    """Rows that are off by more than 20 %, counted by what is known about them."""
+    counts = Counter((c.source, c.hardware, c.reason or "not explained") for c in cases if abs(c.error) > 0.2)
+    rows = tuple((*key, str(count)) for key, count in sorted(counts.items()))
+    return Table(
+        title, f"{sum(counts.values())} rows off by more than 20 %", ("source", "hardware", "why", "rows"), rows
+    )
+
+
 def left_out(title: str, left: Iterable[Left]) -> Table:
     """Rows that the model cannot express, counted by reason."""
     counts = Counter((one.source, one.reason) for one in left)

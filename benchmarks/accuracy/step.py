@@ -14,8 +14,19 @@ _HALF, _FULL = 2, 4  # bytes
 _BUCKET = 25 << 20
 # of a forward's ops, that are started again in the backward
 _AGAIN = {"full": 1.0, "every_other": 0.5, "ops": 0.7, "attention": 0.2, "none": 0.0}
-BACKWARD_HOST = 0.1  # that autograd takes for an op, of what Python takes in a forward
-MEGATRON_HOST_US = 57.0  # of one op of a forward under Megatron-DeepSpeed's Python
+
+
+@dataclass(frozen=True)
+class Host:
+    """What starting ops takes: microseconds of one in a forward under Megatron-DeepSpeed's Python (others take the
+    device's `host_us`); what autograd takes for one, as a share of that.
+    """
+
+    megatron_us: float = 57.0
+    backward: float = 0.1
+
+
+HOST = Host()
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class Part:
     exposed_us: float = 0.0
 
 
-def step_s(run: Run, topology: ws.Topology) -> float:
+def step_s(run: Run, topology: ws.Topology, starting: Host = HOST) -> float:
     """Seconds of one step."""
     layer, ends = _layer(run, topology), _ends(run, topology)
     gather, scatter = _sharing_us(run, topology, run.layer_parameters // run.tp)
@@ -42,17 +53,17 @@ def step_s(run: Run, topology: ws.Topology) -> float:
     backward = beside(layer.backward_us + layer.again_us + 2 * layer.exposed_us / 3, gather + scatter)
     first, last = _sharing_us(run, topology, run.vocabulary * run.width // run.tp)
     edges = (gather + scatter + first + last) if run.style == "full" else 0.0
-    host, again = _host_us(run, topology), _AGAIN[run.ac]
+    host, again = _host_us(run, topology, starting), _AGAIN[run.ac]
     ahead = max(run.layers * forward + ends.forward_us + ends.exposed_us, (run.layers * layer.ops + ends.ops) * host)
-    back_ops = run.layers * layer.ops * (again + 2 * BACKWARD_HOST) + 2 * ends.ops * BACKWARD_HOST
+    back_ops = run.layers * layer.ops * (again + 2 * starting.backward) + 2 * ends.ops * starting.backward
     back = max(run.layers * backward + ends.backward_us, back_ops * host)
     once = _reduce_us(run, topology, run.layers * (layer.backward_us + layer.again_us)) + _update_us(run, topology)
     return (run.accumulate * (ahead + back + edges) + once) / 1e6
 
 
-def _host_us(run: Run, topology: ws.Topology) -> float:
+def _host_us(run: Run, topology: ws.Topology, starting: Host) -> float:
     """Of one op. Ranks that share a layer wait in each for the slowest of them, the more the more there are."""
-    own = MEGATRON_HOST_US if run.slow_host else topology.device.host_us
+    own = starting.megatron_us if run.slow_host else topology.device.host_us
     return own * (1 + 0.06 * log2(run.tp))
 
 

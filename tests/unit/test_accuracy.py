@@ -4,12 +4,13 @@ import csv
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import wholestep as ws
-from benchmarks.accuracy import collectives, config, gemms, memory, runs, step
+from benchmarks.accuracy import collectives, config, gemms, memory, refit, runs, step
 from benchmarks.accuracy.read import Case, rows
 from benchmarks.accuracy.report import errors, left_out, worst
 from wholestep.cost.curves import Curve, Regime, curve_us
@@ -204,3 +205,17 @@ def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="cannot be read"):
         rows(tmp_path / "none.csv", ())
     assert math.isfinite(len(text))
+
+
+def test_figures_are_fitted_again_to_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of odd and even place take alike; then one model's times are doubled, and it is off by half."""
+    monkeypatch.setattr(refit, "_ROUNDS", 5)
+    a100 = ws.Topology.preset("dgx-a100")
+    made = [
+        RUN | {"model": f"Llama2-{i}B", "n_layers": str(10 + i), "micro_batch": str(1 + i % 3)} for i in range(1, 9)
+    ]
+    timed = [row | {"step_time_s": str(step.step_s(run_of(**row), a100))} for row in made]
+    found, _, _ = runs.read(timed)
+    assert max(abs(case.error) for case in refit.halves(found)) < 0.2
+    found[0] = replace(found[0], run=replace(found[0].run, step_s=2 * (found[0].run.step_s or 0)))
+    assert min(case.error for case in refit.halves(found)) == pytest.approx(-0.5, abs=0.1)
