@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from typer.testing import CliRunner
+
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from wholestep.cli import app
 from wholestep.cli.calibrate import write
 from wholestep.cost.calibrate import Measured, Product, Sent, fit
 from wholestep.cost.curves import KINDS
@@ -43,6 +46,13 @@ def test_alone_the_links_are_those_of_loopback(tmp_path: Path) -> None:
     found, loopback = ws.Topology.load(out), ws.Topology.preset("loopback")
     assert found.levels == loopback.levels
     assert found.device != loopback.device
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["calibrate", "--device", "tpu", "--out", str(tmp_path / "topology.json")])
+    assert done.exit_code == 2
+    assert done.stderr == "wholestep calibrate: device 'tpu' is not there\n  needed: cpu, or cuda with a GPU\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

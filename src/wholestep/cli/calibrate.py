@@ -39,6 +39,9 @@ def calibrate(
     from wholestep.runtime.calibrate import sizes
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        typer.echo(f"wholestep calibrate: device {kind!r} is not there\n  needed: cpu, or cuda with a GPU", err=True)
+        raise typer.Exit(2)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     here = f"cuda:{local}" if kind == "cuda" else kind
     own = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
