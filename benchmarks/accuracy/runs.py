@@ -102,5 +102,5 @@ def _reason(run: config.Run, error: float, alone: bool) -> str:
     if run.slow_host:
         return "host and device take alike: how far the host runs ahead is not modelled"
     if error < 0 and run.style == "full":
-        return "slower than its neighbours in the source; memory is nearly full there, and allocator retries are not modelled"
+        return "slower than its neighbours in the source: a nearly full memory is not modelled"
     return "not explained"
