@@ -5,6 +5,7 @@ from .compile import capture, compile
 from .cost.machine import Machine
 from .cost.memory import Held, PeakMemory, memory_curve, peak_memory
 from .cost.schedule import Simulated, simulate
+from .cost.timeline import Span, Timeline, timeline
 from .cost.topology import Topology
 from .ddp.backend import ddp_backend
 from .errors import (
@@ -66,8 +67,10 @@ __all__ = [
     "RuleError",
     "Schedule",
     "Simulated",
+    "Span",
     "StateError",
     "TensorParallel",
+    "Timeline",
     "Topology",
     "TrainGraph",
     "WholestepError",
@@ -84,4 +87,5 @@ __all__ = [
     "run_passes",
     "save",
     "simulate",
+    "timeline",
 ]

@@ -271,6 +271,6 @@ def test_compute_beside_a_collective_takes_longer():
     machine = replace(h100, device=replace(h100.device, contention=1.25))
     long = node_us(compute, machine)
     for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
-        clock = Clock(machine, local.mesh, wire=wire)
+        clock = Clock(machine, local.mesh, wires={"dp": wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)

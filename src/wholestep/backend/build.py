@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from ..graph.graph import Input
 from .cudagraphs import CudaRecorder, Recorder, cudagraphs
-from .eager import Run, WaitClock, eager
+from .eager import NodeClock, Run, eager
 from .inductor import inductor
 
 BACKENDS = ("eager", "inductor", "cudagraphs")
@@ -22,7 +22,7 @@ class Backend:
     """The backend of one compiled step, called `name`; what keeps it from doing its work is said once."""
 
     name: str
-    clock: WaitClock | None = None
+    clock: NodeClock | None = None
     recorder: Recorder = field(default_factory=CudaRecorder)
     told: set[str] = field(default_factory=set[str])
 

@@ -23,7 +23,7 @@ from ..graph.verify import is_collective
 from ..partition.pieces import drawn, to_device, to_host
 from ..rules.registry import is_random
 from .bind import gather, swap
-from .eager import Run, WaitClock, eager
+from .eager import NodeClock, Run, eager
 from .numbers import as_tensors, following, in_single_precision
 
 WARM_CALLS, MOST_RECORDINGS = 2, 8
@@ -70,7 +70,7 @@ def cudagraphs(
     example_inputs: Sequence[Any],
     recorder: Recorder,
     tell: Tell,
-    clock: WaitClock | None = None,
+    clock: NodeClock | None = None,
 ) -> Run:
     """`graph` as a function that replays it; as `eager` makes it where that cannot be, and `tell` is told why.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -19,25 +19,35 @@ from ..graph.verify import is_mutating, is_wait
 Run = Callable[[Sequence[Any]], list[Any]]
 
 
+class NodeClock(Protocol):
+    """Measures what nodes call."""
+
+    def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, on the clock; or as it is, where `node` is not measured."""
+        ...
+
+
 @dataclass
 class WaitClock:
     """Adds up the seconds spent blocked in waits."""
 
     seconds: float = 0.0
 
-    def timed(self, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`wait`, on the clock."""
+    def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Waits, on the clock."""
+        if not is_wait(node):
+            return call
 
         def run(value: Any) -> Any:
             start = time.perf_counter()
-            out = wait(value)
+            out = call(value)
             self.seconds += time.perf_counter() - start
             return out
 
         return run
 
 
-def eager(graph: Graph, clock: WaitClock | None = None) -> Run:
+def eager(graph: Graph, clock: NodeClock | None = None) -> Run:
     """Compile `graph` to a Python function from the list of inputs to the list of outputs."""
     return _Eager(graph, clock)
 
@@ -49,7 +59,7 @@ class _Eager:
     functions about them. The first call finds those nodes; from then on their results are copied into shape.
     """
 
-    def __init__(self, graph: Graph, clock: WaitClock | None) -> None:
+    def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
         self._graph, self._clock = graph, clock
         self._wrong: list[str] = []
         self._run = self._compile(first=True)
@@ -90,7 +100,7 @@ class _Eager:
 
 
 class _Writer:
-    def __init__(self, clock: WaitClock | None, mend: Callable[[Node], Callable[[Any], Any] | None]) -> None:
+    def __init__(self, clock: NodeClock | None, mend: Callable[[Node], Callable[[Any], Any] | None]) -> None:
         self.clock, self.mend = clock, mend
         self.constants: dict[str, Any] = {}
         self.names: dict[int, str] = {}
@@ -119,7 +129,7 @@ class _Writer:
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
             target = function_of(node)
-            target = self.clock.timed(target) if self.clock and is_wait(node) else target
+            target = self.clock.timed(node, target) if self.clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         mend = self.mend(node) if node.users else None

@@ -18,7 +18,7 @@ from ..partition.pieces import drawn, to_device, to_host
 from ..passes.bucket import outline
 from ..rules.registry import is_random
 from .bind import gather, swap
-from .eager import Run, WaitClock, eager
+from .eager import NodeClock, Run, eager
 from .numbers import as_tensors
 from .segments import in_segments
 
@@ -27,7 +27,7 @@ _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
 
 
-def inductor(graph: Graph, example_inputs: Sequence[Any], clock: WaitClock | None = None) -> Run:
+def inductor(graph: Graph, example_inputs: Sequence[Any], clock: NodeClock | None = None) -> Run:
     """Compile `graph` for inputs like `example_inputs`.
 
     What communicates, waits or moves between devices runs as it does under `eager`, in the order of the graph; each

@@ -10,12 +10,12 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import operands
-from ..graph.ops import VIEWS
+from ..graph.ops import FREE, PRODUCTS, READS_A_PART
+from ..graph.storage import shared_operand
+from ..graph.verify import is_mutating
 from .speeds import Speeds, Work
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.linear.default}
-_FREE = VIEWS | {aten.detach.default, aten.alias.default}
 
 
 def node_us(node: Node, speeds: Speeds) -> float:
@@ -26,20 +26,28 @@ def node_us(node: Node, speeds: Speeds) -> float:
 
 def work(node: Node) -> Work | None:
     """What one call node does; None for what takes no time."""
-    if node.op != "call_function" or node.target in _FREE or _torch.is_getitem(node.target):
+    if node.op != "call_function" or _torch.is_getitem(node.target) or _is_free(node):
         return None
-    moved = sum(_bytes(n) for n in {*operands(node), node})
+    given = operands(node)
+    read = {*given[1:]} if node.target in READS_A_PART else {*given}
+    moved = sum(map(_bytes, read)) + _bytes(node) * (2 if node.target in READS_A_PART else 1)
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
     backward = "backward" in str(node.target)
     return Work(moved, flops(node), dtype, _matmul(node), _attention(node), _is_causal(node), backward)
 
 
+def _is_free(node: Node) -> bool:
+    """True where nothing is computed, and no byte moved: views by the op's schema among them."""
+    view = _torch.is_op(node.target) and not is_mutating(node) and shared_operand(node) is not None
+    return node.target in FREE or view
+
+
 def flops(node: Node) -> float:
     """Multiplications and additions of a product, a convolution or attention (two; 2.5 times that backward)."""
     made, name, shapes = meta.tensors(node), str(node.target), _shapes(node)
-    if node.target in _PRODUCTS and made[0] is not None:
-        return 2.0 * prod(made[0].shape) * shapes[-2][-1]
+    if (product := _matmul(node)) is not None:
+        return 2.0 * prod(product)
     if "attention" in name and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
         return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if "backward" in name else 1.0)
@@ -52,11 +60,12 @@ def flops(node: Node) -> float:
 
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:
     made, shapes = meta.tensors(node), _shapes(node)
-    if node.target not in _PRODUCTS or made[0] is None:
+    if node.target not in PRODUCTS or made[0] is None or len(shapes) < 2:
         return None
-    batched = node.target in (aten.bmm.default, aten.baddbmm.default)
-    batch, rest = (made[0].shape[0], made[0].shape[1:]) if batched else (1, made[0].shape)
-    return batch, prod(rest[:-1]), rest[-1], shapes[-2][-1]
+    if node.target is aten.linear.default:
+        return 1, prod(made[0].shape[:-1]), made[0].shape[-1], shapes[0][-1]
+    one, other = shapes[-2:]
+    return prod(one[:-2]), one[-2], other[-1], one[-1]
 
 
 def _attention(node: Node) -> tuple[int, int, int, int, int] | None:

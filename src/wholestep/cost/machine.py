@@ -42,6 +42,14 @@ class Machine:
         """Compute and collectives are measured apart: they do not slow each other."""
         return 1.0
 
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """That of a large product, which is measured in float32 alone."""
+        return self.flops_per_us
+
+    def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
+        """There is one link."""
+        return True
+
     def work_us(self, work: Work) -> float:
         """One op: its launch, and the longer of its arithmetic and its bytes."""
         return self.launch_us + max(work.flops / self.flops_per_us, work.moved_bytes / self.memory_bytes_per_us)

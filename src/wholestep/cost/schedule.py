@@ -1,4 +1,4 @@
-"""Simulates a local graph: one stream that computes, and one wire that carries collectives in the order they start."""
+"""Simulates a local graph: a stream that computes, and one for each axis that carries its collectives in order."""
 
 from __future__ import annotations
 
@@ -11,37 +11,64 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.verify import is_collective, is_wait
 from ..mesh import Mesh
-from .compute import node_us
+from .compute import flops, node_us
 from .curves import KINDS
 from .speeds import Speeds
 
 
 @dataclass
 class Clock:
-    """The two streams at some point of a step, in microseconds since its start."""
+    """The streams at some point of a step, in microseconds since its start. `wires` says of each axis when all of its
+    collectives are complete, `done` the same of each. Those of two axes that share links get half the rate each.
+    """
 
     machine: Speeds
     mesh: Mesh
     now: float = 0.0
-    wire: float = 0.0
     waited: float = 0.0
+    wires: dict[str, float] = field(default_factory=dict[str, float])
     done: dict[Node, float] = field(default_factory=dict[Node, float])
+    begun: dict[Node, float] = field(default_factory=dict[Node, float])
+    flying: dict[Node, str] = field(default_factory=dict[Node, str])
+
+    @property
+    def wire(self) -> float:
+        """When all collectives are complete."""
+        return max(self.wires.values(), default=0.0)
 
     def run(self, node: Node) -> None:
         """`node` is the next of the computing stream."""
         if is_wait(node):
             arrived = self.done.get(node_at(node, 0), 0.0)
+            self.flying.pop(node_at(node, 0), None)
             self.waited += max(arrived - self.now, 0.0)
             self.now = max(self.now, arrived)
         elif is_collective(node):
             self.now += self.machine.launch_us
-            self.wire = max(self.wire, self.now) + sent_us(node, self.machine, self.mesh)
-            self.done[node] = self.wire
+            self._send(node, str(node.args[-1]))
         else:
             self._compute(node_us(node, self.machine))
 
+    def _send(self, node: Node, axis: str) -> None:
+        us = sent_us(node, self.machine, self.mesh)
+        begin = max(self.wires.get(axis, 0.0), self.now)
+        beside = 0.0
+        for other, until in self.wires.items():
+            both = min(until - begin, us)
+            if other != axis and both > 0 and self.machine.shares_links(self.mesh, axis, other):
+                self._delay(other, begin, both)
+                beside += both
+        self.begun[node], self.flying[node] = begin, axis
+        self.done[node] = self.wires[axis] = begin + us + beside
+
+    def _delay(self, axis: str, after: float, us: float) -> None:
+        self.wires[axis] += us
+        for node, its in self.flying.items():
+            if its == axis and self.done[node] > after:
+                self.done[node] += us
+
     def _compute(self, us: float) -> None:
-        """What runs while the wire is busy takes longer by the machine's contention."""
+        """What runs while a wire is busy takes longer by the machine's contention."""
         slower = self.machine.contention
         beside = min(us, max(self.wire - self.now, 0.0) / slower) if slower != 1 else 0.0
         self.now += us + beside * (slower - 1)
@@ -49,10 +76,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a step takes by the simulation: in all, and waiting for collectives. Microseconds."""
+    """What a step takes by the simulation, in microseconds: in all, and waiting for collectives.
+
+    `mfu` is the model FLOPs utilization: operations of a rank's products, convolutions and attention (two for a
+    multiplication and an addition; those that are made again in the backward left out) over the step's time and the
+    machine's peak for each one's dtype.
+    """
 
     step_us: float
     exposed_us: float
+    mfu: float = 0.0
 
 
 def simulate(local: LocalGraph, machine: Speeds) -> Simulated:
@@ -62,15 +95,30 @@ def simulate(local: LocalGraph, machine: Speeds) -> Simulated:
     if any(i.role is Role.CARRY for i in local.inputs):
         clock = start(local, machine, left(local, clock))
         run_all(clock, local.graph.nodes)
-    return Simulated(clock.now, clock.waited)
+    return simulated(local, clock)
+
+
+def simulated(local: LocalGraph, clock: Clock) -> Simulated:
+    """What `clock` shows after it has run `local`."""
+    best_us = sum(_least_us(node, clock.machine) for node in local.graph.nodes if node.op == "call_function")
+    return Simulated(clock.now, clock.waited, best_us / clock.now if clock.now else 0.0)
+
+
+def _least_us(node: Node, machine: Speeds) -> float:
+    """Of the model's own arithmetic at the machine's peak."""
+    count = 0.0 if meta.is_again(node) else flops(node)
+    made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
+    return count / machine.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
 
 
 def start(local: LocalGraph, machine: Speeds, arrivals: Mapping[str, float]) -> Clock:
     """The start of a step. `arrivals`: when what is carried into it is complete, in microseconds from now."""
-    clock = Clock(machine, local.mesh, wire=max([0.0, *arrivals.values()]))
+    clock = Clock(machine, local.mesh)
     for given, node in local.placeholders():
         if given.role is Role.CARRY:
             clock.done[node] = arrivals.get(given.name, 0.0)
+            if given.owner:
+                clock.wires[given.owner] = max(clock.wires.get(given.owner, 0.0), clock.done[node])
     return clock
 
 

@@ -52,6 +52,14 @@ class Speeds(Protocol):
         """One op, its launch included."""
         ...
 
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """Operations of products in `dtype` at best, by the data sheet or as measured: what MFU is a share of."""
+        ...
+
+    def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
+        """True where collectives along two axes go over the same links, so that each slows the other."""
+        ...
+
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """One collective along `axis` on the largest buffer that a rank holds for it."""
         ...

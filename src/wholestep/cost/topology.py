@@ -137,6 +137,15 @@ class Topology:
         """
         return _bucket_bytes(self)
 
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """Operations of products in `dtype` by the data sheet, or as measured."""
+        return self.device.ceiling(dtype).flops_per_us
+
+    def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
+        """True where the outermost level that both axes cross is the same."""
+        sizes = tuple(level.ranks for level in self.levels)
+        return _outermost(units_of(mesh, one, sizes)) == _outermost(units_of(mesh, other, sizes))
+
     def collective_us(
         self, kind: str, whole_bytes: float, mesh: Mesh, axis: str, largest_bytes: float | None = None
     ) -> float:
@@ -169,7 +178,7 @@ class Topology:
         """The same for a group by its units (see `cost.curves`)."""
         if units[0] <= 1:
             return 0.0
-        outermost = max(i for i, (under, over) in enumerate(pairwise(units)) if under > over)
+        outermost = _outermost(units)
         crossed = self.levels[: outermost + 1]
         rates, latencies = [level.bytes_per_us for level in crossed], [level.latency_us for level in crossed]
         curves = crossed[-1].curves_for(kind, units[0])
@@ -208,6 +217,11 @@ class Topology:
     def __str__(self) -> str:
         rows = [f"{level.name} x{level.ranks or 'any'} {level.bytes_per_us / 1e3:.3g} GB/s" for level in self.levels]
         return f"{self.name}: {self.device.name}, {', '.join(rows)}"
+
+
+def _outermost(units: tuple[int, ...]) -> int:
+    """The level that joins the units of a group; -1 for one rank."""
+    return max((i for i, (under, over) in enumerate(pairwise(units)) if under > over), default=-1)
 
 
 @lru_cache(maxsize=4096)

@@ -239,6 +239,16 @@ def is_loose(node: Node) -> bool:
     return bool(node.meta.get("wholestep_loose"))
 
 
+def set_again(node: Node) -> None:
+    """Record that `node` makes again what another node has made."""
+    node.meta["wholestep_again"] = True
+
+
+def is_again(node: Node) -> bool:
+    """True after `set_again`."""
+    return bool(node.meta.get("wholestep_again"))
+
+
 def copy_origin(source: Node, target: Node) -> None:
     """Say that `target` comes from the same place in the user's code and the same pass of autograd as `source`."""
     if "custom" in source.meta:

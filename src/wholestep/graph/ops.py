@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from .. import _torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
@@ -83,6 +88,30 @@ VIEWS = frozenset(
 
 CHEAP = VIEWS | {_aten._to_copy.default}
 """Views and casts: cheaper to make again than to keep or to send."""
+
+
+READS_A_PART: set[object] = {
+    _aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor,
+}  # fmt: skip
+"""What reads as much of its first operand as it makes, not all of it."""
+
+FREE: set[object] = {*VIEWS, _aten.detach.default, _aten.alias.default}
+"""What computes nothing and moves nothing."""
+
+PRODUCTS: set[object] = {
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.linear.default,
+}  # fmt: skip
+"""Products of matrices."""
+
+
+def costs(like: set[object]) -> Callable[[F], F]:
+    """Says of a function that graphs call that it costs what those of READS_A_PART, FREE or PRODUCTS do."""
+
+    def note(function: F) -> F:
+        like.add(function)
+        return function
+
+    return note
 
 
 def is_pointwise(target: object) -> bool:

@@ -107,6 +107,7 @@ class _Work:
         with reader.graph.inserting_before(reader):
             new = reader.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_again")
         meta.copy(node, new)
+        meta.set_again(new)
         if node in self.saved.moving:
             meta.set_backward(new)
         self.copies[node, stretch] = new

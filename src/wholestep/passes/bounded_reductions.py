@@ -17,13 +17,15 @@ _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 @dataclass(frozen=True)
 class BoundedReductions:
-    """Before a reduce-scatter starts, the oldest are waited for until all of them read `in_flight_bytes` at most.
+    """Before a reduce-scatter starts, the oldest are waited for until all of them read `in_flight_bytes` at most, or
+    no more than `in_flight` are left.
 
     Without it whole gradients would be held to the end of the backward where only the update waits for them. The wire
     carries the others meanwhile, so that it is as busy as before. Bitwise the same.
     """
 
     in_flight_bytes: int
+    in_flight: int = 1
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -38,7 +40,7 @@ class BoundedReductions:
             elif node.target is _SCATTER:
                 given = node_at(node, 0)
                 size_bytes = sum(made.size_bytes for made in meta.tensors(given) if made is not None)
-                while flying and sum(flying.values()) + size_bytes > self.in_flight_bytes:
+                while len(flying) >= self.in_flight and sum(flying.values()) + size_bytes > self.in_flight_bytes:
                     oldest = next(iter(flying))
                     del flying[oldest]
                     start = given if place[given] > place[oldest] else node

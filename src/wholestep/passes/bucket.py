@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph, node_at, operands
 from ..graph.meta import TensorMeta
+from ..graph.ops import FREE, READS_A_PART, costs
 from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
@@ -166,6 +167,7 @@ def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
     return torch.cat([p.reshape(parts, -1) for p in pieces], 1).reshape(-1)
 
 
+@costs(FREE)
 @shares("nothing")
 def outline(x: Tensor) -> Tensor:
     """The shape of `x`, and nothing else of it."""
@@ -176,6 +178,7 @@ def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...
     return [tuple(o.shape) if isinstance(o, Tensor) else o for o in outlines]
 
 
+@costs(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One gathered tensor of several that were gathered together."""
     shapes = _shapes(outlines)
@@ -184,6 +187,7 @@ def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
     return found.reshape(parts * shape[0], *shape[1:]).contiguous()
 
 
+@costs(FREE)
 @shares("view")
 def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One rank's piece of one tensor of several that were reduced together."""

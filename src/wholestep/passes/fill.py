@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, copy_graph
+from ..graph.ops import PRODUCTS, costs
 from ..graph.storage import shares
 from .bucket import add_call, join_rows, made_by
 
@@ -65,6 +66,7 @@ def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+@costs(PRODUCTS)
 @shares("view")
 def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
     """The product of two matrices becomes the elements of `bucket` from `start` on."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, Role, copy_graph, operands
+from ..graph.ops import FREE, costs
 from ..graph.storage import shares, storages
 from ..graph.verify import is_mutating, is_wait
 from .bucket import GATHER, join_rows
@@ -81,6 +82,7 @@ def _sides(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.target is side_by_side]
 
 
+@costs(FREE)
 @shares("view")
 def side_by_side(pieces: Sequence[Tensor], parts: int) -> Tensor:
     """All pieces in one row: their own memory where they rest side by side, else a copy."""

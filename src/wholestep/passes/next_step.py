@@ -154,10 +154,9 @@ class _Work:
         """The next call's input for what `node` makes."""
         made = meta.tensor(node)
         assert made is not None, f"%{node.name} is one tensor"
-        name = f"carried/{number}"
-        if node.target is SCATTER:
-            return Input(name, Role.CARRY, made, owner=str(node.args[-1]), key=str(node.args[1]))
-        return Input(name, Role.CARRY, made)
+        axis = str(node.args[-1]) if is_collective(node) else ""
+        key = str(node.args[1]) if node.target is SCATTER else ""
+        return Input(f"carried/{number}", Role.CARRY, made, owner=axis, key=key)
 
 
 class _Writer:

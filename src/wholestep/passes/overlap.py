@@ -28,24 +28,26 @@ class Overlap:
     """Collectives start when their last input exists, and are waited for at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
-    of their use, while no more than `in_flight_bytes` of gathered parameters wait for it. Of what follows from complete
-    gradients, that which another collective waits for (an update whose result is gathered) runs as soon as the
-    simulation says that nothing needs to be waited for; the rest runs at the end, in the order in which it can.
+    of their use, while no more than `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it. Of
+    what follows from complete gradients, that which another collective waits for (an update whose result is gathered)
+    runs as soon as the simulation says that nothing needs to be waited for; the rest runs at the end, in the order in
+    which it can.
     Of reductions that are carried to the next call, that goes first whose parameters are read first there.
     Ranks whose batches differ in size may find different orders: `with_collectives_in` gives them that of one.
     """
 
     machine: Speeds = field(default_factory=Machine)
     in_flight_bytes: int = 64 << 20
+    in_flight: int = 1
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """Another order of the nodes of `local`."""
-        work = _Work(local, self.machine, self.in_flight_bytes, {})
+        work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.machine, self.in_flight_bytes, left(local, work.clock))
+            work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), left(local, work.clock))
             work.run()
         return replace(local, graph=_in_order(local.graph, work.order))
 
@@ -103,7 +105,7 @@ class _Work:
 
     local: LocalGraph
     machine: Speeds
-    most: int
+    most: tuple[int, int]
     arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])
     placed: set[Node] = field(default_factory=set[Node])
@@ -207,7 +209,8 @@ class _Work:
 
     def _must_wait(self, gather: Node) -> bool:
         """True when there is no room for it, or what it gathers has not arrived."""
-        if self.flying and sum(self.flying.values()) + _bytes(gather) > self.most:
+        size_bytes, count = self.most
+        if len(self.flying) >= count and sum(self.flying.values()) + _bytes(gather) > size_bytes:
             return True
         arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
         return max(arrives, default=0.0) > self.clock.now

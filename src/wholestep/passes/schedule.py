@@ -25,7 +25,7 @@ class Schedule:
         bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
         first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
         in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be on their way to be
-            scattered; three buckets each if None.
+            scattered; three buckets each if None, and two tensors each however large.
         across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
     """
@@ -41,7 +41,8 @@ class Schedule:
 
         `watch` is told of the passes that make it up.
         """
-        return run_passes(local, [*self._merging(), self._overlap(), BoundedReductions(self._in_flight())], watch)
+        bounded = BoundedReductions(*self._in_flight())
+        return run_passes(local, [*self._merging(), self._overlap(), bounded], watch)
 
     def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""
@@ -59,7 +60,8 @@ class Schedule:
         return self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
 
     def _overlap(self) -> Overlap:
-        return Overlap(self.machine, self._in_flight())
+        return Overlap(self.machine, *self._in_flight())
 
-    def _in_flight(self) -> int:
-        return 3 * self._bucket_bytes() if self.in_flight_bytes is None else self.in_flight_bytes
+    def _in_flight(self) -> tuple[int, int]:
+        """Bytes, and how many at least: on a link that is the bottleneck the next one has to be there."""
+        return (3 * self._bucket_bytes(), 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)

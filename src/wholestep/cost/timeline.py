@@ -1,0 +1,181 @@
+"""What runs when in a step, predicted: a value, a table, and a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Node
+
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, node_at
+from ..graph.text import human
+from ..graph.verify import is_collective, is_wait
+from .memory import PeakMemory, bytes_held, peak_memory
+from .schedule import Clock, Simulated, kind_of, left, run_all, simulated, start
+from .speeds import Speeds
+
+COMPUTE, WAIT = "compute", "wait"
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of time of one stream: an op on `compute`, a rank that has to `wait`, a collective on its axis.
+
+    Args:
+        name: of the node.
+        op: what it calls; the kind of a collective.
+        stream: `compute`, `wait` or the name of an axis.
+        start_us, us: since the start of the step, and how long.
+        phase: forward, backward or update.
+        module: path of the module whose forward made it.
+        size_bytes: of the largest buffer of a collective; of the result of an op.
+    """
+
+    name: str
+    op: str
+    stream: str
+    start_us: float
+    us: float
+    phase: str = ""
+    module: str = ""
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step in time: spans in the order of their starts, bytes held by (microsecond, bytes)."""
+
+    spans: tuple[Span, ...]
+    simulated: Simulated
+    memory: tuple[tuple[float, int], ...]
+    peak: PeakMemory
+    title: str = "predicted"
+
+    def busy_us(self, stream: str) -> float:
+        """Microseconds in which `stream` does something."""
+        return sum(span.us for span in self.spans if span.stream == stream)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """`compute`, `wait`, then the axes that communicate."""
+        axes = dict.fromkeys(span.stream for span in self.spans)
+        return (COMPUTE, WAIT, *(one for one in axes if one not in (COMPUTE, WAIT)))
+
+    def save(self, path: str | Path, *beside: Timeline) -> None:
+        """Write a Chrome trace, which Perfetto and chrome://tracing open; `beside` are shown under this one."""
+        events = [event for number, one in enumerate((self, *beside)) for event in _events(one, number)]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def __str__(self) -> str:
+        step = self.simulated.step_us
+        rows = [
+            f"step {_ms(step)}: compute {_ms(self.busy_us(COMPUTE))}, waiting for collectives "
+            f"{_ms(self.simulated.exposed_us)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
+            f"model FLOPs utilization {self.simulated.mfu:.1%}"
+        ]
+        for axis in self.streams[2:]:
+            sent = [span for span in self.spans if span.stream == axis]
+            kinds = dict.fromkeys(span.op for span in sent)
+            parts = ", ".join(f"{sum(s.op == kind for s in sent)} {kind}" for kind in kinds)
+            rows.append(f"axis {axis}: busy {_ms(self.busy_us(axis))} with {parts}")
+        waits = sorted((s for s in self.spans if s.stream == WAIT), key=lambda span: -span.us)[:_SHOWN]
+        rows += ["longest waits:"] if waits else []
+        rows += [f"  {_ms(w.us):>10}  {w.op} of {human(w.size_bytes)}, {w.phase}  %{w.name}  {w.module}" for w in waits]
+        return "\n".join([*rows, str(self.peak)])
+
+
+def timeline(local: LocalGraph, machine: Speeds) -> Timeline:
+    """Run the nodes of `local` in their order on `machine`; where a step ends in the next one, after one of its kind.
+
+    Example:
+        >>> print(wholestep.timeline(step.local_graph, wholestep.Topology.preset("dgx-h100")))
+    """
+    clock = start(local, machine, {})
+    if any(given.role is Role.CARRY for given in local.inputs):
+        run_all(clock, local.graph.nodes)
+        clock = start(local, machine, left(local, clock))
+    found: list[Span] = []
+    ends: list[float] = []
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        before = clock.now
+        clock.run(node)
+        ends.append(clock.now)
+        if clock.now > before and not is_collective(node):
+            found.append(_span(node, before, clock.now - before))
+    found += [_sent(node, clock) for node in calls if is_collective(node)]
+    memory = tuple(zip(ends, bytes_held(local), strict=True))
+    ordered = tuple(sorted(found, key=lambda span: span.start_us))
+    return Timeline(ordered, simulated(local, clock), memory, peak_memory(local))
+
+
+def _span(node: Node, start_us: float, us: float) -> Span:
+    """An op, or a wait, which is named by what is waited for."""
+    sent = node_at(node, 0) if is_wait(node) else None
+    shown = sent if sent is not None and is_collective(sent) else node
+    op = kind_of(shown) if is_collective(shown) else op_name(node)
+    stream = WAIT if sent is not None else COMPUTE
+    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), _bytes(shown))
+
+
+def _sent(node: Node, clock: Clock) -> Span:
+    begun, us = clock.begun[node], clock.done[node] - clock.begun[node]
+    return Span(
+        node.name, kind_of(node), str(node.args[-1]), begun, us, phase(node), meta.module_path(node), _bytes(node)
+    )
+
+
+def op_name(node: Node) -> str:
+    """What a node calls, without namespace and overload: ops of one class are priced alike."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.split("::")[-1].removeprefix("aten.").split(".")[0]
+
+
+def phase(node: Node) -> str:
+    """forward, backward, or update: what follows from complete gradients."""
+    return "update" if meta.rests(node) else "backward" if meta.is_backward(node) else "forward"
+
+
+def _bytes(node: Node) -> int:
+    """Of what a node makes; of a collective, the larger of that and what it is given."""
+    made = sum(one.size_bytes for one in meta.tensors(node) if one is not None)
+    return max(made, _bytes(node_at(node, 0))) if is_collective(node) else made
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3g} ms" if us >= 1000 else f"{us:.3g} us"
+
+
+# -- Chrome's trace format ------------------------------------------------------------------------
+def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
+    """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: times in microseconds."""
+    yield _named("process_name", process, 0, made.title)
+    threads = {stream: number for number, stream in enumerate(made.streams)}
+    for stream, number in threads.items():
+        yield _named("thread_name", process, number, stream if stream in (COMPUTE, WAIT) else f"axis {stream}")
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
+    for span in made.spans:
+        told = {"node": span.name, "phase": span.phase, "module": span.module, "bytes": span.size_bytes}
+        yield {
+            "ph": "X", "name": span.op, "cat": span.phase or "step", "pid": process, "tid": threads[span.stream],
+            "ts": span.start_us, "dur": span.us, "args": {key: value for key, value in told.items() if value},
+        }  # fmt: skip
+    for at, size in _changes(made.memory):
+        yield {"ph": "C", "name": "bytes held", "pid": process, "ts": at, "args": {"bytes": size}}
+
+
+def _changes(memory: Sequence[tuple[float, int]]) -> Iterable[tuple[float, int]]:
+    last = -1
+    for at, size in memory:
+        if size != last:
+            yield at, size
+        last = size
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,0 +1,165 @@
+"""Measures the nodes of a compiled step while it trains, to be put beside what was predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from ..backend.bind import bind
+from ..backend.build import Backend
+from ..capture.find import take_apart
+from ..cost.memory import bytes_held, peak_memory
+from ..cost.schedule import Simulated, kind_of
+from ..cost.speeds import Speeds
+from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase, timeline
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import LocalGraph, node_at
+from ..graph.verify import is_collective, is_wait
+from .carry import Carrying
+
+if TYPE_CHECKING:
+    from .step import CompiledStep
+
+_SHOWN = 12
+
+
+@dataclass
+class _SpanClock:
+    """Seconds of each call, by node. On a GPU the device is waited for after each, so that nothing overlaps."""
+
+    on_gpu: bool
+    spans: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+
+    def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+        name = node.name
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            out = call(*args, **kwargs)
+            if self.on_gpu:
+                torch.cuda.synchronize()
+            self.spans.append((name, begin, time.perf_counter()))
+            return out
+
+        return run
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step as it was `measured`, and as `predicted` for the machine that was named."""
+
+    measured: Timeline
+    predicted: Timeline
+
+    def save(self, path: str) -> None:
+        """Write both as one Chrome trace, one above the other."""
+        self.predicted.save(path, self.measured)
+
+    def classes(self) -> dict[str, tuple[float, float]]:
+        """Microseconds of each class of ops and of waits: predicted, measured; the longest measured first."""
+        ours, theirs = _by_class(self.predicted), _by_class(self.measured)
+        found = {op: (ours.get(op, 0.0), theirs.get(op, 0.0)) for op in {**theirs, **ours}}
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+    def __str__(self) -> str:
+        pair = self.predicted.simulated.step_us, self.measured.simulated.step_us
+        rows = [f"{'':34}{'predicted ms':>14}{'measured ms':>14}{'error':>9}", _row("step", *pair)]
+        classes = list(self.classes().items())
+        rows += [_row(op, *both) for op, both in classes[:_SHOWN]]
+        rest = [both for _, both in classes[_SHOWN:]]
+        rows += [_row(f"{len(rest)} more", sum(p for p, _ in rest), sum(m for _, m in rest))] if rest else []
+        return "\n".join(rows)
+
+
+def profile(step: CompiledStep, machine: Speeds | None, repeat: int, args: tuple[Any, ...], kwargs: Any) -> Profile:
+    """Train `repeat` steps on the given arguments with every node timed; the step of median time is shown.
+
+    Without a `machine` the prediction is for the one that the schedule was made for.
+
+    Raises:
+        PlanError: the step leaves its end to the next one, or there is no machine to predict for.
+    """
+    step(*args, **kwargs)
+    program = step.programs[-1]
+    if isinstance(program.run, Carrying):
+        found = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
+        raise PlanError(found, "a schedule within the step", 'compile it with schedule="auto" to profile it')
+    machine = machine or _machine(step)
+    if machine is None:
+        needed = "a Topology or a Machine to predict for"
+        raise PlanError("this step was scheduled for no machine (one rank, or schedule=None)", needed, "give machine=")
+    world, usual = program.world, program.run
+    clock = _SpanClock(world.device.startswith("cuda"))
+    bound = bind(program.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
+    inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
+    program.run = Backend(step.options.backend, clock).run_of(bound, program.local.inputs, inputs)
+    found: list[Timeline] = []
+    try:
+        for _ in range(repeat + 1):  # the first one checks strides, and does not count
+            clock.spans = []
+            begin = time.perf_counter()
+            step(*args, **kwargs)
+            found.append(_measured(program.local, clock.spans, begin, time.perf_counter() - begin))
+    finally:
+        program.run = usual
+    counted = found[1:]
+    middle = sorted(counted, key=lambda one: one.simulated.step_us)[(len(counted) - 1) // 2]
+    return Profile(replace(middle, title="measured"), timeline(program.local, machine))
+
+
+def _machine(step: CompiledStep) -> Speeds | None:
+    """What the step was scheduled for."""
+    schedule = step.schedule
+    return schedule.machine if schedule else None
+
+
+def _measured(local: LocalGraph, seen: list[tuple[str, float, float]], begin: float, seconds: float) -> Timeline:
+    nodes: Mapping[str, Node] = {node.name: node for node in local.graph.nodes}
+    started: dict[Node, float] = {}
+    spans: list[Span] = []
+    waited = 0.0
+    for name, start, end in seen:
+        node, at, us = nodes.get(name), (start - begin) * 1e6, (end - start) * 1e6
+        if node is None:  # what a rank adds to the program, as the sum after an exchange
+            spans.append(Span(name, name.rstrip("0123456789").rstrip("_"), COMPUTE, at, us))
+        elif is_wait(node) and node_at(node, 0) in started:
+            sent = node_at(node, 0)
+            waited += us
+            spans.append(_span(node, kind_of(sent), WAIT, at, us))
+            spans.append(_span(sent, kind_of(sent), str(sent.args[-1]), started[sent], at + us - started[sent]))
+        elif is_collective(node):
+            started[node] = at
+            spans.append(_span(node, f"start {kind_of(node)}", COMPUTE, at, us))
+        else:
+            spans.append(_span(node, op_name(node), COMPUTE, at, us))
+    ends = {name: (end - begin) * 1e6 for name, _, end in seen}
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    held = zip(calls, bytes_held(local), strict=True)
+    memory = tuple((ends[node.name], size) for node, size in held if node.name in ends)
+    ordered = tuple(sorted(spans, key=lambda span: span.start_us))
+    return Timeline(ordered, Simulated(seconds * 1e6, waited), memory, peak_memory(local), "measured")
+
+
+def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:
+    size = sum(made.size_bytes for made in meta.tensors(node) if made is not None)
+    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), size)
+
+
+def _by_class(made: Timeline) -> dict[str, float]:
+    total = dict[str, float]()
+    for span in made.spans:
+        if span.stream in (COMPUTE, WAIT):
+            name = f"wait for {span.op}" if span.stream == WAIT else span.op
+            total[name] = total.get(name, 0.0) + span.us
+    return total
+
+
+def _row(name: str, predicted: float, measured: float) -> str:
+    error = f"{(predicted - measured) / measured:+.0%}" if measured else "-"
+    return f"{name:34}{predicted / 1e3:14.2f}{measured / 1e3:14.2f}{error:>9}"
