@@ -147,7 +147,7 @@ def test_a_partial_sum_is_scattered_once(parts: int, more: int, dim: int):
 @pytest.mark.parametrize("target", [S0, S1, R, P])
 def test_a_mesh_dim_of_one_rank_takes_no_collective(source, target):
     mesh, whole = ws.Mesh("a=1,b=1"), torch.randn(3, 4)
-    a, b = layout_from((source, R), 2, mesh), Layout(((), ())).put("a", _state(target))
+    a, b = (replicated(2).put("a", _state(placed)) for placed in (source, target))
     made, counts = simulated([whole], a, b, (3, 4), mesh)
     assert not counts
     assert torch.equal(made[0], whole)
