@@ -87,7 +87,7 @@ def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, buc
     data = ws.DataParallel(style, reshard_after_forward=False)  # type: ignore[arg-type]
     before = ws.partition(graph, ws.plan(graph, "a=2,b=2", data))
     after = ws.run_passes(before, [Schedule(bucket_bytes=bucket_bytes, in_flight_bytes=40000)])
-    assert sum(count(after).values()) < sum(count(before).values())
+    assert sum(count(after).values()) <= sum(count(before).values())
     wholes = {i.name: torch.randn(i.meta.shape, dtype=i.meta.dtype) for i in before.inputs}
     given = [
         [wholes[i.name][index_of(i.meta.shape, at, before.mesh, r)] + (r if i.name == "x" else 0)

@@ -47,7 +47,8 @@ def from_function(target: str) -> Target:
     if len(parts) == 4:
         return Target(target, parts[0], tuple(parts[1:]))
     if len(parts) not in (2, 3) or not isinstance(parts[1], (tuple, list)):
-        found = "(" + ", ".join(type(part).__name__ for part in parts) + ")" if parts else type(made).__name__
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        found = f"({kinds})" if isinstance(made, tuple) else type(cast(object, made)).__name__
         refuse(f"{target} returned {found}: needed {RETURNS}")
     return Target(target, parts[0], tuple(cast(Sequence[Any], parts[1])), parts[2] if len(parts) == 3 else {})
 

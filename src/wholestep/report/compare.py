@@ -19,12 +19,10 @@ from ..passes.base import run_passes
 from ..passes.fill import Fill
 from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
-from ..plan.data_parallel import DataParallel, Style
+from ..plan.data_parallel import DataParallel
 from ..plan.make import plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, Strategy, compose
-
-_GATHERS: dict[bool | None, str] = {None: "", False: ", kept", True: ", gathered again"}
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,12 @@ def templates(
 
 
 def _styles(axes: tuple[str, ...], semantics: Literal["per_rank", "global"]) -> Iterator[tuple[str, DataParallel]]:
-    once: tuple[Style, ...] = ("replicate", "zero1", "zero2")
-    sharded: tuple[Style, ...] = ("fully_shard", "hybrid") if len(axes) > 1 else ("fully_shard",)
-    options = [*((style, None) for style in once), *((style, again) for style in sharded for again in (False, True))]
-    for style, again in options:
-        data = DataParallel(style, axis=axes, semantics=semantics, reshard_after_forward=again)
-        yield f"{style}{_GATHERS[again]} on {','.join(axes)}", data
+    for style in ("replicate", "zero1", "zero2"):
+        yield f"{style} on {','.join(axes)}", DataParallel(style, axis=axes, semantics=semantics)
+    for style in ("fully_shard", "hybrid") if len(axes) > 1 else ("fully_shard",):
+        for again, how in ((False, "kept"), (True, "gathered again")):
+            data = DataParallel(style, axis=axes, semantics=semantics, reshard_after_forward=again)
+            yield f"{style}, {how} on {','.join(axes)}", data
 
 
 def costs(local: LocalGraph, planned: Plan, machine: Machine) -> Costs:
