@@ -48,6 +48,7 @@ def build(wanted: Wanted) -> Target:
     import torch
 
     transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
     config = _config(transformers, wanted)
     try:
         with torch.device("meta"):

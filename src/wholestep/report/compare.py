@@ -66,10 +66,15 @@ def templates(
     tensor_axis: str = "tp",
     semantics: Literal["per_rank", "global"] = "per_rank",
 ) -> list[Template]:
-    """Every data-parallel style on all axes, and on those that `tensor` leaves with it on its own."""
+    """Every data-parallel style on all axes, and on those that `tensor` leaves with it on its own.
+
+    Raises:
+        MeshError: `tensor` is given, and the mesh has no `tensor_axis`.
+    """
     found = [Template(name, (data,)) for name, data in _styles(mesh.names, semantics)]
-    if tensor is None or tensor_axis not in mesh.names:
+    if tensor is None:
         return found
+    mesh.axis_size(tensor_axis)
     others = tuple(name for name in mesh.names if name != tensor_axis)
     if isinstance(tensor, WholestepError):
         return [*found, Template(f"tensor parallel on {tensor_axis}", tensor)]
