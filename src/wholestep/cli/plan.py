@@ -24,13 +24,14 @@ Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
 DEMO = "wholestep.demo.train:example_step"
+_Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
+]
 
 
 def plan(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
-    ] = None,
+    target: _Model = None,
     hf: Annotated[
         str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
     ] = None,
