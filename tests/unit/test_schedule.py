@@ -100,6 +100,18 @@ def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, buc
     )
 
 
+def test_what_tensor_parallel_cuts_is_gathered_again_over_the_other_axis() -> None:
+    """`reshard_after_forward` holds for parameters that are gathered over one axis and stay cut by another."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), torch.randn(4, 64))
+    tensor = ws.TensorParallel({"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"})
+    gathers = []
+    for again in (False, True):
+        data = ws.DataParallel("fully_shard", axis="dp", reshard_after_forward=again)
+        gathers.append(count(ws.partition(graph, ws.plan(graph, "dp=2,tp=2", [data, tensor])))["all_gather"])
+    assert gathers == [8, 11]  # three weights more, for the gradients of the activations
+
+
 def lengths(optimizers: list[torch.fx.Node]) -> list[int]:
     return [len(list(node.args[0])) for node in optimizers]  # type: ignore[call-overload]
 
