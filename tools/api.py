@@ -23,6 +23,9 @@ def signature(thing: object) -> str:
 
 def entry(name: str, thing: object) -> str:
     """One name: signature, docstring, and for a class its public methods and properties."""
+    if inspect.ismodule(thing):
+        head = [f"## {name}", "", block(inspect.getdoc(thing)), ""]
+        return "\n".join([*head, *(entry(f"{name}.{part}", getattr(thing, part)) for part in sorted(thing.__all__))])
     kind = "class " if inspect.isclass(thing) else ""
     lines = [f"## {name}", "", f"```text\n{kind}ws.{name}{signature(thing)}\n```", "", block(inspect.getdoc(thing))]
     if inspect.isclass(thing) and not issubclass(thing, BaseException):

@@ -1,5 +1,6 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
+from . import collectives
 from .capture import MixedPrecision
 from .compile import capture, compile
 from .cost.machine import Machine
@@ -76,6 +77,7 @@ __all__ = [
     "WholestepError",
     "capture",
     "check_rule",
+    "collectives",
     "compile",
     "ddp_backend",
     "load",

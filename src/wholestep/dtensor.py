@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import _torch
 from .errors import LayoutError
@@ -48,23 +48,42 @@ def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
             f"the mesh of the step, {mesh}",
             "give plain tensors, or DTensors on that mesh",
         )
-    dims: list[tuple[str, ...]] = [()] * tensor.dim()
+    return layout_from(tensor.placements, tensor.dim(), mesh)
+
+
+def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
+    """The layout that placements, one for each mesh axis, give a tensor of `ndim` dims.
+
+    Raises:
+        LayoutError: their number is wrong, one is no placement of a dim the tensor has, or strided shards follow no
+            order of the axes of the mesh.
+    """
+    if len(placed) != len(mesh.axes):
+        raise LayoutError(f"{len(placed)} placements {tuple(placed)}", f"one for each axis of mesh {mesh}")
+    dims: list[tuple[str, ...]] = [()] * ndim
     factors: dict[str, int] = {}
-    for axis, placement in zip(mesh.axes, tensor.placements, strict=True):
+    partial: list[tuple[str, str]] = []
+    for axis, placement in zip(mesh.axes, placed, strict=True):
         found = _torch.shard_of(placement)
-        if found is not None and axis.size > 1:
-            dims[found[0]] = (*dims[found[0]], axis.name)
-            factors[axis.name] = found[1]
+        if isinstance(placement, Partial):
+            partial += [(axis.name, placement.reduce_op)] if axis.size > 1 else []
+        elif found is None and not isinstance(placement, Replicate):
+            raise LayoutError(f"{placement!r} for axis {axis.name!r}", "Shard(dim), Replicate() or Partial(op)")
+        elif found is not None and axis.size > 1:
+            dim, factors[axis.name] = found
+            if not -ndim <= dim < ndim:
+                raise LayoutError(f"{placement!r} of a tensor of {ndim} dims", f"a dim from 0 to {ndim - 1}")
+            dims[dim] = (*dims[dim], axis.name)
     for dim, axes in enumerate(dims):
         orders = [o for o in permutations(axes) if all(_factor(a, o, mesh) == factors[a] for a in o)]
         if not orders:
             raise LayoutError(
-                f"a DTensor placed as {tensor.placements} on {mesh}",
+                f"a DTensor placed as {tuple(placed)} on {mesh}",
                 "shards that follow an order of the axes",
                 "redistribute it, to Shard() or Replicate() on each axis",
             )
         dims[dim] = orders[0]
-    return Layout(tuple(dims))
+    return Layout(tuple(dims), tuple(sorted(partial)))
 
 
 def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, shape: Sequence[int]) -> DTensor:

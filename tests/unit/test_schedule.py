@@ -9,10 +9,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
 from tests.catalogue import CASES
+from tests.simulate import index_of
+from wholestep.backend.bind import bound_arguments
 from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import node_at
+from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import Bucket
@@ -73,6 +76,40 @@ def test_one_optimizer_for_each_bucket() -> None:
     local = ws.run_passes(layers(5, 600), [LateWaits(), Bucket(2 * MB), SplitOptimizer()])
     fused = [n for n in local.graph.nodes if "_fused_adam" in str(n.target)]
     assert sorted(lengths(fused)) == [2, 4, 4]
+
+
+@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
+@pytest.mark.parametrize("bucket_bytes", [1000, 20000, None])
+def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, bucket_bytes: int | None) -> None:
+    """The second hop waits for the first; merged, bounded and moved, all four ranks get the same bits."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(4, 256))
+    data = ws.DataParallel(style, reshard_after_forward=False)  # type: ignore[arg-type]
+    before = ws.partition(graph, ws.plan(graph, "a=2,b=2", data))
+    after = ws.run_passes(before, [Schedule(bucket_bytes=bucket_bytes, in_flight_bytes=40000)])
+    assert sum(count(after).values()) <= sum(count(before).values())
+    wholes = {i.name: torch.randn(i.meta.shape, dtype=i.meta.dtype) for i in before.inputs}
+    given = [
+        [wholes[i.name][index_of(i.meta.shape, at, before.mesh, r)] + (r if i.name == "x" else 0)
+         for i, at in zip(before.inputs, before.layouts, strict=True)]
+        for r in range(4)
+    ]  # fmt: skip
+    ours, plain = (run_all(local, given, bound_arguments) for local in (after, before))
+    assert all(
+        torch.equal(a, b) for mine, theirs in zip(ours, plain, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def test_what_tensor_parallel_cuts_is_gathered_again_over_the_other_axis() -> None:
+    """`reshard_after_forward` holds for parameters that are gathered over one axis and stay cut by another."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), torch.randn(4, 64))
+    tensor = ws.TensorParallel({"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"})
+    gathers = []
+    for again in (False, True):
+        data = ws.DataParallel("fully_shard", axis="dp", reshard_after_forward=again)
+        gathers.append(count(ws.partition(graph, ws.plan(graph, "dp=2,tp=2", [data, tensor])))["all_gather"])
+    assert gathers == [8, 11]  # three weights more, for the gradients of the activations
 
 
 def lengths(optimizers: list[torch.fx.Node]) -> list[int]:

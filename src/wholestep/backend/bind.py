@@ -46,7 +46,8 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
         if node.op != "call_function":
             continue
         if is_collective(node):
-            node.args = (*node.args[:-1], groups[str(node.args[-1])])
+            args = bound_arguments(node, coordinate)[0]
+            node.args = (*args[:-1], groups[str(args[-1])])
             if node.target is funcol.all_gather_into_tensor.default:
                 node.target = gather
             elif node.target is funcol.all_reduce.default and _is_fresh(node.all_input_nodes[0]):
@@ -100,7 +101,7 @@ def swap(value: Tensor, parts: int, group: str) -> Tensor:
 
 def add_parts(value: Tensor, parts: int, op: str) -> Tensor:
     """The sum, average or extreme of the parts that came from all ranks, in the order of the ranks."""
-    rows = value.view(parts, -1, *value.shape[1:])
+    rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
     if op in ("max", "min"):
         return rows.amax(0) if op == "max" else rows.amin(0)
     total = rows[0] + rows[1]

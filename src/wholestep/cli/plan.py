@@ -1,123 +1,213 @@
 """`wholestep plan`: where every tensor of a step would rest on a mesh, and why, without a process group or a device."""
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
 
+from .screen import Screen, screen
+from .target import RETURNS, Target, from_function, refuse
+
 if TYPE_CHECKING:
+    from wholestep.errors import WholestepError
     from wholestep.graph.graph import TrainGraph
     from wholestep.plan.strategy import Strategy
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
+DEMO = "wholestep.demo.train:example_step"
+_Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
+]
 
 
 def plan(
-    target: Annotated[
-        str, typer.Argument(help="file.py:function or module:function that returns (train_step, arguments).")
-    ] = "wholestep.demo.train:example_step",
+    target: _Model = None,
+    hf: Annotated[
+        str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --hf: sequences for each rank (1).")] = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="With --hf: of parameters and state (bfloat16).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="With --hf (adamw).")] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
-    style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = Style.fully_shard,
+    style: Annotated[
+        Style | None, typer.Option(help="Where the data-parallel axes keep parameters (fully_shard).")
+    ] = None,
     semantics: Annotated[
         Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
     ] = Semantics.per_rank,
     tp: Annotated[
-        list[str] | None, typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable.")
+        list[str] | None,
+        typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan."),
     ] = None,
-    tp_axis: Annotated[str, typer.Option(help="The axis of --tp.")] = "tp",
+    tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
+    compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     explain: Annotated[
         list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
     ] = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
+    ] = None,
 ) -> None:
     """Plan a training step: capture it, decide where every tensor rests, print that as a table.
 
-    Without a target it plans the demo's own step. Nothing is trained and no rank is started.
+    Without a model it plans the demo's own step. Nothing is trained, no weights are made and no rank is started.
     """
-    import wholestep as ws
-
-    console = Console(stderr=True)
+    given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
+    _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
+    shown = screen(Console(stderr=True))
     try:
-        with console.status("capture"):
-            graph = _captured(target)
-        with console.status("plan"):
-            made = ws.plan(graph, mesh, _strategies(style, semantics, mesh, tp or [], tp_axis))
-        typer.echo(str(made))
-        for name in explain or []:
-            typer.echo(f"\n{made.explain(name)}")
-        if show:
-            typer.echo(f"\n{ws.partition(graph, made)}")
-    except ws.WholestepError as error:
-        _refuse(str(error))
+        found = _target(shown, target, hf, given)
+        with _stage(shown, "capture") as said:
+            import wholestep as ws
+
+            graph = ws.capture(found.step, *found.args, **found.kwargs)
+            said.append(f"{len(graph.graph.nodes):,} operations")
+        kind: Any = semantics.value
+        tensor = _tensor(found, tp or [], tp_axis, always=hf is not None and tp_axis in ws.Mesh(mesh).names)
+        if compare:
+            text, written = _compared(shown, graph, found, mesh, tensor, tp_axis, kind)
+        else:
+            chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
+            text, written = _planned(shown, graph, mesh, chosen, explain or [], show)
+    except _wholestep_error() as error:
+        shown.close()
+        refuse(str(error))
+    except BaseException:
+        shown.close()
+        raise
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(made.to_json())
-        console.print(f"written to {out}")
+        out.write_text(written)
+        shown.note(f"written to {out}")
+    shown.close()
+    typer.echo(text)
 
 
-def _strategies(style: Style, semantics: Semantics, mesh: str, tp: list[str], tp_axis: str) -> "list[Strategy]":
+def _check_together(
+    target: str | None, hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]
+) -> None:
+    """Refuse options that would have no effect."""
+    if target is not None and hf is not None:
+        refuse(f"both {target} and --hf {hf}: needed one of them")
+    idle = [name for name, value in given.items() if value is not None]
+    if hf is None and idle:
+        refuse(f"--{idle[0]} without --hf: a function that returns the step decides that itself")
+    alone = [name for name, value in single.items() if value]
+    if compare and alone:
+        refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
+
+
+def _wholestep_error() -> "type[WholestepError]":
+    from wholestep.errors import WholestepError
+
+    return WholestepError
+
+
+def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
+    with _stage(shown, "model") as said:
+        if hf is None:
+            return from_function(target or DEMO)
+        from .hf import Wanted, build
+
+        set_by_user = {k: getattr(v, "value", v) for k, v in given.items() if v is not None}
+        found = build(Wanted(hf, **set_by_user))
+        count = sum(p.numel() for p in found.args[0].parameters())
+        said.append(f"{found.name}, {count:,} parameters")
+        return found
+
+
+@contextmanager
+def _stage(shown: Screen, name: str) -> Generator[list[str]]:
+    """Show how long a stage takes; what it appends to the list stands beside that."""
+    said: list[str] = []
+    start = time.perf_counter()
+    shown.stage(name, done=False, seconds=0.0)
+    yield said
+    shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(said))
+
+
+def _planned(
+    shown: Screen, graph: "TrainGraph", mesh: str, chosen: "list[Strategy]", explain: list[str], program: bool
+) -> tuple[str, str]:
+    """One plan as text and as JSON."""
     import wholestep as ws
 
-    kind = cast(Any, semantics.value)
-    if not tp:
-        return [ws.DataParallel(cast(Any, style.value), semantics=kind)]
+    with _stage(shown, "plan"):
+        made = ws.plan(graph, mesh, chosen)
+    parts = [str(made), *(f"\n{made.explain(name)}" for name in explain)]
+    if program:
+        with _stage(shown, "partition"):
+            parts.append(f"\n{ws.partition(graph, made)}")
+    return "\n".join(parts), made.to_json()
+
+
+def _compared(
+    shown: Screen, graph: "TrainGraph", found: Target, mesh: str, tensor: "Strategy | WholestepError | None",
+    tp_axis: str, semantics: Literal["per_rank", "global"],
+) -> tuple[str, str]:  # fmt: skip
+    """All templates as a table and as JSON."""
+    from wholestep.mesh import Mesh
+    from wholestep.report.compare import as_json, compare, show, templates
+
+    on = Mesh(mesh)
+    chosen = templates(on, tensor, tp_axis, semantics)
+    before: list[tuple[str, float]] = []
+
+    def watch(name: str) -> None:
+        now = time.perf_counter()
+        if before:
+            shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
+        before.append((f"[{len(before) + 1}/{len(chosen)}] {name}", now))
+        shown.stage(before[-1][0], done=False, seconds=0.0)
+
+    rows = compare(graph, on, chosen, watch=watch)
+    shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])
+    return f"{found.name} on mesh {on}\n{show(rows)}", json.dumps(as_json(rows, on, found.name), indent=1) + "\n"
+
+
+def _tensor(found: Target, tp: list[str], tp_axis: str, always: bool) -> "Strategy | WholestepError | None":
+    """Tensor parallelism as asked for; `always`: by the model's own plan if nothing is. An error if it has none."""
+    import wholestep as ws
+
+    if not tp and not always:
+        return None
+    if not tp or tp == ["model"]:
+        try:
+            return ws.TensorParallel.of((*found.models(), cast(Any, None))[0], axis=tp_axis)
+        except ws.PlanError as error:
+            return error
     pairs: dict[str, str] = {}
     for entry in tp:
         pattern, _, how = entry.rpartition("=")
         if not pattern:
-            _refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like")
+            refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model alone")
         pairs[pattern] = how
-    others = tuple(name for name in ws.Mesh(mesh).names if name != tp_axis)
-    tensor: list[Strategy] = [ws.TensorParallel(pairs, axis=tp_axis)]
-    return [ws.DataParallel(cast(Any, style.value), axis=others, semantics=kind), *tensor] if others else tensor
+    return ws.TensorParallel(pairs, axis=tp_axis)
 
 
-def _captured(target: str) -> "TrainGraph":
+def _strategies(
+    style: Style, semantics: Literal["per_rank", "global"], mesh: str, tensor: "Strategy | WholestepError | None",
+    tp_axis: str,
+) -> "list[Strategy]":  # fmt: skip
     import wholestep as ws
 
-    made = _function(target)()
-    parts = list(cast(tuple[Any, ...], made)) if isinstance(made, tuple) else list[Any]()
-    if len(parts) not in (2, 3):
-        found = type(cast(object, made)).__name__
-        _refuse(f"{target} returned {found}: needed (train_step, arguments) or (..., keyword arguments)")
-    return ws.capture(parts[0], *parts[1], **(parts[2] if len(parts) > 2 else {}))
-
-
-def _function(target: str) -> Callable[[], Any]:
-    where, colon, name = target.rpartition(":")
-    if not colon:
-        _refuse(f"{target!r} names no function: needed file.py:function or module:function")
-    try:
-        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except ImportError as error:
-        _refuse(f"{where!r} cannot be imported: {error}")
-    found = getattr(module, name, None)
-    if not callable(found):
-        _refuse(f"{where!r} has no function {name!r}")
-    return cast(Callable[[], Any], found)
-
-
-def _from_file(file: Path) -> Any:
-    if not file.is_file():
-        _refuse(f"there is no file {file}")
-    sys.path.insert(0, str(file.parent.absolute()))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _refuse(text: str) -> NoReturn:
-    typer.echo(f"wholestep plan: {text}", err=True)
-    raise typer.Exit(2)
+    kind: Any = style.value
+    if tensor is None:
+        return [ws.DataParallel(kind, semantics=semantics)]
+    if isinstance(tensor, ws.WholestepError):
+        raise tensor
+    others = tuple(name for name in ws.Mesh(mesh).names if name != tp_axis)
+    return [ws.DataParallel(kind, axis=others, semantics=semantics), tensor] if others else [tensor]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 STAGES = {
     "processes": "start the ranks",
+    "model": "make the step",
     "data": "read the text, build the model",
     "capture": "capture the step as one graph",
     "plan": "plan where tensors rest",

@@ -29,7 +29,7 @@ from ..rules.registry import is_random
 from . import pieces
 from .collectives import Emitter, contiguous
 from .pieces import drawn
-from .regions import Regions, find_regions
+from .regions import Regions, find_regions, gathers
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -223,7 +223,7 @@ class _Lowering:
         have = self._layout(node)
         if have == want:
             return at
-        key = (node, want, self.regions.of(node, region, gathers=have.is_sharded and not want.is_sharded))
+        key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
         if key not in self.moved:
             self.moved[key] = self._begin(node, at, have, want)
         done = self.moved[key]()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph, operands
 from ..graph.ops import CHEAP
+from ..layout import Layout
 from ..plan.plan import Plan
 
 
@@ -35,6 +37,11 @@ class Regions:
     def of(self, node: Node, region: int, gathers: bool = True) -> int:
         """The region for which a value made from a parameter is made: its own stretch's, or one for all."""
         return region if gathers and self.source.get(node) in self.again else 0
+
+
+def gathers(have: Layout, want: Layout) -> bool:
+    """True if a tensor that rests as `have` is joined along some axis on its way to `want`."""
+    return not set(have.shard_axes()) <= set(want.shard_axes())
 
 
 def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
@@ -69,18 +76,25 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
 
 
 def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
-    """Parameters used whole in several stretches that do not fit the budget; first served is who is needed first."""
+    """Parameters gathered for several stretches that do not fit the budget; first served is who is needed first."""
     budget = plan.options.keep_gathered_bytes
     if budget is None:
         return set()
-    uses: dict[Node, list[tuple[int, int]]] = {}
+    rest = {node: plan.rest[given.name] for given, node in graph.placeholders()}
+    uses, held = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
     for order, node in enumerate(graph.graph.nodes):
         if node.op != "call_function" or node in source:
             continue
         wants = plan.decisions[node.name].operands
         for given, want in zip(operands(node), wants, strict=False):
-            if given in source and not want.is_sharded:
-                uses.setdefault(source[given], []).append((stretch[node], order))
+            param = source.get(given)
+            if param is None or not gathers(rest[param], want):
+                continue
+            uses.setdefault(param, []).append((stretch[node], order))
+            still = prod(plan.mesh.axis_size(axis) for axis in want.shard_axes())
+            held[param] = max(
+                held.get(param, 0), sum(made.size_bytes for made in [meta.tensor(param)] if made) // still
+            )
     several = {p: u for p, u in uses.items() if len({s for s, _ in u}) > 1}
 
     def idle(param: Node) -> int:
@@ -90,10 +104,8 @@ def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], sour
 
     again: set[Node] = set()
     for param in sorted(several, key=idle):
-        made = meta.tensor(param)
-        size_bytes = made.size_bytes if made else 0
-        if size_bytes > budget:
+        if held[param] > budget:
             again.add(param)
         else:
-            budget -= size_bytes
+            budget -= held[param]
     return again

@@ -43,7 +43,8 @@ class BoundedReductions:
                 while len(flying) >= self.in_flight and sum(flying.values()) + size_bytes > self.in_flight_bytes:
                     oldest = next(iter(flying))
                     del flying[oldest]
-                    start = given if place[given] > place[oldest] else node
+                    stays = not is_wait(given)  # waits have moved: their places are known no more
+                    start = given if stays and place[given] > place[oldest] else node
                     for wait in list(oldest.users):
                         start.prepend(wait)
                 flying[node] = size_bytes

@@ -85,7 +85,8 @@ class _Group:
 
 
 def _ahead(node: Node) -> bool:
-    return node.target is GATHER and chain_of(node) is not None
+    chain = chain_of(node) if node.target is GATHER else None
+    return chain is not None and not any(is_wait(n) for n in chain)  # gathered over another axis before: it waits
 
 
 def chain_of(node: Node) -> list[Node] | None:

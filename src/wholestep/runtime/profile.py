@@ -88,8 +88,11 @@ def profile(step: CompiledStep, machine: Speeds | None, repeat: int, args: tuple
     step(*args, **kwargs)
     program = step.programs[-1]
     if isinstance(program.run, Carrying):
-        found = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
-        raise PlanError(found, "a schedule within the step", 'compile it with schedule="auto" to profile it')
+        raise PlanError(
+            "a step that ends in the next one (schedule='across_steps') has no timeline of its own",
+            "a schedule within the step",
+            'compile it with schedule="auto" to profile it',
+        )
     machine = machine or _machine(step)
     if machine is None:
         needed = "a Topology or a Machine to predict for"

@@ -1,0 +1,125 @@
+"""Causal language models of transformers by configuration alone: on `meta`, without weights."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from .target import Target, refuse
+
+PRESETS = Path(__file__).parent / "models"
+SEQUENCE = 2048
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model and how it is trained. `config` is a preset's name or a file.
+
+    Args:
+        config: name of a preset, a configuration as JSON, or the folder of one.
+        batch: sequences that a rank is given.
+        seq: tokens in each; the shorter of 2048 and what the model takes if None.
+        dtype: of parameters, gradients and optimizer state.
+        layers: so many of them only; all if None.
+        optimizer: adamw or sgd.
+    """
+
+    config: str
+    batch: int = 1
+    seq: int | None = None
+    dtype: str = "bfloat16"
+    layers: int | None = None
+    optimizer: str = "adamw"
+
+
+def presets() -> list[str]:
+    """Names of the configurations that come with wholestep."""
+    return sorted(file.stem for file in PRESETS.glob("*.json"))
+
+
+def build(wanted: Wanted) -> Target:
+    """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1."""
+    if importlib.util.find_spec("transformers") is None:
+        refuse("--hf needs transformers: pip install 'wholestep[hf]'")
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    config = _config(transformers, wanted)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, wanted.dtype)).train()
+    except ValueError as error:
+        refuse(f"{wanted.config} is no causal language model that transformers knows: {str(error).splitlines()[0]}")
+    most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
+    length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
+    if length > most:
+        refuse(f"--seq {length}: {wanted.config} takes {most} positions at most")
+    tokens = torch.empty(wanted.batch, length, dtype=torch.int64, device="meta")
+    name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
+    return Target(name, train_step, (model, _optimizer(wanted.optimizer, model), {"tokens": tokens}))
+
+
+def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    """The mean loss in nats per token of the next token, its gradient, clipped, and the update."""
+    from torch import nn
+
+    optimizer.zero_grad()
+    loss = model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def _optimizer(name: str, model: Any) -> Any:
+    import torch
+
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+
+
+def _config(transformers: Any, wanted: Wanted) -> Any:
+    given = _read(wanted.config)
+    kind = given.pop("model_type", None)
+    if kind is None:
+        refuse(f"{wanted.config} has no field model_type: needed a configuration of a transformers model")
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except ValueError as error:
+        refuse(f"{wanted.config}: {str(error).splitlines()[0]}")
+    config.use_cache = False
+    if wanted.layers is not None:
+        _shorten(config, wanted)
+    return config
+
+
+def _shorten(config: Any, wanted: Wanted) -> None:
+    """The first layers only, in what the configuration says of each too."""
+    layers, all_layers = wanted.layers, getattr(config, "num_hidden_layers", None)
+    if all_layers is None or layers is None or not 1 <= layers <= all_layers:
+        refuse(f"--layers {layers}: {wanted.config} has {all_layers}")
+    config.num_hidden_layers = layers
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds is not None:
+            setattr(config, name, kinds[:layers])
+
+
+def _read(given: str) -> dict[str, Any]:
+    path = PRESETS / f"{given}.json" if given in presets() else Path(given)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        refuse(f"--hf {given}: there is no such file, and the models known by name are {', '.join(presets())}")
+    try:
+        found: Any = json.loads(path.read_text())
+    except ValueError as error:
+        refuse(f"--hf {given}: {path} is no JSON: {error}")
+    if not isinstance(found, dict):
+        refuse(f"--hf {given}: {path} holds no JSON object")
+    return cast(dict[str, Any], found)

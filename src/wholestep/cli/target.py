@@ -1,0 +1,80 @@
+"""What `wholestep plan` plans: a training step with its arguments, from a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A training step, called as `step(*args, **kwargs)`; `name` is what the user calls it."""
+
+    name: str
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def models(self) -> list[nn.Module]:
+        """The modules among the arguments."""
+        from torch import nn
+
+        return [given for given in (*self.args, *self.kwargs.values()) if isinstance(given, nn.Module)]
+
+
+def refuse(text: str) -> NoReturn:
+    """End the command: what is wrong on the error stream, exit status 2."""
+    typer.echo(f"wholestep plan: {text}", err=True)
+    raise typer.Exit(2)
+
+
+def from_function(target: str) -> Target:
+    """The step that `file.py:function` or `module:function` returns."""
+    made = _function(target)()
+    parts = list(cast(tuple[Any, ...], made)) if isinstance(made, tuple) else list[Any]()
+    if len(parts) == 4:
+        return Target(target, parts[0], tuple(parts[1:]))
+    if len(parts) not in (2, 3) or not isinstance(parts[1], (tuple, list)):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        found = f"({kinds})" if isinstance(made, tuple) else type(cast(object, made)).__name__
+        refuse(f"{target} returned {found}: needed {RETURNS}")
+    return Target(target, parts[0], tuple(cast(Sequence[Any], parts[1])), parts[2] if len(parts) == 3 else {})
+
+
+def _function(target: str) -> Callable[[], Any]:
+    where, colon, name = target.rpartition(":")
+    if not colon:
+        refuse(f"{target!r} names no function: needed file.py:function or module:function")
+    try:
+        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except ImportError as error:
+        refuse(f"{where!r} cannot be imported: {error}")
+    found = getattr(module, name, None)
+    if not callable(found):
+        refuse(f"{where!r} has no function {name!r}")
+    return cast(Callable[[], Any], found)
+
+
+def _from_file(file: Path) -> Any:
+    if not file.is_file():
+        refuse(f"there is no file {file}")
+    sys.path.insert(0, str(file.parent.absolute()))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,19 @@
+"""Collectives along the dims of a DeviceMesh, and reshards between layouts, on real process groups."""
+
+from .mesh_dim import mesh_broadcast, mesh_scatter, shard_dim_scatter
+from .padding import pad, split, unpad
+from .redistribute import reshard
+from .shard_dim import shard_dim_all_gather, shard_dim_alltoall, shard_dim_reduce_scatter
+
+__all__ = [
+    "mesh_broadcast",
+    "mesh_scatter",
+    "pad",
+    "reshard",
+    "shard_dim_all_gather",
+    "shard_dim_alltoall",
+    "shard_dim_reduce_scatter",
+    "shard_dim_scatter",
+    "split",
+    "unpad",
+]
