@@ -281,4 +281,4 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf.importlib.util, "find_spec", lambda name: None)
     code, text = run("--hf", "gpt2")
     assert code == 2
-    assert "wholestep plan: --hf needs transformers: pip install 'wholestep[hf]'" in text
+    assert "wholestep: --hf needs transformers: pip install 'wholestep[hf]'" in text

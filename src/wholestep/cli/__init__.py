@@ -9,6 +9,7 @@ from .calibrate import calibrate
 from .check_rules import check_rules
 from .demo import demo
 from .plan import plan
+from .simulate import simulate
 
 app = typer.Typer(
     name="wholestep",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(simulate)
 app.command()(calibrate)
 app.command("check-rules")(check_rules)
 

@@ -36,7 +36,7 @@ class Target:
 
 def refuse(text: str) -> NoReturn:
     """End the command: what is wrong on the error stream, exit status 2."""
-    typer.echo(f"wholestep plan: {text}", err=True)
+    typer.echo(f"wholestep: {text}", err=True)
     raise typer.Exit(2)
 
 

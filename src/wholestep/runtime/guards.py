@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.find import Structure
-from ..capture.state import Hyper, StepState, is_zero
+from ..capture.capture import Capture
+from ..capture.find import Call, Structure
+from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
 
 VALUE_READ = "the value that the step reads at"
@@ -135,3 +136,16 @@ def _about(value: Any) -> str:
 def all_modes(state: StepState) -> list[tuple[nn.Module, bool]]:
     """Training flags of every module."""
     return [(m, m.training) for root in state.modules.values() for m in root.modules()]
+
+
+def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
+    """What the program of `call` was captured under; `names` are those of its leaves, `now` is `ambient`."""
+    state = capture.state
+    params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
+    groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
+    grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
+    return Guards(
+        call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
+        baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
+        [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
+    )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from ..cache.ran import unwatched
 from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
-from ..capture.state import Hyper, StepState, baked_numbers, find_hypers, is_zero
+from ..capture.state import Hyper, StepState, find_hypers
 from ..cost.speeds import Speeds
 from ..errors import BackendError, CaptureError, PlanError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -47,9 +46,10 @@ from .batches import Dealer, Sizes, dealer
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
 from .finish import Finisher
-from .guards import VALUE_READ, Guards, all_modes, ambient, guard_of
+from .guards import VALUE_READ, ambient, guards_of
 from .handed import Handed
 from .launch import World, join
+from .notice import notice
 from .obtain import Offer, obtain
 from .place import gather_before_eager_step, place, placed
 from .program import Program
@@ -320,7 +320,8 @@ class CompiledStep:
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
         self._dump("2-plan", planned)
-        self._notice(planned, world)
+        if not self.programs:
+            notice(planned, world)
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
@@ -389,7 +390,7 @@ class CompiledStep:
                 self._met.add(optimizer)
         self.state = state
         now = ambient(world.device, sizes)
-        guards = self._guards(made, call, names, now)
+        guards = guards_of(made.capture, call, names, now)
         deals = self._dealer[1] if self._dealer else None
         deal = partial(deals.deal, sizes=sizes) if deals and sizes else None
         stream = self._random(made, world)
@@ -437,17 +438,6 @@ class CompiledStep:
         self._stream = self._stream or Stream.of(world, per_rank)
         return self._stream
 
-    def _guards(self, made: Compiled, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
-        state, capture = made.capture.state, made.capture
-        params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
-        groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
-        grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
-        return Guards(
-            call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
-            baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
-            [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
-        )  # fmt: skip
-
     # -- small things ------------------------------------------------------------------------
     @contextmanager
     def _stage(self, name: str) -> Generator[None]:
@@ -463,16 +453,6 @@ class CompiledStep:
 
     def _say(self, text: str) -> None:
         self._tell(f"cache: {text}", "done", 0.0)
-
-    def _notice(self, planned: Plan, world: World) -> None:
-        """Say once where averaging over ranks is not what one device would compute on the whole batch."""
-        if planned.notes and world.rank == 0 and world.mesh.size > 1 and not self.programs:
-            lines = "\n".join(f"  {note}" for note in planned.notes)
-            choice = (
-                "This is what DDP computes too. For what one device computes on the whole batch give "
-                'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
-            )
-            warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)
 
     def _dump_pass(self, name: str, local: LocalGraph) -> None:
         self._dumped += 1

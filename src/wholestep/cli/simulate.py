@@ -1,0 +1,116 @@
+"""`wholestep simulate`: what a step would take on a machine that is not there, and what it would wait for."""
+
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .screen import Screen, screen
+from .target import Target, from_function, refuse
+
+if TYPE_CHECKING:
+    from wholestep.cost.timeline import Timeline
+    from wholestep.cost.topology import Topology
+
+Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
+DEMO = "wholestep.demo.train:example_step"
+
+
+def simulate(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`; the demo's step."),
+    ] = None,
+    hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
+    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    mesh: Annotated[
+        str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
+    ] = "dp=8",
+    style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = Style.fully_shard,
+    topology: Annotated[
+        str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
+    ] = "dgx-h100",
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
+) -> None:
+    """Simulate a training step: capture, plan, schedule it for a machine, and show where its time and memory go.
+
+    Nothing is trained, no weights are made, no rank is started and no GPU is needed.
+    """
+    if target is not None and hf is not None:
+        refuse(f"both {target} and --hf {hf}: needed one of them")
+    shown = screen(Console(stderr=True))
+    from wholestep.errors import WholestepError
+
+    try:
+        with _stage(shown, "model"):
+            found = from_function(target or DEMO) if hf is None else _built(hf, batch, seq, layers)
+        machine, made = _simulated(shown, found, mesh, style, topology)
+    except WholestepError as error:
+        shown.close()
+        refuse(str(error))
+    except BaseException:
+        shown.close()
+        raise
+    if trace is not None:
+        made.save(trace)
+        shown.note(f"written to {trace}")
+    if out is not None:
+        out.write_text(json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n")
+        shown.note(f"written to {out}")
+    shown.close()
+    typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
+
+
+@contextmanager
+def _stage(shown: Screen, name: str) -> Generator[None]:
+    start = time.perf_counter()
+    shown.stage(name, done=False, seconds=0.0)
+    yield
+    shown.stage(name, done=True, seconds=time.perf_counter() - start)
+
+
+def _built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
+    from .hf import Wanted, build
+
+    return build(Wanted(hf, batch=batch, seq=seq, layers=layers))
+
+
+def _simulated(shown: Screen, found: Target, mesh: str, style: Style, topology: str) -> "tuple[Topology, Timeline]":
+    import wholestep as ws
+    from wholestep.passes.fill import Fill
+    from wholestep.passes.reinplace import Reinplace
+
+    kind: Any = style.value
+    machine = ws.Topology.load(topology) if Path(topology).exists() else ws.Topology.preset(topology)
+    others = tuple(name for name in ws.Mesh(mesh).names if name != "tp")
+    strategies: list[Any] = [ws.DataParallel(kind, axis=others)] if others else []
+    if "tp" in ws.Mesh(mesh).names:
+        strategies.append(ws.TensorParallel.of(found.models()[0], axis="tp"))
+    with _stage(shown, "capture"):
+        graph = ws.capture(found.step, *found.args, **found.kwargs)
+    with _stage(shown, "plan"):
+        planned = ws.plan(graph, mesh, strategies)
+    with _stage(shown, "partition"):
+        local = ws.partition(graph, planned)
+    with _stage(shown, "schedule"):
+        local = ws.run_passes(local, [ws.Schedule(machine), Fill(), Reinplace()])
+    with _stage(shown, "simulate"):
+        return machine, ws.timeline(local, machine)
+
+
+def _figures(found: Target, mesh: str, machine: "Topology", made: "Timeline") -> dict[str, Any]:
+    took = made.simulated
+    return {
+        "model": found.name, "mesh": mesh, "machine": machine.name, "step_us": took.step_us,
+        "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
+        "rest_bytes": made.peak.rest_bytes, "busy_us": {name: made.busy_us(name) for name in made.streams},
+    }  # fmt: skip

@@ -1,0 +1,19 @@
+"""Says where averaging over ranks is not what one device would compute on the whole batch."""
+
+from __future__ import annotations
+
+import warnings
+
+from ..plan.plan import Plan
+from .launch import World
+
+
+def notice(planned: Plan, world: World) -> None:
+    """Warn on the first rank, at the line of the user's that calls the step."""
+    if planned.notes and world.rank == 0 and world.mesh.size > 1:
+        lines = "\n".join(f"  {note}" for note in planned.notes)
+        choice = (
+            "This is what DDP computes too. For what one device computes on the whole batch give "
+            'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
+        )
+        warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)

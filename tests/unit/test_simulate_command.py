@@ -1,0 +1,78 @@
+"""`wholestep simulate`: figures, a trace, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import wholestep as ws
+from wholestep.cli import app
+
+STEP = """
+import torch
+from torch import nn
+
+def train_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+def build():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        batch = torch.empty(64, 256)
+    return train_step, model, torch.optim.AdamW(model.parameters()), batch
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "job.py").write_text(STEP)
+    return f"{tmp_path / 'job.py'}:build"
+
+
+def run(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["simulate", *args])
+    return done.exit_code, done.output
+
+
+def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
+    trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
+    found: dict[str, float] = {}
+    for machine in ("dgx-h100", "dgx-h100+ethernet-10"):
+        code, said = run(model, "--mesh", "dp=16", "--topology", machine, "--trace", str(trace), "--json", str(figures))
+        assert code == 0, said
+        assert "axis dp: busy" in said
+        assert "peak" in said
+        made = json.loads(figures.read_text())
+        assert made["busy_us"]["dp"] > 0
+        assert 0 < made["mfu"] < 1
+        found[machine] = made["step_us"]
+    assert found["dgx-h100"] < found["dgx-h100+ethernet-10"]
+    assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_a_topology_from_a_file(model: str, tmp_path: Path) -> None:
+    ws.Topology.preset("dgx-a100").save(tmp_path / "mine.json")
+    code, said = run(model, "--topology", str(tmp_path / "mine.json"))
+    assert code == 0, said
+    assert "A100" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--topology", "dgx-h1000"), "dgx-h1000"),
+        (("--hf", "gpt2"), "needed one of them"),
+        (("--mesh", "dp=0"), "dp"),
+        (("--mesh", "dp=2,tp=2"), "plan"),
+    ],
+)
+def test_what_is_refused(model: str, args: tuple[str, ...], message: str) -> None:
+    code, said = run(model, *args)
+    assert code == 2, said
+    assert "wholestep: " in said
+    assert message in said
