@@ -34,6 +34,7 @@ from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
+from .report.page import report
 from .rules.check import CheckResult, check_rule
 from .rules.yours import rule
 from .runtime.checkpoint import Checkpoint, load, save
@@ -85,6 +86,7 @@ __all__ = [
     "partition",
     "peak_memory",
     "plan",
+    "report",
     "rule",
     "run_passes",
     "save",

@@ -15,9 +15,13 @@ from .screen import Screen, screen
 from .target import RETURNS, Target, from_function, refuse
 
 if TYPE_CHECKING:
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
     from wholestep.errors import WholestepError
     from wholestep.graph.graph import TrainGraph
+    from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
+    from wholestep.report.compare import Row
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
@@ -57,6 +61,15 @@ def plan(
         list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
     ] = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
+    topology: Annotated[
+        str | None, typer.Option(help="Predict for this machine: a preset, or a file of wholestep calibrate.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
@@ -67,8 +80,11 @@ def plan(
     """
     given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
+    if topology is not None and not (compare or html or trace):
+        refuse("--topology without --compare, --html or --trace: nothing else here is a time")
     shown = screen(Console(stderr=True))
     try:
+        machine = _machine(topology)
         found = _target(shown, target, hf, given)
         with _stage(shown, "capture") as said:
             import wholestep as ws
@@ -78,10 +94,12 @@ def plan(
         kind: Any = semantics.value
         tensor = _tensor(found, tp or [], tp_axis, always=hf is not None and tp_axis in ws.Mesh(mesh).names)
         if compare:
-            text, written = _compared(shown, graph, found, mesh, tensor, tp_axis, kind)
+            text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
-            text, written = _planned(shown, graph, mesh, chosen, explain or [], show)
+            (text, written, made), rows = _planned(shown, graph, mesh, chosen, explain or [], show), []
+        if html is not None or trace is not None:
+            _drawn(shown, graph, found, made, rows, machine, html, trace)
     except _wholestep_error() as error:
         shown.close()
         refuse(str(error))
@@ -141,8 +159,8 @@ def _stage(shown: Screen, name: str) -> Generator[list[str]]:
 
 def _planned(
     shown: Screen, graph: "TrainGraph", mesh: str, chosen: "list[Strategy]", explain: list[str], program: bool
-) -> tuple[str, str]:
-    """One plan as text and as JSON."""
+) -> "tuple[str, str, Plan]":
+    """One plan as text and as JSON, and itself."""
     import wholestep as ws
 
     with _stage(shown, "plan"):
@@ -151,14 +169,48 @@ def _planned(
     if program:
         with _stage(shown, "partition"):
             parts.append(f"\n{ws.partition(graph, made)}")
-    return "\n".join(parts), made.to_json()
+    return "\n".join(parts), made.to_json(), made
+
+
+def _machine(topology: str | None) -> "Machine | Topology":
+    """A preset, or what a file holds; without either the default machine."""
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+
+    if topology is None:
+        return Machine()
+    return Topology.load(topology) if Path(topology).is_file() else Topology.preset(topology)
+
+
+def _drawn(
+    shown: Screen, graph: "TrainGraph", found: Target, made: "Plan | None", rows: "list[Row]",
+    machine: "Machine | Topology", html: Path | None, trace: Path | None,
+) -> None:  # fmt: skip
+    """Write the page and the trace; of the fastest of `rows`, if they were compared."""
+    import wholestep as ws
+    from wholestep.report.page import program
+
+    if made is None:
+        refuse("--html and --trace need a plan: no template has one")
+    with _stage(shown, "simulate"):
+        local = program(made, graph, machine)
+        if html is not None:
+            chosen = rows[0].name if rows else ""
+            ws.report(html, made, local, machine, model=found.name, alternatives=rows, chosen=chosen)
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            ws.timeline(local, machine).save(trace)
+    for path in (html, trace):
+        if path is not None:
+            shown.note(f"written to {path}")
 
 
 def _compared(
     shown: Screen, graph: "TrainGraph", found: Target, mesh: str, tensor: "Strategy | WholestepError | None",
-    tp_axis: str, semantics: Literal["per_rank", "global"],
-) -> tuple[str, str]:  # fmt: skip
-    """All templates as a table and as JSON."""
+    tp_axis: str, semantics: Literal["per_rank", "global"], machine: "Machine | Topology",
+) -> "tuple[str, str, Plan | None, list[Row]]":  # fmt: skip
+    """All templates as a table and as JSON; the plan of the fastest, and the rows."""
+    import wholestep as ws
     from wholestep.mesh import Mesh
     from wholestep.report.compare import as_json, compare, show, templates
 
@@ -173,9 +225,12 @@ def _compared(
         before.append((f"[{len(before) + 1}/{len(chosen)}] {name}", now))
         shown.stage(before[-1][0], done=False, seconds=0.0)
 
-    rows = compare(graph, on, chosen, watch=watch)
+    rows = compare(graph, on, chosen, machine, watch=watch)
     shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])
-    return f"{found.name} on mesh {on}\n{show(rows)}", json.dumps(as_json(rows, on, found.name), indent=1) + "\n"
+    best = next((one.strategies for one in chosen if rows[0].costs is not None and one.name == rows[0].name), None)
+    made = ws.plan(graph, on, list(best)) if isinstance(best, tuple) else None
+    table = json.dumps(as_json(rows, on, found.name, machine), indent=1) + "\n"
+    return f"{found.name} on mesh {on}\n{show(rows)}", table, made, rows
 
 
 def _tensor(found: Target, tp: list[str], tp_axis: str, always: bool) -> "Strategy | WholestepError | None":

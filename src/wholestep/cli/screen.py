@@ -16,6 +16,7 @@ STAGES = {
     "data": "read the text, build the model",
     "capture": "capture the step as one graph",
     "plan": "plan where tensors rest",
+    "simulate": "predict the step",
     "partition": "write one rank's program",
     "backend": "prepare it to run",
     "agree": "check that all ranks agree",

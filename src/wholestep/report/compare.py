@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ..cost.machine import Machine
 from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
+from ..cost.speeds import Speeds
+from ..cost.topology import Topology
 from ..errors import WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
@@ -95,7 +97,7 @@ def _styles(axes: tuple[str, ...], semantics: Literal["per_rank", "global"]) -> 
             yield f"{style}, {how} on {','.join(axes)}", data
 
 
-def costs(local: LocalGraph, planned: Plan, machine: Machine) -> Costs:
+def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
     """What the program of a rank costs on `machine`, as a compiled step would run it."""
     local = run_passes(local, [Schedule(machine), Fill(), Reinplace()])
     took, totals = simulate(local, machine), local.collectives().values()
@@ -113,7 +115,7 @@ def compare(
     graph: TrainGraph,
     mesh: Mesh,
     chosen: Sequence[Template],
-    machine: Machine | None = None,
+    machine: Speeds | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """A row for each template, the fastest for each batch first; those that cannot be planned last, with the reason.
@@ -128,7 +130,7 @@ def compare(
     return sorted(rows, key=lambda row: row.batch_s)
 
 
-def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Machine) -> Row:
+def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds) -> Row:
     if isinstance(template.strategies, WholestepError):
         return Row(template.name, 1, None, _first_line(template.strategies))
     try:
@@ -183,14 +185,14 @@ def _seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def as_json(rows: Sequence[Row], mesh: Mesh, model: str, machine: Machine | None = None) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], mesh: Mesh, model: str, machine: Speeds | None = None) -> dict[str, Any]:
     """The rows with what they were made from, in bytes and seconds."""
     return {
         "format": "wholestep comparison",
         "version": 1,
         "model": model,
         "mesh": str(mesh),
-        "machine": asdict(machine or Machine()),
+        "machine": machine.name if isinstance(machine, Topology) else asdict(cast(Machine, machine or Machine())),
         "rows": [
             {"template": r.name, "batches": r.batches, "error": r.error or None, **(asdict(r.costs) if r.costs else {})}
             for r in rows

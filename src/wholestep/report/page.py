@@ -1,0 +1,179 @@
+"""A plan as one self-contained HTML page: what rests where, what is sent, held, waited for, and the alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cost.machine import Machine
+from ..cost.speeds import Speeds
+from ..cost.timeline import COMPUTE, Timeline, timeline
+from ..cost.topology import Topology
+from ..errors import PlanError
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.text import human
+from ..partition.lower import partition
+from ..passes.base import run_passes
+from ..passes.fill import Fill
+from ..passes.reinplace import Reinplace
+from ..passes.schedule import Schedule
+from ..plan.plan import Plan
+from .compare import Row
+from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
+from .tables import by_op, sent, verdicts
+from .tree import tree
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_LARGEST, _OPS = 12, 12
+
+
+def report(
+    path: str | Path,
+    plan: Plan,
+    graph: TrainGraph | LocalGraph,
+    machine: Speeds | None = None,
+    *,
+    model: str = "",
+    alternatives: Sequence[Row] = (),
+    chosen: str = "",
+) -> None:
+    """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
+
+    Args:
+        path: of the page; folders on the way are made.
+        plan: to be shown.
+        graph: that was planned; or the program of a rank made from it, which is shown as it is.
+        machine: that times are predicted for, a `Topology` or a `Machine`; by default a slow CPU on a slow link.
+        model: what to call the model.
+        alternatives: rows of `wholestep.report.compare.compare`.
+        chosen: the name of the alternative that is this plan.
+
+    Raises:
+        PlanError: the plan is not one for this graph, or no alternative is called `chosen`.
+
+    Example:
+        >>> wholestep.report("plan.html", plan, graph, wholestep.Topology.preset("dgx-h100"))
+    """
+    text = page(plan, graph, machine or Machine(), model=model, alternatives=alternatives, chosen=chosen)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def page(
+    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[Row], chosen: str
+) -> str:
+    """The text of the page; the same for the same input."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    if chosen and chosen not in [row.name for row in alternatives]:
+        raise PlanError(
+            f"no alternative is called {chosen!r}",
+            f"one of {', '.join(repr(row.name) for row in alternatives) or 'the alternatives, of which none is given'}",
+            "name the row that is this plan, or leave chosen out",
+        )
+    local = program(plan, graph, machine)
+    made = timeline(local, machine)
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"human": human, "time": show_us, "title": title}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
+    raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
+    shown: dict[str, Any] = {"plan": plan, "model": model or "training step", "machine": _name(machine), **raw}
+    shown["tree"] = tree(plan)
+    shown |= _head(plan, local, made) | _memory(made, machine) | _streams(local, made)
+    capacity = _capacity(machine)
+    shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
+    return environment.get_template("page.html").render(**shown, chosen=chosen)
+
+
+def program(plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds) -> LocalGraph:
+    """What a rank runs for `plan`, as a compiled step orders it for `machine`; a program is left as it is.
+
+    Raises:
+        PlanError: `graph` is not what was planned.
+    """
+    if isinstance(graph, TrainGraph):
+        return run_passes(partition(graph, plan), [Schedule(machine), Fill(), Reinplace()])
+    theirs = {i.name for i in graph.inputs if i.role in (Role.PARAM, Role.STATE)}
+    strange = sorted(theirs ^ {i.name for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)})
+    if strange or graph.mesh != plan.mesh:
+        found = f"has {strange[0]!r}, the other does not" if strange else f"is for mesh {plan.mesh}, the other for"
+        raise PlanError(
+            f"one of plan and program {found}" if strange else f"the plan {found} {graph.mesh}",
+            "a program made from this plan",
+            "give the graph that was planned, or wholestep.partition(graph, plan)",
+        )
+    return graph
+
+
+def _head(plan: Plan, local: LocalGraph, made: Timeline) -> dict[str, Any]:
+    totals = local.collectives().values()
+    step = made.simulated.step_us
+    return {
+        "step_us": step,
+        "exposed_us": made.simulated.exposed_us,
+        "exposed": made.simulated.exposed_us / step if step else 0.0,
+        "mfu": made.simulated.mfu,
+        "param_bytes": plan.bytes_at_rest("param"),
+        "state_bytes": plan.bytes_at_rest("state"),
+        "sent_bytes": sum(total.bytes for total in totals),
+        "collectives": sum(total.count for total in totals),
+        "ranks": plan.mesh.size,
+        "operations": sum(node.op == "call_function" for node in local.graph.nodes),
+    }
+
+
+def _memory(made: Timeline, machine: Speeds) -> dict[str, Any]:
+    step, peak, capacity = made.simulated.step_us, made.peak, _capacity(machine)
+    near = capacity is not None and capacity <= 2 * peak.size_bytes
+    top = max(int(1.08 * peak.size_bytes), int(1.04 * capacity) if near and capacity else 0, 1)
+    most = columns(made.memory, step)
+    return {
+        "peak": peak,
+        "kinds": list(peak.by_kind().items()),
+        "largest": peak.held[:_LARGEST],
+        "smaller": (len(peak.held) - _LARGEST, sum(one.size_bytes for one in peak.held[_LARGEST:])),
+        "area": outline(most, top),
+        "columns": COLUMNS,
+        "rest_y": 100 - 100 * peak.rest_bytes / top,
+        "peak_x": 100 * peak_at(made) / step if step else 0.0,
+        "peak_us": peak_at(made),
+        "peak_y": 100 - 100 * peak.size_bytes / top,
+        "capacity": capacity,
+        "capacity_y": 100 - 100 * capacity / top if near and capacity else None,
+        "held": {"bytes": most, "step": round(step, 3)},
+    }
+
+
+def _streams(local: LocalGraph, made: Timeline) -> dict[str, Any]:
+    ops = by_op(made)
+    return {
+        "sent": sent(local, made),
+        "lanes": lanes(made),
+        "busy": [(stream, made.busy_us(stream)) for stream in made.streams],
+        "ops": ops[:_OPS],
+        "other_ops": (len(ops) - _OPS, sum(row[1] for row in ops[_OPS:]), sum(row[2] for row in ops[_OPS:])),
+        "compute_us": made.busy_us(COMPUTE),
+    }
+
+
+def _name(machine: Speeds) -> str:
+    if isinstance(machine, Topology):
+        return machine.name
+    return "the default Machine, a slow CPU on a slow link" if machine == Machine() else type(machine).__name__
+
+
+def _capacity(machine: Speeds) -> int | None:
+    return machine.device.memory_bytes if isinstance(machine, Topology) else None
+
+
+def show_us(us: float) -> str:
+    """`1.25 s`, `12.5 ms` or `125 us`: three digits."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.3g} {unit}" if us < 1e3 * size else f"{us / size:,.0f} {unit}"
+    return f"{us:.3g} us" if us < 999.5 else "1 ms"
