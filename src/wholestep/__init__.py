@@ -1,6 +1,7 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
 from . import collectives
+from .auto.auto import Auto
 from .capture import MixedPrecision
 from .compile import capture, compile
 from .cost.machine import Machine
@@ -43,6 +44,7 @@ from .runtime.step import CompiledStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "Axis",
     "BackendError",
     "CacheError",

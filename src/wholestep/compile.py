@@ -9,20 +9,22 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import nn
 from torch.optim import Optimizer
 
+from .auto.auto import Auto
 from .capture.capture import capture_step
-from .errors import MeshError
+from .cost.size import bytes_of
+from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
 from .mesh import Mesh
 from .passes.base import Pass
 from .passes.schedule import Schedule
-from .plan.strategy import Strategy, compose
+from .plan.strategy import Strategies, Strategy, compose
 from .runtime.cached import folder_of
-from .runtime.fit import budgeted, bytes_of
+from .runtime.fit import budgeted
 from .runtime.step import CompiledStep, Progress, StepOptions
 
 
 class _Options(TypedDict, total=False):
-    parallel: Strategy | Sequence[Strategy] | None
+    parallel: Strategy | Sequence[Strategy] | Auto | None
     mesh: Mesh | str | None
     backend: str
     model: nn.Module | Sequence[nn.Module] | None
@@ -46,7 +48,7 @@ def compile(train_step: None = None, **options: Unpack[_Options]) -> Callable[[C
 def compile(
     train_step: Callable[..., Any] | None = None,
     *,
-    parallel: Strategy | Sequence[Strategy] | None = None,
+    parallel: Strategy | Sequence[Strategy] | Auto | None = None,
     mesh: Mesh | str | None = None,
     backend: str = "eager",
     model: nn.Module | Sequence[nn.Module] | None = None,
@@ -68,7 +70,7 @@ def compile(
         train_step: the step: forward, backward, optimizer, on one device.
         parallel: where tensors rest: a strategy, or several for different axes of the mesh, as in
             `[DataParallel("fully_shard", axis="dp"), TensorParallel({...}, axis="tp")]`. By default
-            `DataParallel("fully_shard")`.
+            `DataParallel("fully_shard")`. `Auto(...)` chooses at the first call, by what the machine is measured to do.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
         backend: what runs the program of a rank: `"eager"` calls op after op; `"inductor"` compiles the arithmetic
             between collectives; `"cudagraphs"` records a step on a GPU and replays it.
@@ -100,12 +102,12 @@ def compile(
             at the first call.
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
-    strategies, most = compose(parallel), None if memory_bytes is None else bytes_of(memory_bytes)
+    strategies, most, auto = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
     gathers_again = strategies.options.reshard_after_forward is not False
     options = StepOptions(
         strategies if most is None else budgeted(strategies, schedule), Mesh(mesh) if isinstance(mesh, str) else mesh,
         backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
-        device, schedule, most, gathers_again, cache=folder_of(cache),
+        device, schedule, most, gathers_again, auto=auto, cache=folder_of(cache),
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
@@ -116,6 +118,17 @@ def compile(
         return CompiledStep(fn, options)
 
     return decorate if train_step is None else decorate(train_step)
+
+
+def _chosen(
+    parallel: Strategy | Sequence[Strategy] | Auto | None, memory_bytes: int | str | None, mesh: Mesh | None
+) -> tuple[Strategies, int | None, Auto | None]:
+    """Strategies, those that ranks share batches by where `Auto` is to choose; and bytes that they may take."""
+    if not isinstance(parallel, Auto):
+        return compose(parallel), None if memory_bytes is None else bytes_of(memory_bytes), None
+    if memory_bytes is not None:
+        raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
+    return parallel.base(mesh), parallel.budget_bytes, parallel
 
 
 def _named(name: str, given: Any, kind: type) -> dict[str, Any]:

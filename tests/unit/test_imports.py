@@ -10,15 +10,15 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "graph mesh layout rules cost reshard dtensor errors _torch"
-STAGES = "capture plan partition passes backend ddp cache collectives runtime"
+STAGES = "capture plan partition passes auto backend ddp cache collectives runtime"
 READERS = "cli demo __main__"
 
 # A unit imports units of a lower level; support units and readers also import each other.
 LEVEL = (
     dict.fromkeys(SUPPORT.split(), 0)
     | {name: i + 1 for i, name in enumerate(STAGES.split())}
-    | {"compile": 11, "report": 12, "__init__": 13}
-    | dict.fromkeys(READERS.split(), 14)
+    | {"compile": 12, "report": 13, "__init__": 14}
+    | dict.fromkeys(READERS.split(), 15)
 )
 DICT_METHODS = {"get", "update", "setdefault", "pop", "copy", "items", "keys", "values", "clear"}
 

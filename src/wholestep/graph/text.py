@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def human(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.1f} TB"
+
+
+def seconds(value: float) -> str:
+    """`1.25 s`, `12.5 ms` or `125 us`: three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value * factor >= 1:
+            return f"{value * factor:#.3g} {unit}".replace(". ", " ")
+    return f"{value * 1e6:.3g} us"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of equal columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def show_train_graph(train: TrainGraph) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..cost.machine import Machine
 from ..cost.speeds import Speeds
@@ -14,6 +14,9 @@ from .late_waits import LateWaits
 from .next_step import AcrossSteps, move_to_next_step
 from .overlap import Overlap
 from .split_optimizer import SplitOptimizer
+
+_PARTS = (1, 8)
+_LEAST_BUCKET = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,18 @@ class Schedule:
     def _in_flight(self) -> tuple[int, int]:
         """Bytes, and how many at least: on a link that is the bottleneck the next one has to be there."""
         return (3 * self._bucket_bytes(), 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
+
+
+def schedules(given: Schedule | None) -> list[Schedule | None]:
+    """`given`, then those that hold less at once."""
+    found: list[Schedule | None] = [given]
+    if given is None:
+        return found
+    most = given.bucket_bytes or given.machine.bucket_bytes
+    for part in _PARTS:
+        size = max(most // part, min(most, _LEAST_BUCKET)) if given.bucket_bytes is None else most
+        flying = size if given.in_flight_bytes is None else given.in_flight_bytes
+        smaller = replace(given, bucket_bytes=size, in_flight_bytes=flying)
+        if smaller not in found:
+            found.append(smaller)
+    return found

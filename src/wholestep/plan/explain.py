@@ -123,6 +123,8 @@ def explain(plan: Plan, name: str) -> str:
         lines.append(f"  {axis}: {plan.deciders.get(axis, plan.strategy)}")
     if not layout.axes:
         lines.append(f"  whole on every rank: {plan.strategy}")
+    if plan.objective is not None:
+        lines.append(f"  chosen by Auto: {plan.objective}")
     node = plan.nodes.get(name, "")
     for reader, decision in plan.decisions.items():
         if node and node in decision.reads:

@@ -12,7 +12,7 @@ from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from ..layout import Layout
 from ..mesh import Mesh
-from .plan import Decision, Options, Plan
+from .plan import Decision, Objective, Options, Plan
 
 
 def encode(plan: Plan) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "broadcast_buffers": plan.options.broadcast_buffers,
     }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
+    head |= {"objective": None if plan.objective is None else vars(plan.objective)}
     head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
@@ -77,6 +78,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         created=_field(data, "created", lambda v: {str(k): layouts[i] for k, i in v.items()}),
         decisions=_field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
         options=_field(data, "options", lambda v: Options(**v)),
+        objective=_field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
         notes=_field(data, "notes", lambda v: tuple(map(str, v))),
         expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
         deciders=_field(data, "deciders", lambda v: {str(k): str(x) for k, x in v.items()}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from ..errors import PlanError
 from ..graph import meta
@@ -17,19 +18,20 @@ from .plan import Decision, Options, Plan
 from .propagate import propagate, would_gather
 from .semantics import differences
 from .situation import Situation, varying
-from .strategy import Resting, Strategies, Strategy, compose
+from .strategy import Chooser, Resting, Strategies, Strategy, compose
 
 
 @collector_paused()
 def plan(
     graph: TrainGraph,
     mesh: Mesh | str,
-    parallel: Strategy | Sequence[Strategy] | Strategies | None = None,
+    parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
     placed: Mapping[str, Layout] | None = None,
 ) -> Plan:
     """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
 
-    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default.
+    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
+    chooses; on a mesh `"auto=N"` it chooses the axes too.
 
     `placed` names inputs that rest somewhere already (another step put them there): they stay.
 
@@ -37,15 +39,14 @@ def plan(
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(parallel, Chooser):
+        return parallel.plan(graph, mesh, placed)
     strategies = compose(parallel)
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
     _check_batch_dim(graph, options)
-    params = [i for i in graph.inputs if i.role is Role.PARAM]
-    base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
-    resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
-    rest = _rest(graph, mesh, strategies, resting, cut)
+    resting, rest = _placed(graph, mesh, strategies, placed)
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = Situation(graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut))
@@ -64,6 +65,32 @@ def plan(
     )  # fmt: skip
     made.check(graph)
     return made
+
+
+def bytes_at_rest(
+    graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
+) -> int:
+    """What a plan would have the first rank hold between calls, of all inputs but the batch; nothing is planned.
+
+    Raises:
+        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """
+    parallel.axes(mesh)
+    _, rest = _placed(graph, mesh, parallel, placed)
+    first = mesh.coordinate(0)
+    held = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
+    return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in held)
+
+
+def _placed(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None
+) -> tuple[dict[str, Resting], dict[str, Layout]]:
+    """Where parameters and their state rest, and every input."""
+    params = [i for i in graph.inputs if i.role is Role.PARAM]
+    base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
+    resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
+    cut = strategies.options.axes(mesh) if strategies.data else ()
+    return resting, _rest(graph, mesh, strategies, resting, cut)
 
 
 def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:

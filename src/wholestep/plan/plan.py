@@ -11,6 +11,7 @@ from typing import Any, cast
 from ..errors import PlanError
 from ..graph.expand import expand
 from ..graph.graph import Input, Role, TrainGraph
+from ..graph.text import seconds
 from ..layout import Layout
 from ..mesh import Mesh
 
@@ -54,12 +55,45 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What a plan was chosen for: simulated seconds for each captured batch, and what no schedule of any plan that was
+    considered takes less than; bytes that a rank holds at most, of those that it may; values to be made `again` in the
+    backward for that, by name.
+    """
+
+    batch_s: float
+    bound_s: float
+    peak_bytes: int
+    budget_bytes: int | None = None
+    again: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Objective:
+        """Of its fields, as JSON gives them."""
+        budget = values["budget_bytes"]
+        return Objective(
+            float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
+            None if budget is None else int(budget), tuple(map(str, values["again"])),
+        )  # fmt: skip
+
+    @property
+    def gap(self) -> float:
+        """The part of `batch_s` that is above the bound: 0 where nothing could be faster."""
+        return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{seconds(self.batch_s)} for a batch by simulation, at least {seconds(self.bound_s)}, gap {self.gap:.1%}"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where every tensor rests on a mesh.
 
     `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
     smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
-    is called in the graph.
+    is called in the graph. `objective` is set where `Auto` chose the plan.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
@@ -74,6 +108,7 @@ class Plan:
     expanded: tuple[str, ...] = ()
     deciders: Mapping[str, str] = field(default_factory=dict[str, str])
     nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    objective: Objective | None = None
 
     def explain(self, name: str) -> str:
         """Where an input rests and why, what reads it and at which cost; or the same of an operation.

@@ -44,6 +44,8 @@ def show_plan(plan: Plan) -> str:
         f"+ {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})"
     )
     lines += [f"  {line}" for line in _movement(plan)]
+    if plan.objective is not None:
+        lines.append(f"  chosen by Auto: {plan.objective}")
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.expanded:
         lines.append(f"  written out in smaller operations, to be cut: {_some(plan.expanded)}")

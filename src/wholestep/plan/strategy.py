@@ -13,7 +13,7 @@ from ..mesh import Mesh
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
-    from .plan import Decision
+    from .plan import Decision, Plan
 
 States = Mapping[str, AxisState]
 
@@ -75,6 +75,15 @@ class Strategy(Protocol):
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
+        ...
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What decides which strategies to use (`wholestep.Auto`)."""
+
+    def plan(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
+        """The plan of the strategies that it chooses. Raises PlanError where none will do."""
         ...
 
 

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from ..auto.costs import Costs, costs
+from ..auto.search import first_line
+from ..auto.templates import Template, batches, templates
 from ..cost.machine import Machine
-from ..cost.memory import peak_memory
-from ..cost.schedule import simulate
 from ..cost.speeds import Speeds
 from ..cost.topology import Topology
 from ..errors import WholestepError
-from ..graph.graph import LocalGraph, TrainGraph
-from ..graph.text import human
+from ..graph.graph import TrainGraph
+from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..passes.base import run_passes
-from ..passes.fill import Fill
-from ..passes.reinplace import Reinplace
-from ..passes.schedule import Schedule
-from ..plan.data_parallel import DataParallel
 from ..plan.make import plan
-from ..plan.plan import Plan
-from ..plan.strategy import Strategies, Strategy, compose
+from ..plan.strategy import compose
 
-
-@dataclass(frozen=True)
-class Template:
-    """A named way to use a mesh. `strategies` is an error where the model allows none."""
-
-    name: str
-    strategies: tuple[Strategy, ...] | WholestepError
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one rank's program costs, a step each: bytes between steps and at most, bytes sent, seconds."""
-
-    rest_bytes: int
-    peak_bytes: int
-    sent_bytes: int
-    collectives: int
-    step_s: float
-    exposed_s: float
+__all__ = ["Costs", "Row", "Template", "as_json", "compare", "costs", "show", "templates"]
 
 
 @dataclass(frozen=True)
@@ -60,55 +36,6 @@ class Row:
     def batch_s(self) -> float:
         """Seconds for each captured batch: what rows are ranked by."""
         return self.costs.step_s / self.batches if self.costs else float("inf")
-
-
-def templates(
-    mesh: Mesh,
-    tensor: Strategy | WholestepError | None = None,
-    tensor_axis: str = "tp",
-    semantics: Literal["per_rank", "global"] = "per_rank",
-) -> list[Template]:
-    """Every data-parallel style on all axes, and on those that `tensor` leaves with it on its own.
-
-    Raises:
-        MeshError: `tensor` is given, and the mesh has no `tensor_axis`.
-    """
-    found = [Template(name, (data,)) for name, data in _styles(mesh.names, semantics)]
-    if tensor is None:
-        return found
-    mesh.axis_size(tensor_axis)
-    others = tuple(name for name in mesh.names if name != tensor_axis)
-    if isinstance(tensor, WholestepError):
-        return [*found, Template(f"tensor parallel on {tensor_axis}", tensor)]
-    if not others:
-        return [*found, Template(f"tensor parallel on {tensor_axis}", (tensor,))]
-    return found + [
-        Template(f"{name} + tensor parallel on {tensor_axis}", (data, tensor))
-        for name, data in _styles(others, semantics)
-    ]
-
-
-def _styles(axes: tuple[str, ...], semantics: Literal["per_rank", "global"]) -> Iterator[tuple[str, DataParallel]]:
-    for style in ("replicate", "zero1", "zero2"):
-        yield f"{style} on {','.join(axes)}", DataParallel(style, axis=axes, semantics=semantics)
-    for style in ("fully_shard", "hybrid") if len(axes) > 1 else ("fully_shard",):
-        for again, how in ((False, "kept"), (True, "gathered again")):
-            data = DataParallel(style, axis=axes, semantics=semantics, reshard_after_forward=again)
-            yield f"{style}, {how} on {','.join(axes)}", data
-
-
-def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
-    """What the program of a rank costs on `machine`, as a compiled step would run it."""
-    local = run_passes(local, [Schedule(machine), Fill(), Reinplace()])
-    took, totals = simulate(local, machine), local.collectives().values()
-    return Costs(
-        planned.bytes_at_rest("param") + planned.bytes_at_rest("state"),
-        peak_memory(local).size_bytes,
-        sum(total.bytes for total in totals),
-        sum(total.count for total in totals),
-        took.step_us / 1e6,
-        took.exposed_us / 1e6,
-    )
 
 
 def compare(
@@ -132,39 +59,21 @@ def compare(
 
 def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds) -> Row:
     if isinstance(template.strategies, WholestepError):
-        return Row(template.name, 1, None, _first_line(template.strategies))
+        return Row(template.name, 1, None, first_line(template.strategies))
     try:
         strategies = compose(template.strategies)
         planned = plan(graph, mesh, strategies)
-        return Row(template.name, _batches(strategies, mesh), costs(partition(graph, planned), planned, machine))
+        return Row(template.name, batches(strategies, mesh), costs(partition(graph, planned), planned, machine))
     except WholestepError as error:
-        return Row(template.name, 1, None, _first_line(error))
-
-
-def _batches(strategies: Strategies, mesh: Mesh) -> int:
-    data = strategies.data
-    per_rank = data is not None and data.semantics == "per_rank"
-    return prod(mesh.axis_size(axis) for axis in data.axes(mesh)) if data is not None and per_rank else 1
-
-
-def _first_line(error: WholestepError) -> str:
-    return f"{error.found.splitlines()[0]}; needed: {error.needed}" if error.needed else error.found.splitlines()[0]
+        return Row(template.name, 1, None, first_line(error))
 
 
 def show(rows: Sequence[Row]) -> str:
     """The rows as a table of text."""
     head = ("template", "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
     failed = [row for row in rows if row.costs is None]
-    return "\n".join([*(line.rstrip() for line in lines), *(f"{row.name}: no plan: {row.error}" for row in failed)])
+    return "\n".join([*table(cells), *(f"{row.name}: no plan: {row.error}" for row in failed)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -172,17 +81,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     assert found is not None, "only rows with costs have cells"
     return (
         row.name, human(found.rest_bytes), human(found.peak_bytes), human(found.sent_bytes), str(found.collectives),
-        _seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches),
-        _seconds(row.batch_s),
+        seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches),
+        seconds(row.batch_s),
     )  # fmt: skip
-
-
-def _seconds(value: float) -> str:
-    """`1.25 s`, `12.5 ms` or `125 us`: three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if value * factor >= 1:
-            return f"{value * factor:#.3g} {unit}".replace(". ", " ")
-    return f"{value * 1e6:.3g} us"
 
 
 def as_json(rows: Sequence[Row], mesh: Mesh, model: str, machine: Speeds | None = None) -> dict[str, Any]:

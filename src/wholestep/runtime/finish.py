@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..cache.program import Compiled
 from ..cost.machine import Machine
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..passes.base import Pass, Watch, run_passes
@@ -74,6 +75,13 @@ class Finisher:
         if world.mesh.size > 1 and self.measured is None:
             self.measured = Schedule(known or measure(world), across_steps=self.schedule == "across_steps")
         return self.measured
+
+    def finish_of(self, world: World) -> tuple[Speeds, Schedule | None]:
+        """How fast the machine is, measured where nobody says, and how programs are scheduled on it."""
+        schedule = self._schedule(None, world)
+        if schedule is not None:
+            return schedule.machine, schedule
+        return measure(world), None
 
     def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         offload: list[Pass] = [Offload(world.device)] if self.offload else []

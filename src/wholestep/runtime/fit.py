@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,32 +17,14 @@ from ..passes.base import Pass, run_passes
 from ..passes.choose import Choice, choices
 from ..passes.recompute import Peak, choose, held_by, too_small
 from ..passes.saved import Saved
-from ..passes.schedule import Schedule
+from ..passes.schedule import Schedule, schedules
 from ..plan.strategy import Strategies
 from .launch import World
 
 Agreed = Callable[[Callable[[], list[str]]], list[str]]
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _FAILED = "failed"
 _HIDDEN = 0.1
 """What a gather costs of the time for which it keeps the wire, where most of that is hidden."""
-_PARTS = (1, 8)
-_LEAST_BUCKET = 256 << 10
-
-
-def bytes_of(given: int | str) -> int:
-    """`3GiB`, `"500 MB"` or a number as bytes.
-
-    Raises:
-        PlanError: it is none of these, or not positive.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(given))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
-        raise PlanError(
-            f"memory_bytes={given!r}", 'a positive number of bytes, or text like "3GiB" or "500MB"', "correct it"
-        )
-    return int(float(found[1]) * unit)
 
 
 def budgeted(strategies: Strategies, schedule: Schedule | str | None) -> Strategies:
@@ -146,21 +127,6 @@ class Fit:
     def _time_us(self, local: LocalGraph, schedule: Schedule | None, names: Sequence[str]) -> float:
         changed = made_again(local, names, gathers=self.gathers)
         return simulate(run_passes(changed, self._passes(schedule)), self.machine).step_us
-
-
-def schedules(given: Schedule | None) -> list[Schedule | None]:
-    """`given`, then those that hold less at once."""
-    found: list[Schedule | None] = [given]
-    if given is None:
-        return found
-    most = given.bucket_bytes or given.machine.bucket_bytes
-    for part in _PARTS:
-        size = max(most // part, min(most, _LEAST_BUCKET)) if given.bucket_bytes is None else most
-        flying = size if given.in_flight_bytes is None else given.in_flight_bytes
-        smaller = replace(given, bucket_bytes=size, in_flight_bytes=flying)
-        if smaller not in found:
-            found.append(smaller)
-    return found
 
 
 def bound(local: LocalGraph, world: World) -> LocalGraph:

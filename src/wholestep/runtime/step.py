@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -18,6 +18,7 @@ from torch.fx import Graph
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..auto.auto import Auto
 from ..backend.bind import bind
 from ..backend.build import BACKENDS, Backend
 from ..backend.cudagraphs import CudaRecorder, Recorder
@@ -45,6 +46,7 @@ from .agree import agree
 from .batches import Dealer, Sizes, dealer
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
+from .decide import Decided, decide
 from .finish import Finisher
 from .guards import VALUE_READ, ambient, guards_of
 from .handed import Handed
@@ -80,6 +82,7 @@ class StepOptions:
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
     memory_bytes: int | None = None
     gathers_again: bool = True
+    auto: Auto | None = None
     recorder: Recorder = field(default_factory=CudaRecorder)
     cache: Path | None = None
 
@@ -125,6 +128,7 @@ class CompiledStep:
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
+        self._decided: Decided | None = None
         self._hooked, self._dumped = False, 0
         offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
@@ -270,6 +274,9 @@ class CompiledStep:
 
     def _agree(self, made: Offer | None, failure: str) -> None:
         lines = [*made.lines, *(["compile cache on"] if self._kept else [])] if made is not None else []
+        self._compare(lines, failure)
+
+    def _compare(self, lines: list[str], failure: str) -> None:
         if not failure and lines in self._agreed:
             return
         with self._stage("agree"):
@@ -287,6 +294,9 @@ class CompiledStep:
         kept = self._kept
         if kept and self.options.memory_bytes is not None and world.mesh.size > 1:
             kept.refuse("memory_bytes= on several ranks, which choose together")
+            kept = None
+        if kept and self.options.auto is not None:
+            kept.refuse("parallel=Auto, which chooses by what it measures")
             kept = None
         return obtain(kept, partial(self._situation, args, kwargs, world, sizes), compile, handed)
 
@@ -317,16 +327,36 @@ class CompiledStep:
         self.captures += 1
         self._dumped = 0
         self._dump("1-train-graph", captured.graph)
+        decided = self._decide(captured, world) if options.auto is not None else None
+        options = self.options
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
-        self._dump("2-plan", planned)
         if not self.programs:
             notice(planned, world)
+        planned = decided.explained(planned) if decided else planned
+        self._dump("2-plan", planned)
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
             local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._dump_pass)
         return Compiled(captured, planned, local)
+
+    def _decide(self, captured: Capture, world: World) -> Decided:
+        """What `Auto` chooses: at the first compile, the first rank, for all; ranks that failed until here stop all."""
+        options = self.options
+        assert options.auto is not None, "asked where there is something to choose"
+        if self._decided is None:
+            if world.mesh.size > 1:
+                self._compare([options.auto.describe(world.mesh)], "")
+            with self._stage("choose"):
+                self._decided = decide(
+                    options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
+                    f"{self._label}/auto", options.agree_timeout_s,
+                )  # fmt: skip
+            self.options = replace(options, parallel=self._decided.strategies)
+            if options.memory_bytes is not None:
+                self._finisher.budget = options.memory_bytes, self._decided.gathers
+        return self._decided
 
     def _finish(self, got: Offer, world: World) -> Compiled:
         made = self._finisher.finish(got, world, self._label)

@@ -1,0 +1,167 @@
+"""`Auto`: the strategy that chooses a strategy, by simulated time of a step under a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from ..cost.machine import Machine
+from ..cost.size import bytes_of
+from ..cost.speeds import Speeds
+from ..errors import MeshError, PlanError
+from ..graph.graph import TrainGraph
+from ..layout import Layout
+from ..mesh import Mesh
+from ..passes.schedule import Schedule
+from ..plan.data_parallel import DataParallel, Style
+from ..plan.plan import Plan
+from ..plan.strategy import Strategies
+from ..plan.tensor_parallel import TensorParallel
+from .fit import Finish
+from .meshes import is_open, meshes
+from .report import explained
+from .search import Found, Search, Watch
+from .templates import Template, templates
+
+Candidates = list[tuple[Mesh, Template]]
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Chooses among the styles of data parallelism, beside `tensor` too: the shortest step by simulation whose tensors
+    fit into `memory_bytes`. Give it as `parallel=` to `plan` and `compile`.
+
+    `plan` compares all uses of a mesh, by time for each captured batch. `compile` compares those that give each rank
+    the batch that it is given: data parallelism over all axes, or over those that `tensor` leaves. Other assignments of
+    layouts to single operations are not searched.
+
+    Args:
+        memory_bytes: what the tensors of a rank may take at most, activations included, as "80GiB"; None for no bound.
+        topology: the machine, a `Topology` or a `Machine`. By default `compile` measures it, and `plan` takes
+            `Machine()`, a slow CPU and a slow link.
+        tensor: tensor parallelism that may be used along its axis.
+        data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
+            `axis` and `reshard_after_forward` are not read.
+        styles: the styles that may be used; all if None.
+        recompute: where nothing fits, values may be made again in the backward.
+
+    Example:
+        >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Topology.preset("dgx-h100")))
+
+    Raises:
+        PlanError: an option is malformed.
+    """
+
+    memory_bytes: int | str | None = None
+    topology: Speeds | None = None
+    tensor: TensorParallel | None = None
+    data: DataParallel = field(default_factory=DataParallel)
+    styles: Sequence[Style] | None = None
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None:
+            object.__setattr__(self, "memory_bytes", bytes_of(self.memory_bytes))
+        known = [style for style in get_args(Style) if style != "default"]
+        wrong = [style for style in self.styles or () if style not in known]
+        if wrong or (self.styles is not None and (isinstance(self.styles, str) or not self.styles)):
+            raise PlanError(
+                f"Auto(styles={self.styles!r})", f"some of {', '.join(map(repr, known))}", "correct the names"
+            )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """`memory_bytes` as a number."""
+        return None if self.memory_bytes is None else bytes_of(self.memory_bytes)
+
+    def plan(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
+        """The plan that `search` finds, with notes on what it considered.
+
+        Raises:
+            PlanError: none fits, or none can be made.
+        """
+        return explained(self.search(graph, mesh, placed=placed))
+
+    def search(
+        self,
+        graph: TrainGraph,
+        mesh: Mesh | str,
+        placed: Mapping[str, Layout] | None = None,
+        same_batches: bool = False,
+        machine: Speeds | None = None,
+        finish: Finish | None = None,
+        watch: Watch | None = None,
+    ) -> Found:
+        """Every candidate with what became of it, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
+
+        With `same_batches`, only those that give ranks the batches of `base`. `machine` takes the place of `topology`,
+        `finish` of `Schedule(machine)`; `watch` is told of each candidate that is planned.
+
+        Raises:
+            PlanError: none fits, or none can be made.
+        """
+        mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+        speeds = machine or self.topology or Machine()
+        finish = finish or Finish(Schedule(speeds))
+        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch)
+        return run.run(self.candidates(mesh, same_batches, speeds))
+
+    def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
+        """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
+        axis = self.tensor.axis if self.tensor else None
+        return meshes(ranks, topology or self.topology or Machine(), axis)
+
+    def candidates(self, mesh: Mesh, same_batches: bool = False, machine: Speeds | None = None) -> Candidates:
+        """What is compared on `mesh`, as templates; those of `base` alone with `same_batches`.
+
+        Raises:
+            MeshError: the mesh has no axis for `tensor`.
+        """
+        if is_open(mesh):
+            return [row for one in self.meshes(mesh.size, machine) for row in self._open(one)]
+        tensor = self.tensor.axis if self.tensor else "tp"
+        found = templates(mesh, self.tensor, tensor, base=self.data, alone=not same_batches)
+        return [(mesh, template) for template in found if self._allows(template)]
+
+    def _open(self, mesh: Mesh) -> Candidates:
+        """On one of several meshes: all of its axes are used, and groups for `hybrid` by that alone."""
+        tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
+        grouped = "shard" in mesh.names
+        found = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
+        return [(mesh, t) for t in found if self._allows(t) and (_style(t) == "hybrid") == grouped]
+
+    def _allows(self, template: Template) -> bool:
+        style = _style(template)
+        return self.styles is None or style is None or style in self.styles
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line that is the same on all ranks that ask for the same."""
+        among = "all styles" if self.styles is None else ", ".join(self.styles)
+        return f"Auto of {among} within {self.memory_bytes} bytes; {self.base(mesh).describe(mesh)}"
+
+    def base(self, mesh: Mesh | None) -> Strategies:
+        """How ranks share batches in every candidate that `compile` may choose.
+
+        Raises:
+            MeshError: there is no mesh to divide between `data` and `tensor`, or axes are left to be chosen.
+        """
+        if mesh is not None and is_open(mesh):
+            raise MeshError(
+                f"mesh {mesh} in compile", "axes, as ranks are given batches by them",
+                f'plan(graph, "{mesh}", Auto(...)).mesh says which are best',
+            )  # fmt: skip
+        if self.tensor is None:
+            return Strategies((replace(self.data, style="replicate", axis=None),))
+        if mesh is None:
+            raise MeshError("Auto(tensor=...) without a mesh", "a mesh with its axis", 'give mesh="dp=2,tp=2", say')
+        mesh.axis_size(self.tensor.axis)
+        others = tuple(name for name in mesh.names if name != self.tensor.axis)
+        data = replace(self.data, style="replicate", axis=others)
+        return Strategies((data, self.tensor) if others else (self.tensor,))
+
+
+def _style(template: Template) -> Style | None:
+    given = template.strategies
+    parts = given if isinstance(given, tuple) else ()
+    return next((part.style for part in parts if isinstance(part, DataParallel)), None)

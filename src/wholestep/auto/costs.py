@@ -1,0 +1,84 @@
+"""What one rank's program costs on a machine, and what it cannot cost less than."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..cost.compute import flops, node_us
+from ..cost.memory import peak_memory
+from ..cost.schedule import kind_of, simulate
+from ..cost.speeds import Speeds
+from ..graph import meta
+from ..graph.graph import LocalGraph, node_at
+from ..graph.verify import is_collective
+from ..passes.base import run_passes
+from ..passes.fill import Fill
+from ..passes.reinplace import Reinplace
+from ..passes.schedule import Schedule
+from ..plan.plan import Plan
+
+_LISTS = ("_foreach_", "_fused_")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one rank's program costs, a step each: bytes between steps and at most, bytes sent, seconds."""
+
+    rest_bytes: int
+    peak_bytes: int
+    sent_bytes: int
+    collectives: int
+    step_s: float
+    exposed_s: float
+
+
+def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
+    """What the program of a rank costs on `machine`, as a compiled step would run it."""
+    return costs_of(run_passes(local, [Schedule(machine), Fill(), Reinplace()]), planned, machine)
+
+
+def costs_of(program: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
+    """The same of a program that has been through all passes."""
+    took, totals = simulate(program, machine), program.collectives().values()
+    return Costs(
+        planned.bytes_at_rest("param") + planned.bytes_at_rest("state"),
+        peak_memory(program).size_bytes,
+        sum(total.bytes for total in totals),
+        sum(total.count for total in totals),
+        took.step_us / 1e6,
+        took.exposed_us / 1e6,
+    )
+
+
+def least_us(local: LocalGraph, machine: Speeds) -> float:
+    """What `local` takes at least, however it is scheduled: the longest of its products and optimizer, which nothing
+    removes, and of what an axis has to carry, each kind at once.
+
+    A larger collective is never dearer than its parts, as a curve of the cost model bends down or is straight.
+    """
+    sent: Counter[tuple[str, str]] = Counter()
+    computed = 0.0
+    for node in local.graph.nodes:
+        if is_collective(node):
+            given, made = meta.tensor(node_at(node, 0)), meta.tensor(node)
+            whole = max(given.size_bytes if given else 0, made.size_bytes if made else 0)
+            sent[str(node.args[-1]), kind_of(node)] += whole
+        elif node.op == "call_function" and (flops(node) or any(word in str(node.target) for word in _LISTS)):
+            computed += node_us(node, machine)
+    wires: Counter[str] = Counter()
+    for (axis, kind), size in sent.items():
+        wires[axis] += machine.collective_us(kind, size, local.mesh, axis)  # pyright: ignore[reportArgumentType]
+    return max([computed, *wires.values()])
+
+
+def fingerprint(local: LocalGraph) -> int:
+    """Equal for programs that are the same op for op."""
+    number = {node: i for i, node in enumerate(local.graph.nodes)}
+    return hash(
+        tuple(
+            (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
+             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if is_collective(n) else "")
+            for n in local.graph.nodes
+        )
+    )  # fmt: skip

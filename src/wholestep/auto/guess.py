@@ -1,0 +1,51 @@
+"""About what a plan takes, from its parameters alone: in which order plans are looked at, never which one wins."""
+
+from __future__ import annotations
+
+from ..cost.compute import flops
+from ..cost.speeds import Speeds
+from ..graph import meta
+from ..graph.graph import Role, TrainGraph
+from ..mesh import Mesh
+from ..plan.strategy import Strategies
+
+
+def guess_us(graph: TrainGraph, mesh: Mesh, strategies: Strategies, machine: Speeds, computing_us: float) -> float:
+    """Microseconds of a step, the shorter of arithmetic (`computing_us` on one rank) and communication half hidden."""
+    together = [a for a in strategies.axes(mesh) if strategies.data is None or a not in strategies.data.axes(mesh)]
+    ranks = 1
+    for axis in together:
+        ranks *= mesh.axis_size(axis)
+    computed = computing_us / ranks
+    whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
+    sent = sum(machine.collective_us(*one) for one in _sent(mesh, strategies, whole))
+    return max(computed, sent) + 0.5 * min(computed, sent)
+
+
+def flops_us(graph: TrainGraph, machine: Speeds) -> float:
+    """All products of the step on one rank, at the machine's peak."""
+    total = 0.0
+    for node in graph.graph.nodes:
+        count = flops(node) if node.op == "call_function" else 0.0
+        made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
+        if made is not None:
+            total += count / machine.peak_flops_per_us(str(made.dtype).removeprefix("torch."))
+    return total
+
+
+def _sent(mesh: Mesh, strategies: Strategies, size: float) -> list[tuple[str, float, Mesh, str]]:
+    """The collectives of a data-parallel step, each kind along each axis at once."""
+    data = strategies.data
+    axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1] if data is not None else []
+    if data is None or not axes:
+        return []
+    if data.style == "replicate":
+        return [("all_reduce", size, mesh, axis) for axis in axes]
+    cut = axes[-1:] if data.style == "hybrid" else axes
+    kinds = ["reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])]
+    found = list[tuple[str, float, Mesh, str]]()
+    for axis in reversed(cut):
+        found += [(kind, size, mesh, axis) for kind in kinds]
+        size /= mesh.axis_size(axis)
+    rest = axes[:-1] if data.style == "hybrid" else []
+    return [*found, *(("all_reduce", size, mesh, axis) for axis in rest)]

@@ -1,0 +1,233 @@
+"""Looks for the plan with the shortest simulated step under a budget of memory, and keeps why the others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..cost.speeds import Speeds
+from ..errors import PlanError, WholestepError
+from ..graph.graph import LocalGraph, TrainGraph
+from ..graph.text import human
+from ..layout import Layout
+from ..mesh import Mesh
+from ..partition.lower import partition
+from ..plan.make import bytes_at_rest, plan
+from ..plan.plan import Plan
+from ..plan.strategy import Strategies, compose
+from .costs import Costs, costs_of, fingerprint, least_us
+from .fit import Finish
+from .guess import flops_us, guess_us
+from .templates import Template, batches
+
+Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
+PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
+Watch = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Considered:
+    """One candidate and its fate: `chosen`; `slower` when simulated; `bounded`: slower by its lower bound; the `same`
+    program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
+
+    `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
+    least of which it is known that it takes it.
+    """
+
+    name: str
+    mesh: Mesh
+    strategies: Strategies | None
+    batches: int = 1
+    fate: Fate = "slower"
+    batch_s: float = float("inf")
+    bound_s: float = 0.0
+    needs_bytes: int = 0
+    costs: Costs | None = None
+    again: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def gathers(self) -> bool:
+        """True where parameters that are kept gathered may be gathered again to save memory."""
+        data = self.strategies.data if self.strategies else None
+        return data is not None and data.reshard_after_forward is False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: the winner's plan, and every candidate, the best first."""
+
+    plan: Plan
+    best: Considered
+    rows: tuple[Considered, ...]
+    budget_bytes: int | None
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds for a batch that no schedule of any candidate that was in the race is faster than."""
+        return min(row.bound_s for row in self.rows if row.fate in ("chosen", "slower", "bounded"))
+
+    @property
+    def simulated(self) -> int:
+        """How many candidates were scheduled and simulated."""
+        return sum(row.costs is not None for row in self.rows)
+
+    @property
+    def pruned(self) -> int:
+        """How many lost without that."""
+        return sum(row.fate in PRUNED for row in self.rows)
+
+
+@dataclass
+class Search:
+    """Candidates are planned one after the other, the most promising first, and simulated unless a bound says that
+    they lose. Where none fits the budget as it is, values are made again.
+    """
+
+    graph: TrainGraph
+    machine: Speeds
+    budget_bytes: int | None
+    finish: Finish
+    recompute: bool = True
+    placed: Mapping[str, Layout] | None = None
+    watch: Watch | None = None
+    best: Considered | None = None
+    plan: Plan | None = None
+    programs: dict[int, str] = field(default_factory=dict[int, str])
+
+    def run(self, candidates: Sequence[tuple[Mesh, Template]]) -> Found:
+        """The best of `candidates`.
+
+        Raises:
+            PlanError: none can be planned, or none fits; says how many bytes are missing, and where the fewest.
+        """
+        rows = [self._resting(mesh, template) for mesh, template in candidates]
+        computing_us = flops_us(self.graph, self.machine)
+        order = sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us))
+        for i in order:
+            if rows[i].fate == "slower":
+                rows[i] = self._tried(rows[i])
+        if self.best is None and self.budget_bytes is not None:
+            for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
+                if self.recompute and rows[i].fate == "peak":
+                    rows[i] = self._fitted(rows[i], self.budget_bytes)
+        if self.best is None or self.plan is None:
+            raise self._nothing(rows)
+        best = replace(self.best, fate="chosen")
+        rows = [best if row is self.best else row for row in rows]
+        done = tuple(sorted(rows, key=_rank))
+        return Found(self.plan, best, done, self.budget_bytes)
+
+    def _resting(self, mesh: Mesh, template: Template) -> Considered:
+        """What is known before anything is planned."""
+        if isinstance(template.strategies, WholestepError):
+            return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
+        strategies = compose(template.strategies)
+        try:
+            rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
+            row = Considered(template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest)
+        except WholestepError as error:
+            return Considered(template.name, mesh, None, fate="no plan", why=first_line(error))
+        over = self.budget_bytes is not None and rest > self.budget_bytes
+        return replace(row, fate="rest") if over else row
+
+    def _promise(self, row: Considered, computing_us: float) -> float:
+        if row.strategies is None:
+            return float("inf")
+        return guess_us(self.graph, row.mesh, row.strategies, self.machine, computing_us) / row.batches
+
+    def _tried(self, row: Considered) -> Considered:
+        """Planned, bounded and, unless it loses by that, simulated."""
+        try:
+            planned, local = self._planned(row)
+        except WholestepError as error:
+            return replace(row, fate="no plan", why=first_line(error))
+        row = replace(row, bound_s=least_us(local, self.machine) / 1e6 / row.batches)
+        if self.best is not None and row.bound_s >= self.best.batch_s:
+            return replace(row, fate="bounded")
+        mark = fingerprint(local)
+        if mark in self.programs:
+            return replace(row, fate="same", why=self.programs[mark])
+        self.programs[mark] = row.name
+        found = costs_of(self.finish(local), planned, self.machine)
+        row = self._priced(row, found)
+        over = self.budget_bytes is not None and found.peak_bytes > self.budget_bytes
+        return replace(row, fate="peak") if over else self._compared(row, planned)
+
+    def _fitted(self, row: Considered, budget_bytes: int) -> Considered:
+        """With values made again; `peak` as before where that is not enough."""
+        if self.best is not None and row.bound_s >= self.best.batch_s:
+            return replace(row, fate="bounded")
+        planned, local = self._planned(row, "made to fit: ")
+        made = self.finish.fit(local, budget_bytes, self.machine, row.gathers)
+        if made.program is None:
+            return replace(row, needs_bytes=made.peak_bytes)
+        row = self._priced(row, costs_of(made.program, planned, self.machine))
+        return self._compared(replace(row, fate="slower", again=made.again), planned)
+
+    def _planned(self, row: Considered, doing: str = "") -> tuple[Plan, LocalGraph]:
+        assert row.strategies is not None, "it has a plan"
+        if self.watch is not None:
+            self.watch(f"{doing}{row.name}")
+        planned = plan(self.graph, row.mesh, row.strategies, self.placed)
+        return planned, partition(self.graph, planned)
+
+    def _priced(self, row: Considered, found: Costs) -> Considered:
+        return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+
+    def _compared(self, row: Considered, planned: Plan) -> Considered:
+        if self.best is None or _rank(row) < _rank(self.best):
+            self.best, self.plan = row, planned
+        return row
+
+    def _nothing(self, rows: Sequence[Considered]) -> PlanError:
+        known = [row for row in rows if row.fate in ("rest", "peak")]
+        if not known or self.budget_bytes is None:
+            return PlanError(
+                f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
+                "a template that the model allows",
+                "give other styles=, another mesh or another tensor=",
+            )
+        nearest = self._nearest(known)
+        short = nearest.needs_bytes - self.budget_bytes
+        made = ", with all made again that helps" if self.recompute else ""
+        return PlanError(
+            f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {nearest.needs_bytes} bytes on a "
+            f"rank{made}, {short} more than there are ({human(short)})",
+            f"at most {self.budget_bytes} bytes",
+            f"give memory_bytes={nearest.needs_bytes} or more, a smaller batch or more ranks",
+        )
+
+    def _nearest(self, known: Sequence[Considered]) -> Considered:
+        """The candidate that takes the fewest bytes. Those that were left out for what they keep are looked at too,
+        as long as that alone is not more.
+        """
+        done = [row for row in known if row.fate == "peak"]
+        for row in sorted((row for row in known if row.fate == "rest"), key=lambda row: row.needs_bytes):
+            if done and row.needs_bytes >= min(other.needs_bytes for other in done):
+                break
+            done.append(self._least(row))
+        return min(done, key=lambda row: row.needs_bytes)
+
+    def _least(self, row: Considered) -> Considered:
+        """The same with the bytes that it takes at least."""
+        try:
+            _, local = self._planned(row, "the least memory of ")
+        except WholestepError:
+            return replace(row, needs_bytes=1 << 62)
+        if not self.recompute:
+            return replace(row, needs_bytes=self.finish.least_bytes(local))
+        return replace(row, needs_bytes=self.finish.fit(local, 0, self.machine, row.gathers).peak_bytes)
+
+
+def _rank(row: Considered) -> tuple[bool, float, float, int]:
+    """By time for a batch; where that is the same, by bytes."""
+    known = row.fate in ("chosen", "slower")
+    return not known, row.batch_s if known else float("inf"), row.bound_s if not known else 0.0, row.needs_bytes
+
+
+def first_line(error: WholestepError) -> str:
+    """What an error found, and what it needed."""
+    found = error.found.splitlines()[0]
+    return f"{found}; needed: {error.needed}" if error.needed else found

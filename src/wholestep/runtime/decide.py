@@ -1,0 +1,87 @@
+"""What `Auto` chooses for a job: the first rank searches, on the machine as it was measured, and tells the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from ..auto.auto import Auto
+from ..auto.fit import Finish
+from ..auto.report import explained
+from ..cost.speeds import Speeds
+from ..errors import PlanError
+from ..graph.graph import TrainGraph
+from ..layout import Layout
+from ..passes.schedule import Schedule
+from ..plan.plan import Objective, Plan
+from ..plan.strategy import Strategies, compose
+from .agree import from_first_rank
+from .finish import Finisher
+from .launch import World
+
+_SEARCH_SECONDS = 0.02  # for each node and candidate, at most: what the first rank takes to choose
+_FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The strategies that the first rank chose, and what it said of them. `gathers` is true where parameters that are
+    kept gathered may be gathered again to fit.
+    """
+
+    strategies: Strategies
+    gathers: bool
+    objective: Objective
+    notes: tuple[str, ...]
+
+    def explained(self, plan: Plan) -> Plan:
+        """`plan`, made with these strategies, and why they were chosen."""
+        return replace(plan, objective=self.objective).with_notes(*self.notes)
+
+
+def decide(
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finisher, label: str,
+    timeout_s: float,
+) -> Decided:  # fmt: skip
+    """The choice of the first rank, on every rank. What is placed already stays where it is.
+
+    Raises:
+        PlanError: nothing fits, by the first rank's search.
+        RankMismatchError: the first rank did not choose in time.
+    """
+    candidates = auto.candidates(world.mesh, same_batches=True)
+    timeout_s += _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates)
+    measured, schedule = finisher.finish_of(world)
+    own: list[str] = []
+    if world.rank == 0:
+        try:
+            own = _chosen(auto, graph, world, placed, measured, schedule)
+        except Exception as error:
+            from_first_rank(label, [_FAILED, f"rank 0 could not choose: {error}"], timeout_s)
+            raise
+    said = from_first_rank(label, own, timeout_s, "which plan it chose")
+    if said[0] == _FAILED:
+        raise PlanError(*said[1:])
+    template = candidates[int(said[0])][1]
+    assert isinstance(template.strategies, tuple), "a plan was made with them"
+    strategies, told = compose(template.strategies), json.loads(said[1])
+    data = strategies.data
+    keeps = data is not None and data.reshard_after_forward is False
+    return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+
+
+def _chosen(
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Speeds,
+    schedule: Schedule | None,
+) -> list[str]:  # fmt: skip
+    """The number of the candidate, what it was chosen for, and why; or why there is none."""
+    speeds = auto.topology or measured
+    try:
+        found = auto.search(graph, world.mesh, placed, same_batches=True, machine=speeds, finish=Finish(schedule))
+    except PlanError as error:
+        return [_FAILED, error.found, error.needed, error.next_step]
+    names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
+    made, before = explained(found), len(found.plan.notes)
+    assert made.objective is not None, "it was chosen for one"
+    return [str(names.index(found.best.name)), json.dumps(asdict(made.objective)), *made.notes[before:]]
