@@ -282,3 +282,56 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
     code, text = run("--hf", "gpt2")
     assert code == 2
     assert "wholestep: --hf needs transformers: pip install 'wholestep[hf]'" in text
+
+
+# -- choosing ------------------------------------------------------------------------------------
+@NEEDS_HF
+def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text = run(
+        "--hf", tiny, "--mesh", "dp=4,tp=2", "--auto", "--topology", "dgx-h100", "--memory", "1GiB", "--json", str(out)
+    )  # fmt: skip
+    assert code == 0, text
+    assert re.search(r"candidate +mesh +at rest +peak", text)
+    assert "tensor parallel on tp" in text
+    assert "  chosen by Auto: " in text
+    assert "note: Auto chose " in text
+    made = ws.Plan.from_json(out.read_text())
+    assert made.objective is not None
+    assert made.objective.budget_bytes == 1 << 30
+
+
+@NEEDS_HF
+def test_auto_chooses_the_mesh(tiny: str):
+    code, text = run("--hf", tiny, "--mesh", "auto=4", "--auto")
+    assert code == 0, text
+    assert "dp=2,tp=2" in text
+    assert "tp=4" in text
+
+
+def test_compare_for_a_topology(step: str, tmp_path: Path):
+    out, saved = tmp_path / "table.json", tmp_path / "machine.json"
+    ws.Topology.preset("dgx-a100").save(saved)
+    code, text = run(f"{step}:four", "--mesh", "dp=4", "--compare", "--topology", str(saved), "--json", str(out))
+    assert code == 0, text
+    assert json.loads(out.read_text())["machine"] == "dgx-a100"
+    _, plain = run(f"{step}:four", "--mesh", "dp=4", "--compare")
+    assert plain != text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--auto", "--compare"], "--compare with --auto"),
+        (["--auto", "--style", "zero1"], "--style with --auto"),
+        (["--memory", "1GiB"], "--memory without --auto"),
+        (["--topology", "dgx-h100"], "--topology without --auto"),
+        (["--auto", "--topology", "dgx-h101"], "there is no topology 'dgx-h101'"),
+        (["--auto", "--memory", "1"], "no plan fits: the nearest, "),
+        (["--auto", "--memory", "lots"], "memory_bytes='lots'"),
+    ],
+)
+def test_choices_that_cannot_be_made(step: str, options: list[str], said: str):
+    code, text = run(f"{step}:four", "--mesh", "dp=4", *options)
+    assert code != 0
+    assert said in " ".join(text.split())

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ from .screen import Screen, screen
 from .target import RETURNS, Target, from_function, refuse
 
 if TYPE_CHECKING:
+    from wholestep.auto.auto import Auto
     from wholestep.cost.machine import Machine
     from wholestep.cost.topology import Topology
     from wholestep.errors import WholestepError
@@ -57,6 +58,12 @@ def plan(
     ] = None,
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose by simulated step time; on a mesh auto=N, the axes too.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="With --auto: what the tensors of a rank may take, as 80GiB.")
+    ] = None,
     explain: Annotated[
         list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
     ] = None,
@@ -80,8 +87,9 @@ def plan(
     """
     given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    if topology is not None and not (compare or html or trace):
-        refuse("--topology without --compare, --html or --trace: nothing else here is a time")
+    _check_choice(auto, compare, style, memory)
+    if topology is not None and not (auto or compare or html or trace):
+        refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
     shown = screen(Console(stderr=True))
     try:
         machine = _machine(topology)
@@ -92,9 +100,15 @@ def plan(
             graph = ws.capture(found.step, *found.args, **found.kwargs)
             said.append(f"{len(graph.graph.nodes):,} operations")
         kind: Any = semantics.value
-        tensor = _tensor(found, tp or [], tp_axis, always=hf is not None and tp_axis in ws.Mesh(mesh).names)
+        cut = hf is not None and not {tp_axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)
+        tensor = _tensor(found, tp or [], tp_axis, always=cut)
         if compare:
             text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
+        elif auto:
+            if isinstance(tensor, ws.WholestepError):
+                shown.note(f"without tensor parallelism: {tensor.found}")
+            choice = _auto(memory, machine, tensor, kind)
+            (text, written, made), rows = _chosen(shown, graph, found, mesh, choice, explain or [], show), []
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
             (text, written, made), rows = _planned(shown, graph, mesh, chosen, explain or [], show), []
@@ -126,6 +140,24 @@ def _check_together(
     alone = [name for name, value in single.items() if value]
     if compare and alone:
         refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
+
+
+def _check_choice(auto: bool, compare: bool, style: Style | None, memory: str | None) -> None:
+    """Refuse options that would have no effect, or two ways to choose."""
+    if auto and (compare or style):
+        refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
+    if memory is not None and not auto:
+        refuse("--memory without --auto: nothing would be chosen by it")
+
+
+def _auto(
+    memory: str | None, machine: "Machine | Topology", tensor: "Strategy | WholestepError | None", kind: Any
+) -> "Auto":
+    """What chooses; a model without a plan for tensor parallelism is planned without."""
+    import wholestep as ws
+
+    used = tensor if isinstance(tensor, ws.TensorParallel) else None
+    return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind))
 
 
 def _wholestep_error() -> "type[WholestepError]":
@@ -205,6 +237,41 @@ def _drawn(
             shown.note(f"written to {path}")
 
 
+def _chosen(
+    shown: Screen, graph: "TrainGraph", found: Target, mesh: str, auto: "Auto", explain: list[str], program: bool
+) -> "tuple[str, str, Plan]":
+    """What was considered as a table, and the plan that won, as text and as JSON."""
+    import wholestep as ws
+    from wholestep.auto.report import explained
+    from wholestep.auto.report import show as table
+
+    with _each(shown, len(auto.candidates(ws.Mesh(mesh)))) as watch:
+        chosen = auto.search(graph, mesh, watch=watch)
+    made = explained(chosen)
+    parts = [f"{found.name} on mesh {mesh}", table(chosen), f"\n{made}"]
+    parts += [f"\n{made.explain(name)}" for name in explain]
+    if program:
+        parts.append(f"\n{ws.partition(graph, made)}")
+    return "\n".join(parts), made.to_json(), made
+
+
+@contextmanager
+def _each(shown: Screen, count: int) -> Generator[Callable[[str], None]]:
+    """Shows one candidate after the other, each with the seconds it took."""
+    before: list[tuple[str, float]] = []
+
+    def watch(name: str) -> None:
+        now = time.perf_counter()
+        if before:
+            shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
+        before.append((f"[{len(before) + 1}/{count}] {name}", now))
+        shown.stage(before[-1][0], done=False, seconds=0.0)
+
+    yield watch
+    if before:
+        shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])
+
+
 def _compared(
     shown: Screen, graph: "TrainGraph", found: Target, mesh: str, tensor: "Strategy | WholestepError | None",
     tp_axis: str, semantics: Literal["per_rank", "global"], machine: "Machine | Topology",
@@ -216,17 +283,8 @@ def _compared(
 
     on = Mesh(mesh)
     chosen = templates(on, tensor, tp_axis, semantics)
-    before: list[tuple[str, float]] = []
-
-    def watch(name: str) -> None:
-        now = time.perf_counter()
-        if before:
-            shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
-        before.append((f"[{len(before) + 1}/{len(chosen)}] {name}", now))
-        shown.stage(before[-1][0], done=False, seconds=0.0)
-
-    rows = compare(graph, on, chosen, machine, watch=watch)
-    shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])
+    with _each(shown, len(chosen)) as watch:
+        rows = compare(graph, on, chosen, machine, watch)
     best = next((one.strategies for one in chosen if rows[0].costs is not None and one.name == rows[0].name), None)
     made = ws.plan(graph, on, list(best)) if isinstance(best, tuple) else None
     table = json.dumps(as_json(rows, on, found.name, machine), indent=1) + "\n"

@@ -351,7 +351,7 @@ class CompiledStep:
             with self._stage("choose"):
                 self._decided = decide(
                     options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
-                    f"{self._label}/auto", options.agree_timeout_s,
+                    f"{self._label}/auto/{self._round}", options.agree_timeout_s,
                 )  # fmt: skip
             self.options = replace(options, parallel=self._decided.strategies)
             if options.memory_bytes is not None:
