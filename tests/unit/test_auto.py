@@ -10,7 +10,7 @@ import wholestep as ws
 from wholestep.auto.costs import costs, least_us
 from wholestep.auto.fit import Finish
 from wholestep.auto.meshes import meshes
-from wholestep.auto.search import Found
+from wholestep.auto.search import Found, sends_less
 from wholestep.report.compare import compare, templates
 
 SLOW, FAST = ws.Machine(link_bytes_per_us=12.0), ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -81,13 +81,16 @@ def test_never_worse_than_any_template(kind: str, machine: str) -> None:
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_bounds_are_bounds(kind: str, machine: str) -> None:
     mesh, speeds = ws.Mesh("dp=4,tp=2"), MACHINES[machine]
-    tensor = PAIRS if kind == "blocks" else None
+    tensor, bounds = PAIRS if kind == "blocks" else None, dict[str, float]()
     for template in templates(mesh, tensor):
         assert isinstance(template.strategies, tuple)
         planned = ws.plan(GRAPHS[kind], mesh, template.strategies)
         local = ws.partition(GRAPHS[kind], planned)
         least, step = least_us(local, speeds), costs(local, planned, speeds).step_s * 1e6
         assert 0 < least <= step * (1 + 1e-12), template.name
+        bounds[template.name] = least
+    for name, least in bounds.items():
+        assert bounds[sends_less(name)] <= least * (1 + 1e-12), name
 
 
 # -- what it chooses ---------------------------------------------------------------------------
@@ -170,6 +173,13 @@ def test_counts_add_up_and_pruning_happens() -> None:
     assert len(seen) == 12
     bounded = [row for row in found.rows if row.fate == "bounded"]
     assert all(row.costs is None and row.bound_s >= found.best.batch_s for row in bounded)
+
+
+def test_what_sends_more_than_a_loser_is_not_planned() -> None:
+    seen: list[str] = []
+    auto = ws.Auto(topology=MACHINES["dgx-h100"], tensor=PAIRS)
+    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
+    assert found.simulated < len(seen) < len(found.rows)
 
 
 def test_zero2_without_micro_batches_is_zero1() -> None:
