@@ -10,7 +10,7 @@ import wholestep as ws
 from wholestep.auto.costs import costs, least_us
 from wholestep.auto.fit import Finish
 from wholestep.auto.meshes import meshes
-from wholestep.auto.search import Found, sends_less
+from wholestep.auto.search import Found, Search, sends_less
 from wholestep.report.compare import compare, templates
 
 SLOW, FAST = ws.Machine(link_bytes_per_us=12.0), ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -176,10 +176,14 @@ def test_counts_add_up_and_pruning_happens() -> None:
 
 
 def test_what_sends_more_than_a_loser_is_not_planned() -> None:
+    """Where gathering once is known to lose, gathering twice is not looked at."""
     seen: list[str] = []
-    auto = ws.Auto(topology=MACHINES["dgx-h100"], tensor=PAIRS)
-    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
-    assert found.simulated < len(seen) < len(found.rows)
+    search = Search(GRAPHS["wide"], SLOW, None, Finish(ws.Schedule(SLOW)), watch=seen.append)
+    search.bounds[MESH, "fully_shard, kept on dp"] = 1e9
+    chosen = [template for template in templates(MESH) if "kept" not in template.name]
+    found = search.run([(MESH, template) for template in chosen])
+    assert fates(found)["fully_shard, gathered again on dp"] == "bounded"
+    assert seen == [template.name for template in chosen if "again" not in template.name]
 
 
 def test_zero2_without_micro_batches_is_zero1() -> None:
