@@ -58,12 +58,8 @@ def plan(
     ] = None,
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Choose by simulated step time; on a mesh auto=N, the axes too.")
-    ] = False,
-    memory: Annotated[
-        str | None, typer.Option(help="With --auto: what the tensors of a rank may take, as 80GiB.")
-    ] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
+    memory: Annotated[str | None, typer.Option(help="With --auto: bytes a rank may take, as 80GiB.")] = None,
     explain: Annotated[
         list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
     ] = None,
@@ -87,9 +83,7 @@ def plan(
     """
     given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    _check_choice(auto, compare, style, memory)
-    if topology is not None and not (auto or compare or html or trace):
-        refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
+    _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace))
     shown = screen(Console(stderr=True))
     try:
         machine = _machine(topology)
@@ -105,9 +99,7 @@ def plan(
         if compare:
             text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
         elif auto:
-            if isinstance(tensor, ws.WholestepError):
-                shown.note(f"without tensor parallelism: {tensor.found}")
-            choice = _auto(memory, machine, tensor, kind)
+            choice = _auto(shown, memory, machine, tensor, kind)
             (text, written, made), rows = _chosen(shown, graph, found, mesh, choice, explain or [], show), []
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
@@ -142,20 +134,28 @@ def _check_together(
         refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
 
 
-def _check_choice(auto: bool, compare: bool, style: Style | None, memory: str | None) -> None:
+def _check_choice(auto: bool, compare: bool, style: Style | None, memory: str | None, timed: bool) -> None:
     """Refuse options that would have no effect, or two ways to choose."""
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
     if memory is not None and not auto:
         refuse("--memory without --auto: nothing would be chosen by it")
+    if not timed:
+        refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
 
 
 def _auto(
-    memory: str | None, machine: "Machine | Topology", tensor: "Strategy | WholestepError | None", kind: Any
+    shown: Screen,
+    memory: str | None,
+    machine: "Machine | Topology",
+    tensor: "Strategy | WholestepError | None",
+    kind: Any,
 ) -> "Auto":
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     import wholestep as ws
 
+    if isinstance(tensor, ws.WholestepError):
+        shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
     return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind))
 
