@@ -11,9 +11,9 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.capture import Capture, capture_step
+from wholestep.cost.size import bytes_of
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
-from wholestep.runtime.fit import bytes_of
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 

@@ -75,7 +75,7 @@ class Auto:
         """`memory_bytes` as a number."""
         return None if self.memory_bytes is None else bytes_of(self.memory_bytes)
 
-    def plan(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
+    def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
         """The plan that `search` finds, with notes on what it considered.
 
         Raises:

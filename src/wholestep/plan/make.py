@@ -40,7 +40,7 @@ def plan(
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(parallel, Chooser):
-        return parallel.plan(graph, mesh, placed)
+        return parallel.choose(graph, mesh, placed)
     strategies = compose(parallel)
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()

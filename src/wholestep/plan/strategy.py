@@ -82,7 +82,7 @@ class Strategy(Protocol):
 class Chooser(Protocol):
     """What decides which strategies to use (`wholestep.Auto`)."""
 
-    def plan(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
+    def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
         """The plan of the strategies that it chooses. Raises PlanError where none will do."""
         ...
 
