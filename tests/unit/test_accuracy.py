@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import wholestep as ws
@@ -219,3 +220,15 @@ def test_figures_are_fitted_again_to_the_other_half(monkeypatch: pytest.MonkeyPa
     assert max(abs(case.error) for case in refit.halves(found)) < 0.2
     found[0] = replace(found[0], run=replace(found[0].run, step_s=2 * (found[0].run.step_s or 0)))
     assert min(case.error for case in refit.halves(found)) == pytest.approx(-0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", [4, 12, 19, 20])
+def test_times_that_say_nothing_give_a_curve_all_the_same(seed: int) -> None:
+    """Six times that are noise: some figures do not matter to the fit, and must stay figures."""
+    noise = np.random.default_rng(seed).normal(6, 1.5, 6)
+    samples = [Sample(4096 << i, (2, 1), float(us)) for i, us in enumerate(np.exp(noise))]
+    found = fit_curve("all_gather", "gloo", samples, [1000.0], [10.0])
+    figures = [value for one in found.regimes for value in (one.base_us, one.latency, one.rate)]
+    assert all(np.isfinite(figures))
+    assert min(figures) > 0
+    assert max(figures) < 1e30

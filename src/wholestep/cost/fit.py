@@ -11,6 +11,7 @@ import numpy as np
 from .curves import ALGORITHMS, Curve, Regime
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+_MOST = 30.0  # of a figure's logarithm: what the samples say nothing about may run away
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def fit_curve(
     several, two = len({s.units[0] for s in samples}) > 1, len(samples) >= 6
 
     def predicted(p: Array) -> Array:
-        base, late, rate, more, long, per_own = np.exp(np.clip(p, -30, 30))
+        base, late, rate, more, long, per_own = np.exp(np.clip(p, -_MOST, _MOST))
         quick = base + late * hops + carried / rate
         kept = own / (per_own if several else own_bytes_per_us) if several or own_bytes_per_us else 0.0
         if not two:
@@ -58,7 +59,7 @@ def fit_curve(
         np.log([0.9 * least, 0.2, 0.1, 6 * least, 6.0, 1e6]), np.log([0.9 * least, 0.05, 0.8, least, 0.2, 1e6]),
     ]  # fmt: skip
     best = min((simplex(loss, start) for start in starts), key=loss)
-    base, late, rate, more, long, per_own = (float(v) for v in np.exp(best))
+    base, late, rate, more, long, per_own = (float(v) for v in np.exp(np.clip(best, -_MOST, _MOST)))
     regimes = [Regime(base, late, rate), Regime(base + more, late, rate * (1 + long))]
     return Curve(kind, algorithm, tuple(regimes if two else regimes[:1]), per_own if several else own_bytes_per_us)
 
