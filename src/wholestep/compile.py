@@ -20,7 +20,8 @@ from .passes.schedule import Schedule
 from .plan.strategy import Strategies, Strategy, compose
 from .runtime.cached import folder_of
 from .runtime.fit import budgeted
-from .runtime.step import CompiledStep, Progress, StepOptions
+from .runtime.options import Progress, StepOptions
+from .runtime.step import CompiledStep
 
 
 class _Options(TypedDict, total=False):

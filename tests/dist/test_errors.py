@@ -1,6 +1,8 @@
 """Ranks that disagree: an error on every rank, within seconds, that names the difference."""
 
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from tests.dist.test_memory import trained
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -132,3 +135,14 @@ def test_a_mesh_of_another_size_is_refused_on_every_rank():
         assert kind == "MeshError"
         assert text.splitlines()[0] == "mesh dp=4 has 4 ranks, the job has 2"
         assert other.splitlines()[0] == "mesh dp=2,tp=2 has 4 ranks, the job has 2"
+
+
+def _warned(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trained(rank, 4, parallel=ws.DataParallel("replicate"))
+    return [Path(w.filename).name for w in found if "semantics='per_rank'" in str(w.message)]
+
+
+def test_a_summed_loss_is_told_of_once_at_the_line_that_calls_the_step():
+    assert run_ranks(_warned, 2) == [["test_memory.py"], []]

@@ -21,7 +21,8 @@ from wholestep.graph.graph import Input, Role
 from wholestep.partition.pieces import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
-from wholestep.runtime.step import CompiledStep, StepOptions
+from wholestep.runtime.options import StepOptions
+from wholestep.runtime.step import CompiledStep
 
 aten = torch.ops.aten
 

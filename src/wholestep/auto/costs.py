@@ -12,11 +12,9 @@ from ..cost.speeds import Speeds
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
 from ..graph.verify import is_collective
-from ..passes.base import run_passes
-from ..passes.fill import Fill
-from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
+from .fit import Finish
 
 _LISTS = ("_foreach_", "_fused_")
 
@@ -35,7 +33,7 @@ class Costs:
 
 def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
     """What the program of a rank costs on `machine`, as a compiled step would run it."""
-    return costs_of(run_passes(local, [Schedule(machine), Fill(), Reinplace()]), planned, machine)
+    return costs_of(Finish(Schedule(machine))(local), planned, machine)
 
 
 def costs_of(program: LocalGraph, planned: Plan, machine: Speeds) -> Costs:

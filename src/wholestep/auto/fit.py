@@ -13,6 +13,7 @@ from ..passes.again import made_again
 from ..passes.base import Pass, run_passes
 from ..passes.choose import Choice, choices
 from ..passes.fill import Fill
+from ..passes.flat import Flat
 from ..passes.recompute import choose, held_by
 from ..passes.reinplace import Reinplace
 from ..passes.saved import Saved
@@ -33,7 +34,7 @@ class Finish:
     """What is done to a program before it runs: `schedule`, or one of those that hold less at once, then `after`."""
 
     schedule: Schedule | None
-    after: Sequence[Pass] = (Fill(), Reinplace())
+    after: Sequence[Pass] = (Fill(), Reinplace(), Flat())
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """What runs."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..cost.compute import flops
 from ..cost.speeds import Speeds
-from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..mesh import Mesh
 from ..plan.strategy import Strategies
@@ -20,17 +18,6 @@ def guess_us(graph: TrainGraph, mesh: Mesh, strategies: Strategies, machine: Spe
     whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
     sent = sum(machine.collective_us(*one) for one in _sent(mesh, strategies, whole))
     return max(computed, sent) + 0.5 * min(computed, sent)
-
-
-def flops_us(graph: TrainGraph, machine: Speeds) -> float:
-    """All products of the step on one rank, at the machine's peak."""
-    total = 0.0
-    for node in graph.graph.nodes:
-        count = flops(node) if node.op == "call_function" else 0.0
-        made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
-        if made is not None:
-            total += count / machine.peak_flops_per_us(str(made.dtype).removeprefix("torch."))
-    return total
 
 
 def _sent(mesh: Mesh, strategies: Strategies, size: float) -> list[tuple[str, float, Mesh, str]]:

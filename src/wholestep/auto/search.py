@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ..cost.compute import peak_us
 from ..cost.speeds import Speeds
 from ..errors import PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -18,7 +19,7 @@ from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from .costs import Costs, costs_of, fingerprint, least_us
 from .fit import Finish
-from .guess import flops_us, guess_us
+from .guess import guess_us
 from .templates import Template, batches
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
@@ -104,7 +105,7 @@ class Search:
             PlanError: none can be planned, or none fits; says how many bytes are missing, and where the fewest.
         """
         rows = [self._resting(mesh, template) for mesh, template in candidates]
-        computing_us = flops_us(self.graph, self.machine)
+        computing_us = peak_us(self.graph.graph, self.machine)
         order = sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us))
         for i in order:
             if rows[i].fate == "slower":

@@ -9,7 +9,8 @@ import typer
 
 from wholestep.demo.settings import QUICK, STANDARD, Settings, problem_with
 
-Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
+from .target import Style
+
 Backend = StrEnum("Backend", ["eager", "inductor"])
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
-from .screen import Screen, screen
-from .target import RETURNS, Target, from_function, refuse
+from .screen import Screen, screen, staged
+from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse
 
 if TYPE_CHECKING:
     from wholestep.auto.auto import Auto
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from wholestep.plan.strategy import Strategy
     from wholestep.report.compare import Row
 
-Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
-DEMO = "wholestep.demo.train:example_step"
 _Model = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
@@ -86,9 +84,9 @@ def plan(
     _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace))
     shown = screen(Console(stderr=True))
     try:
-        machine = _machine(topology)
+        machine = machine_of(topology)
         found = _target(shown, target, hf, given)
-        with _stage(shown, "capture") as said:
+        with staged(shown, "capture") as said:
             import wholestep as ws
 
             graph = ws.capture(found.step, *found.args, **found.kwargs)
@@ -167,7 +165,7 @@ def _wholestep_error() -> "type[WholestepError]":
 
 
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
-    with _stage(shown, "model") as said:
+    with staged(shown, "model") as said:
         if hf is None:
             return from_function(target or DEMO)
         from .hf import Wanted, build
@@ -179,39 +177,19 @@ def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, 
         return found
 
 
-@contextmanager
-def _stage(shown: Screen, name: str) -> Generator[list[str]]:
-    """Show how long a stage takes; what it appends to the list stands beside that."""
-    said: list[str] = []
-    start = time.perf_counter()
-    shown.stage(name, done=False, seconds=0.0)
-    yield said
-    shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(said))
-
-
 def _planned(
     shown: Screen, graph: "TrainGraph", mesh: str, chosen: "list[Strategy]", explain: list[str], program: bool
 ) -> "tuple[str, str, Plan]":
     """One plan as text and as JSON, and itself."""
     import wholestep as ws
 
-    with _stage(shown, "plan"):
+    with staged(shown, "plan"):
         made = ws.plan(graph, mesh, chosen)
     parts = [str(made), *(f"\n{made.explain(name)}" for name in explain)]
     if program:
-        with _stage(shown, "partition"):
+        with staged(shown, "partition"):
             parts.append(f"\n{ws.partition(graph, made)}")
     return "\n".join(parts), made.to_json(), made
-
-
-def _machine(topology: str | None) -> "Machine | Topology":
-    """A preset, or what a file holds; without either the default machine."""
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
-
-    if topology is None:
-        return Machine()
-    return Topology.load(topology) if Path(topology).is_file() else Topology.preset(topology)
 
 
 def _drawn(
@@ -224,7 +202,7 @@ def _drawn(
 
     if made is None:
         refuse("--html and --trace need a plan: no template has one")
-    with _stage(shown, "simulate"):
+    with staged(shown, "simulate"):
         local = program(made, graph, machine)
         if html is not None:
             chosen = rows[0].name if rows else ""

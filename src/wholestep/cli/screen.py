@@ -2,6 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -142,3 +144,13 @@ def screen(console: Console) -> Screen:
 
 def _in_brackets(detail: str) -> str:
     return f" ({detail})" if detail else ""
+
+
+@contextmanager
+def staged(shown: Screen, name: str) -> Generator[list[str]]:
+    """Show how long a stage takes; what it appends to the list stands beside that."""
+    said: list[str] = []
+    start = time.perf_counter()
+    shown.stage(name, done=False, seconds=0.0)
+    yield said
+    shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(said))

@@ -1,25 +1,19 @@
 """`wholestep simulate`: what a step would take on a machine that is not there, and what it would wait for."""
 
 import json
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .screen import Screen, screen
-from .target import Target, from_function, refuse
+from .screen import Screen, screen, staged
+from .target import DEMO, Style, Target, from_function, machine_of, refuse
 
 if TYPE_CHECKING:
+    from wholestep.cost.machine import Machine
     from wholestep.cost.timeline import Timeline
     from wholestep.cost.topology import Topology
-
-Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
-DEMO = "wholestep.demo.train:example_step"
 
 
 def simulate(
@@ -51,7 +45,7 @@ def simulate(
     from wholestep.errors import WholestepError
 
     try:
-        with _stage(shown, "model"):
+        with staged(shown, "model"):
             found = from_function(target or DEMO) if hf is None else _built(hf, batch, seq, layers)
         machine, made = _simulated(shown, found, mesh, style, topology)
     except WholestepError as error:
@@ -70,47 +64,38 @@ def simulate(
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
 
 
-@contextmanager
-def _stage(shown: Screen, name: str) -> Generator[None]:
-    start = time.perf_counter()
-    shown.stage(name, done=False, seconds=0.0)
-    yield
-    shown.stage(name, done=True, seconds=time.perf_counter() - start)
-
-
 def _built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
     from .hf import Wanted, build
 
     return build(Wanted(hf, batch=batch, seq=seq, layers=layers))
 
 
-def _simulated(shown: Screen, found: Target, mesh: str, style: Style, topology: str) -> "tuple[Topology, Timeline]":
+def _simulated(
+    shown: Screen, found: Target, mesh: str, style: Style, topology: str
+) -> "tuple[Machine | Topology, Timeline]":
     import wholestep as ws
-    from wholestep.passes.fill import Fill
-    from wholestep.passes.reinplace import Reinplace
+    from wholestep.report.page import program
 
     kind: Any = style.value
-    machine = ws.Topology.load(topology) if Path(topology).exists() else ws.Topology.preset(topology)
+    machine = machine_of(topology)
     others = tuple(name for name in ws.Mesh(mesh).names if name != "tp")
     strategies: list[Any] = [ws.DataParallel(kind, axis=others)] if others else []
     if "tp" in ws.Mesh(mesh).names:
         strategies.append(ws.TensorParallel.of(found.models()[0], axis="tp"))
-    with _stage(shown, "capture"):
+    with staged(shown, "capture"):
         graph = ws.capture(found.step, *found.args, **found.kwargs)
-    with _stage(shown, "plan"):
+    with staged(shown, "plan"):
         planned = ws.plan(graph, mesh, strategies)
-    with _stage(shown, "partition"):
-        local = ws.partition(graph, planned)
-    with _stage(shown, "schedule"):
-        local = ws.run_passes(local, [ws.Schedule(machine), Fill(), Reinplace()])
-    with _stage(shown, "simulate"):
+    with staged(shown, "schedule"):
+        local = program(planned, graph, machine)
+    with staged(shown, "simulate"):
         return machine, ws.timeline(local, machine)
 
 
-def _figures(found: Target, mesh: str, machine: "Topology", made: "Timeline") -> dict[str, Any]:
+def _figures(found: Target, mesh: str, machine: "Machine | Topology", made: "Timeline") -> dict[str, Any]:
     took = made.simulated
     return {
-        "model": found.name, "mesh": mesh, "machine": machine.name, "step_us": took.step_us,
+        "model": found.name, "mesh": mesh, "machine": str(machine), "step_us": took.step_us,
         "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
         "rest_bytes": made.peak.rest_bytes, "busy_us": {name: made.busy_us(name) for name in made.streams},
     }  # fmt: skip

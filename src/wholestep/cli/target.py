@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -15,6 +16,11 @@ import typer
 if TYPE_CHECKING:
     from torch import nn
 
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+
+Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
+DEMO = "wholestep.demo.train:example_step"
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
 
@@ -38,6 +44,16 @@ def refuse(text: str) -> NoReturn:
     """End the command: what is wrong on the error stream, exit status 2."""
     typer.echo(f"wholestep: {text}", err=True)
     raise typer.Exit(2)
+
+
+def machine_of(topology: str | None) -> Machine | Topology:
+    """A preset, or what a file holds; without either the default machine."""
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+
+    if topology is None:
+        return Machine()
+    return Topology.load(topology) if Path(topology).is_file() else Topology.preset(topology)
 
 
 def from_function(target: str) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
@@ -56,6 +56,16 @@ def flops(node: Node) -> float:
         data, weight = (shapes[0], shapes[2]) if backward else (made[0].shape if made[0] else (), shapes[1])
         return 2.0 * prod(data[:1] + data[2:]) * prod(weight) * (2 if backward else 1)
     return 0.0
+
+
+def peak_us(graph: Graph, speeds: Speeds) -> float:
+    """Microseconds of a graph's products at the machine's peak; without those that are made again in the backward."""
+    total = 0.0
+    for node in graph.nodes:
+        count = 0.0 if node.op != "call_function" or meta.is_again(node) else flops(node)
+        made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
+        total += count / speeds.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
+    return total
 
 
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:

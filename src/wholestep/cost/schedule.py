@@ -11,7 +11,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.verify import is_collective, is_wait
 from ..mesh import Mesh
-from .compute import flops, node_us
+from .compute import node_us, peak_us
 from .curves import KINDS
 from .speeds import Speeds
 
@@ -100,15 +100,7 @@ def simulate(local: LocalGraph, machine: Speeds) -> Simulated:
 
 def simulated(local: LocalGraph, clock: Clock) -> Simulated:
     """What `clock` shows after it has run `local`."""
-    best_us = sum(_least_us(node, clock.machine) for node in local.graph.nodes if node.op == "call_function")
-    return Simulated(clock.now, clock.waited, best_us / clock.now if clock.now else 0.0)
-
-
-def _least_us(node: Node, machine: Speeds) -> float:
-    """Of the model's own arithmetic at the machine's peak."""
-    count = 0.0 if meta.is_again(node) else flops(node)
-    made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
-    return count / machine.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
+    return Simulated(clock.now, clock.waited, peak_us(local.graph, clock.machine) / clock.now if clock.now else 0.0)
 
 
 def start(local: LocalGraph, machine: Speeds, arrivals: Mapping[str, float]) -> Clock:

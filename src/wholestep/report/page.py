@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..auto.fit import Finish
 from ..cost.machine import Machine
 from ..cost.speeds import Speeds
 from ..cost.timeline import COMPUTE, Timeline, timeline
@@ -14,9 +15,6 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
 from ..partition.lower import partition
-from ..passes.base import run_passes
-from ..passes.fill import Fill
-from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from .compare import Row
@@ -97,7 +95,7 @@ def program(plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds) -> Loca
         PlanError: `graph` is not what was planned.
     """
     if isinstance(graph, TrainGraph):
-        return run_passes(partition(graph, plan), [Schedule(machine), Fill(), Reinplace()])
+        return Finish(Schedule(machine))(partition(graph, plan))
     theirs = {i.name for i in graph.inputs if i.role in (Role.PARAM, Role.STATE)}
     strange = sorted(theirs ^ {i.name for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)})
     if strange or graph.mesh != plan.mesh:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 from ..plan.plan import Plan
 from .launch import World
+
+_OURS = str(Path(__file__).parent.parent)
 
 
 def notice(planned: Plan, world: World) -> None:
@@ -16,4 +20,12 @@ def notice(planned: Plan, world: World) -> None:
             "This is what DDP computes too. For what one device computes on the whole batch give "
             'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
         )
-        warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=6)
+        warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=_level())
+
+
+def _level() -> int:
+    """How many frames up from `notice` the user's code is."""
+    level, frame = 0, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    return level + 1

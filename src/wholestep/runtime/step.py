@@ -6,22 +6,19 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
-from torch import nn
 from torch.fx import Graph
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..auto.auto import Auto
 from ..backend.bind import bind
-from ..backend.build import BACKENDS, Backend
-from ..backend.cudagraphs import CudaRecorder, Recorder
+from ..backend.build import Backend
 from ..backend.eager import WaitClock, eager
 from ..cache.key import Situation
 from ..cache.program import Compiled
@@ -31,16 +28,14 @@ from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, find_hypers
 from ..cost.speeds import Speeds
-from ..errors import BackendError, CaptureError, PlanError, StateError, WholestepError
+from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
-from ..mesh import Mesh
 from ..partition.lower import partition
-from ..passes.base import Pass, run_passes
+from ..passes.base import run_passes
 from ..passes.next_step import AcrossSteps
 from ..passes.schedule import Schedule
 from ..plan.make import plan
 from ..plan.plan import Plan
-from ..plan.strategy import Strategies, compose
 from . import random_state
 from .agree import agree
 from .batches import Dealer, Sizes, dealer
@@ -53,6 +48,7 @@ from .handed import Handed
 from .launch import World, join
 from .notice import notice
 from .obtain import Offer, obtain
+from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
 from .stream import Stream, draws
@@ -60,47 +56,7 @@ from .stream import Stream, draws
 if TYPE_CHECKING:
     from .profile import Profile
 
-Progress = Callable[[str, str, float], None]
 MOST_VALUES = 16
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How a step is compiled; see `wholestep.compile` for each field."""
-
-    parallel: Strategies = field(default_factory=lambda: compose(None))
-    mesh: Mesh | None = None
-    backend: str = "eager"
-    extra: Mapping[str, nn.Module | Optimizer] = field(default_factory=dict[str, nn.Module | Optimizer])
-    module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
-    graph_transform: Pass | None = None
-    keep_grads: bool = False
-    measure: bool = False
-    progress: Progress | None = None
-    agree_timeout_s: float = 120.0
-    device: str | None = None
-    schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
-    memory_bytes: int | None = None
-    gathers_again: bool = True
-    auto: Auto | None = None
-    recorder: Recorder = field(default_factory=CudaRecorder)
-    cache: Path | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
-            found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
-            raise PlanError(found, one_of, "correct it")
-        across = self.schedule == "across_steps" or (isinstance(self.schedule, Schedule) and self.schedule.across_steps)
-        if across and self.backend != "eager":
-            raise BackendError(
-                f"backend {self.backend!r} cannot leave collectives to the next call",
-                "backend 'eager' for a schedule across steps",
-                'use schedule="auto", or backend="eager"',
-            )
-        if self.backend not in BACKENDS:
-            raise BackendError(
-                f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"
-            )
 
 
 class CompiledStep:

@@ -1,0 +1,61 @@
+"""How a step is compiled, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..auto.auto import Auto
+from ..backend.build import BACKENDS
+from ..backend.cudagraphs import CudaRecorder, Recorder
+from ..errors import BackendError, PlanError
+from ..mesh import Mesh
+from ..passes.base import Pass
+from ..passes.schedule import Schedule
+from ..plan.strategy import Strategies, compose
+
+Progress = Callable[[str, str, float], None]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is compiled; see `wholestep.compile` for each field."""
+
+    parallel: Strategies = field(default_factory=lambda: compose(None))
+    mesh: Mesh | None = None
+    backend: str = "eager"
+    extra: Mapping[str, nn.Module | Optimizer] = field(default_factory=dict[str, nn.Module | Optimizer])
+    module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    graph_transform: Pass | None = None
+    keep_grads: bool = False
+    measure: bool = False
+    progress: Progress | None = None
+    agree_timeout_s: float = 120.0
+    device: str | None = None
+    schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
+    memory_bytes: int | None = None
+    gathers_again: bool = True
+    auto: Auto | None = None
+    recorder: Recorder = field(default_factory=CudaRecorder)
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
+            found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
+            raise PlanError(found, one_of, "correct it")
+        across = self.schedule == "across_steps" or (isinstance(self.schedule, Schedule) and self.schedule.across_steps)
+        if across and self.backend != "eager":
+            raise BackendError(
+                f"backend {self.backend!r} cannot leave collectives to the next call",
+                "backend 'eager' for a schedule across steps",
+                'use schedule="auto", or backend="eager"',
+            )
+        if self.backend not in BACKENDS:
+            raise BackendError(
+                f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"
+            )
