@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 import wholestep as ws
 from tests.catalogue import CASES
 from tests.simulate import index_of
+from wholestep.auto.fit import Finish
 from wholestep.backend.bind import bound_arguments
 from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
@@ -203,6 +204,21 @@ def test_plain_optimizers_need_no_splitting() -> None:
 def test_buckets_by_the_link() -> None:
     sizes = [Machine(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
     assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
+
+
+def test_gathering_again_holds_less_on_any_link() -> None:
+    """Buckets as large as a fast link wants would hold all parameters, gathered, more than once."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(500, 500) for _ in range(24)]), torch.empty(8, 500)
+    graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
+    rates = (100.0, 2_000.0, 100_000.0)
+    for machine in (Machine(link_us=200, link_bytes_per_us=rate) for rate in rates):
+        kept, again = (
+            ws.peak_memory(Finish(Schedule(machine))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
+            for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
+        )
+        assert again < kept - 6 * MB
+    assert machine.bucket_bytes == 64 * MB
 
 
 def test_the_order_of_another_rank() -> None:

@@ -102,6 +102,17 @@ def chain_of(node: Node) -> list[Node] | None:
     return chain if at.op == "placeholder" else None
 
 
+def gathered_again(local: LocalGraph) -> int:
+    """Bytes of the parameters that are gathered more than once, each counted whole and once."""
+    sizes, again = dict[Node, int](), dict[Node, int]()
+    for node in local.graph.nodes:
+        chain = chain_of(node) if node.target is GATHER else None
+        if chain:
+            rests = node_at(chain[0], 0)
+            (again if rests in sizes else sizes)[rests] = made_by(node).size_bytes
+    return sum(again.values())
+
+
 def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:
     """What collectives must share to be merged; None for one that is left alone."""
     if node_at(node, 0).target is join_rows:

@@ -9,13 +9,14 @@ from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
 from .base import Pass, Watch, run_passes
 from .bounded_reductions import BoundedReductions
-from .bucket import Bucket
+from .bucket import Bucket, gathered_again
 from .late_waits import LateWaits
 from .next_step import AcrossSteps, move_to_next_step
 from .overlap import Overlap
 from .split_optimizer import SplitOptimizer
 
 _PARTS = (1, 8)
+_IN_FLIGHT = 3  # buckets
 _LEAST_BUCKET = 256 << 10
 
 
@@ -44,30 +45,38 @@ class Schedule:
 
         `watch` is told of the passes that make it up.
         """
-        bounded = BoundedReductions(*self._in_flight())
-        return run_passes(local, [*self._merging(), self._overlap(), bounded], watch)
+        bucket_bytes = self._bucket_bytes(local)
+        in_flight = self._in_flight(bucket_bytes)
+        passes = [*self._merging(bucket_bytes), Overlap(self.machine, *in_flight), BoundedReductions(*in_flight)]
+        return run_passes(local, passes, watch)
 
     def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""
-        made = move_to_next_step(run_passes(local, self._merging(), watch))
-        return made.with_steady(run_passes(made.steady, [self._overlap()], watch)) if made else None
+        bucket_bytes = self._bucket_bytes(local)
+        made = move_to_next_step(run_passes(local, self._merging(bucket_bytes), watch))
+        overlap = Overlap(self.machine, *self._in_flight(bucket_bytes))
+        return made.with_steady(run_passes(made.steady, [overlap], watch)) if made else None
 
-    def _merging(self) -> list[Pass]:
-        sizes = self._bucket_bytes(), min(self.first_bucket_bytes, self._bucket_bytes())
+    def _merging(self, bucket_bytes: int) -> list[Pass]:
+        sizes = bucket_bytes, min(self.first_bucket_bytes, bucket_bytes)
         return [
             LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce")), SplitOptimizer(),
             LateWaits(), Bucket(*sizes, ("all_gather",)),
         ]  # fmt: skip
 
-    def _bucket_bytes(self) -> int:
-        return self.machine.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+    def _bucket_bytes(self, local: LocalGraph) -> int:
+        """As the link wants it; but where parameters are gathered again to hold less, the buckets that are in flight
+        hold a quarter of them at most.
+        """
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        again = gathered_again(local)
+        few = max(again // (4 * _IN_FLIGHT), _LEAST_BUCKET) if again else self.machine.bucket_bytes
+        return min(few, self.machine.bucket_bytes)
 
-    def _overlap(self) -> Overlap:
-        return Overlap(self.machine, *self._in_flight())
-
-    def _in_flight(self) -> tuple[int, int]:
+    def _in_flight(self, bucket_bytes: int) -> tuple[int, int]:
         """Bytes, and how many at least: on a link that is the bottleneck the next one has to be there."""
-        return (3 * self._bucket_bytes(), 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
+        return (_IN_FLIGHT * bucket_bytes, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
 
 
 def schedules(given: Schedule | None) -> list[Schedule | None]:

@@ -17,8 +17,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
 
 from ..capture.state import StepState, collect
@@ -111,11 +109,11 @@ def _new_aside(root: Path, number: int) -> Path:
 
 
 def _write_own(aside: Path, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
+    from . import dcp
+
     if not connected() or dist.get_rank() == 0:
         durable.write(aside / VALUES, _plain_bytes(content))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(aside), no_dist=not connected())
+    dcp.write(aside, tensors, alone=not connected())
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
@@ -252,12 +250,10 @@ def _restore_random(folder: Path, found: Manifest) -> None:
 
 
 def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Every rank reads what it holds; no communication."""
-    if not tensors:
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
+    from . import dcp
+
+    if tensors:
+        dcp.read(folder, tensors)
 
 
 def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optimizers | None) -> StepState | None:

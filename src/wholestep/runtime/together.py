@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import CheckpointError
 
@@ -62,5 +61,5 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None, B
         return work(), None, None
     except CheckpointError as error:
         return None, error, error.__cause__
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         return None, CheckpointError(f"{type(error).__name__}: {error}"), error
