@@ -145,10 +145,10 @@ def _compiler_gain(scene: Scene) -> float:
 
 def loss_gap(scene: Scene, peer: Measured) -> float | None:
     """The largest difference of its loss at any step from one process on the whole batch, or else from the first peer
-    that exchanges; None for the floor, which trains something else.
+    that exchanges; None for those whose ranks train on their own.
     """
-    named = [p for p in scene.peers.values() if p.losses and p.peer.partition(":")[0] != "floor"]
+    named = [p for p in scene.peers.values() if p.losses and not parse(p.peer).trains_alone]
     reference = next((p for p in named if parse(p.peer).base == "one"), named[0] if named else None)
-    if reference is None or parse(peer.peer).base == "floor":
+    if reference is None or parse(peer.peer).trains_alone:
         return None
     return max(abs(a - b) for a, b in zip(peer.losses, reference.losses, strict=False))

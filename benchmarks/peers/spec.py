@@ -21,6 +21,12 @@ STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 BASES = {
     "one": Base("one process on the whole batch: what the losses should be", ("compile",)),
     "floor": Base("every rank by itself, nothing exchanged: the no-communication floor", ("compile",)),
+    "wire": Base(
+        "the floor beside as many bytes on the wire, for which nothing waits: what cores and link leave; late: from "
+        "the backward on; parts: exchanges and gathers, not all-reduces",
+        ("late", "parts"),
+        ("bucket",),
+    ),
     "ddp": Base(
         "DistributedDataParallel; tuned: bucket view, static graph and the best of several bucket sizes",
         ("tuned", "view", "static", "compile"),
@@ -70,6 +76,11 @@ class Spec:
     def exchanges(self) -> bool:
         """Whether its ranks talk to each other."""
         return self.base not in ("one", "floor")
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether each rank trains on its own rows only, so that losses say nothing about the whole batch."""
+        return self.base in ("floor", "wire")
 
     @property
     def compiled(self) -> bool:

@@ -28,6 +28,7 @@ from wholestep.runtime.step import CompiledStep
 from . import models
 from .job import Job
 from .spec import Spec
+from .wire import BesideTheWire
 
 BUCKETS_MB = (1.0, 4.0, 10.0, 25.0)
 UNTIMED_STEPS, TUNING_STEPS = 2, 4  # buckets are laid out anew after the first backward
@@ -53,6 +54,14 @@ def adamw(model: nn.Module, job: Job) -> AdamW:
 def alone(model: nn.Module, job: Job) -> Wrapped:
     """Nothing is exchanged."""
     return Wrapped(_compiled(model, job.spec), adamw(model, job))
+
+
+def wire(model: nn.Module, job: Job) -> Wrapped:
+    """As many bytes on the wire as gradients need, and nothing waits for them before the end."""
+    spec = job.spec
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    bucket = int(spec.number("bucket", 1.0) * (1 << 20))
+    return Wrapped(model, adamw(model, job), BesideTheWire(size, bucket, spec.has("late"), spec.has("parts")))
 
 
 def ddp(model: nn.Module, job: Job) -> Wrapped:
@@ -156,6 +165,7 @@ Wrap = Callable[[nn.Module, Job], Wrapped]
 WRAPS: dict[str, Wrap] = {
     "one": alone,
     "floor": alone,
+    "wire": wire,
     "ddp": ddp,
     "zero": zero,
     "fsdp2": fsdp2,

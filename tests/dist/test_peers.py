@@ -36,7 +36,7 @@ def namespaces(pid: int) -> list[str]:
 
 
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
-    options = ["--peers", "ddp wholestep:zero1", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
+    options = ["--peers", "ddp wholestep:zero1 wire:parts,late", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
     process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = process.communicate(timeout=240)[0].decode()
     assert process.returncode == 0, said
@@ -46,8 +46,8 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     assert set(raw["peers"]["ddp"]["turns"][0]) == {
         "step_ms", "cpu_ms", "sent_bytes", "others", "speed_ms", "floor_ms", "floor_update_ms", "floor_others",
     }  # fmt: skip
-    floor, ddp, zero1 = rows(scene)
-    assert [floor.peer, ddp.peer, zero1.peer] == ["floor", "ddp", "wholestep:zero1"]
+    floor, ddp, zero1, wire = rows(scene)
+    assert [floor.peer, ddp.peer, zero1.peer, wire.peer] == ["floor", "ddp", "wholestep:zero1", "wire:parts,late"]
     size = scene.peers["ddp"].parameter_bytes
     assert ddp.least_bytes == zero1.least_bytes == size
     for row in (ddp, zero1):
@@ -57,6 +57,10 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
         assert row.collectives
         assert row.step_ms > 0
         assert row.cpu_ms > 0
+    assert wire.least_bytes == size
+    assert wire.loss_gap is None
+    assert wire.sent_bytes >= size
+    assert set(wire.collectives) == {"alltoall_base", "allgather"}
     assert ddp.rest_bytes == pytest.approx(3 * size, rel=0.01)
     assert zero1.rest_bytes == pytest.approx(2 * size, rel=0.01)
     losses = scene.peers["ddp"].losses

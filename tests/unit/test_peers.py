@@ -87,7 +87,7 @@ def test_presets_hold_every_family_and_the_floor_comes_first() -> None:
     ("name", "sweeps"),
     [
         ("floor", 0), ("one", 0), ("ddp", 2), ("ddp:tuned", 2), ("zero", 2), ("jax", 2), ("fsdp2", 3),
-        ("fsdp2:keep", 2),
+        ("fsdp2:keep", 2), ("wire:late", 2),
         ("wholestep:replicate", 2), ("wholestep:zero1", 2), ("wholestep:zero2,bucket", 2), ("wholestep:fully_shard", 2),
         ("wholestep:fully_shard,keep", 2), ("wholestep:fully_shard,reshard,unscheduled", 3),
     ],
