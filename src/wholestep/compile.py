@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import nn
@@ -17,6 +18,7 @@ from .graph.graph import TrainGraph
 from .mesh import Mesh
 from .passes.base import Pass
 from .passes.schedule import Schedule
+from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
 from .runtime.cached import folder_of
 from .runtime.fit import budgeted
@@ -25,7 +27,7 @@ from .runtime.step import CompiledStep
 
 
 class _Options(TypedDict, total=False):
-    parallel: Strategy | Sequence[Strategy] | Auto | None
+    parallel: Strategy | Sequence[Strategy] | Auto | Plan | None
     mesh: Mesh | str | None
     backend: str
     model: nn.Module | Sequence[nn.Module] | None
@@ -49,7 +51,7 @@ def compile(train_step: None = None, **options: Unpack[_Options]) -> Callable[[C
 def compile(
     train_step: Callable[..., Any] | None = None,
     *,
-    parallel: Strategy | Sequence[Strategy] | Auto | None = None,
+    parallel: Strategy | Sequence[Strategy] | Auto | Plan | None = None,
     mesh: Mesh | str | None = None,
     backend: str = "eager",
     model: nn.Module | Sequence[nn.Module] | None = None,
@@ -72,6 +74,8 @@ def compile(
         parallel: where tensors rest: a strategy, or several for different axes of the mesh, as in
             `[DataParallel("fully_shard", axis="dp"), TensorParallel({...}, axis="tp")]`. By default
             `DataParallel("fully_shard")`. `Auto(...)` chooses at the first call, by what the machine is measured to do.
+            A `Plan`, as from `Plan.load("plan.json")`, is applied with its mesh and budget, to steps whose parameters
+            are those it was made for.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
         backend: what runs the program of a rank: `"eager"` calls op after op; `"inductor"` compiles the arithmetic
             between collectives; `"cudagraphs"` records a step on a GPU and replays it.
@@ -103,12 +107,14 @@ def compile(
             at the first call.
     """
     extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
-    strategies, most, auto = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
-    gathers_again = strategies.options.reshard_after_forward is not False
+    chosen = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
+    strategies, most = chosen.strategies, chosen.memory_bytes
+    keeps = strategies.options.reshard_after_forward is False
+    gathers_again = keeps if chosen.plan is not None else not keeps
     options = StepOptions(
-        strategies if most is None else budgeted(strategies, schedule), Mesh(mesh) if isinstance(mesh, str) else mesh,
+        strategies if most is None else budgeted(strategies, schedule), chosen.mesh,
         backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
-        device, schedule, most, gathers_again, auto=auto, cache=folder_of(cache),
+        device, schedule, most, gathers_again, auto=chosen.auto, cache=folder_of(cache), plan=chosen.plan,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
@@ -121,15 +127,44 @@ def compile(
     return decorate if train_step is None else decorate(train_step)
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """What `parallel` says: strategies, those by which ranks share batches where `auto` is to choose; the bytes that
+    they may take; the mesh; and the plan that is to be applied.
+    """
+
+    strategies: Strategies
+    memory_bytes: int | None = None
+    mesh: Mesh | None = None
+    auto: Auto | None = None
+    plan: Plan | None = None
+
+
 def _chosen(
-    parallel: Strategy | Sequence[Strategy] | Auto | None, memory_bytes: int | str | None, mesh: Mesh | None
-) -> tuple[Strategies, int | None, Auto | None]:
-    """Strategies, those that ranks share batches by where `Auto` is to choose; and bytes that they may take."""
+    parallel: Strategy | Sequence[Strategy] | Auto | Plan | None, memory_bytes: int | str | None, mesh: Mesh | None
+) -> _Chosen:
+    most = None if memory_bytes is None else bytes_of(memory_bytes)
+    if isinstance(parallel, Plan):
+        return _applied(parallel, most, mesh)
     if not isinstance(parallel, Auto):
-        return compose(parallel), None if memory_bytes is None else bytes_of(memory_bytes), None
-    if memory_bytes is not None:
+        return _Chosen(compose(parallel), most, mesh)
+    if most is not None:
         raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
-    return parallel.base(mesh), parallel.budget_bytes, parallel
+    return _Chosen(parallel.base(mesh), parallel.budget_bytes, mesh, parallel)
+
+
+def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
+    if plan.strategies is None:
+        raise PlanError(
+            f"the plan does not hold what made it ({plan.strategy})",
+            "one of wholestep's own strategies, in a file that this version writes",
+            "give the strategy as parallel=",
+        )
+    if mesh is not None and mesh != plan.mesh:
+        raise MeshError(f"mesh {mesh} with a plan for {plan.mesh}", "the plan's mesh", "leave out mesh=, or plan again")
+    if most is None and plan.objective is not None:
+        most = plan.objective.budget_bytes
+    return _Chosen(plan.strategies, most, plan.mesh, plan=plan)
 
 
 def _named(name: str, given: Any, kind: type) -> dict[str, Any]:

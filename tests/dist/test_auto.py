@@ -1,5 +1,6 @@
 """`Auto` on two ranks: the bits of the template that was chosen, one choice for all, whoever measured what."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,46 @@ def _differ(rank: int, world: int) -> str:
 
 def test_ranks_that_ask_for_other_things_are_told() -> None:
     assert run_ranks(_differ, 2) == ["RankMismatchError", "RankMismatchError"]
+
+
+def offline(budget: int | None = None, layers: int = 6, width: int = 48) -> ws.Plan:
+    """What `wholestep plan --auto` would write for two ranks: nothing is trained, no rank is started."""
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)) for _ in range(layers)]
+        model, x = nn.Sequential(*blocks), torch.empty(2048, width)
+    graph = ws.capture(train, model, AdamW(model.parameters(), lr=0.01), x)
+    return ws.plan(graph, "dp=2", ws.Auto(budget, FAST))
+
+
+def _applied(rank: int, world: int, path: str, layers: int = 6) -> Any:
+    plan, schedule = ws.Plan.load(path), ws.Schedule(FAST)
+    try:
+        step, found = trained(rank, rows=2048, layers=layers, parallel=plan, schedule=schedule)
+    except ws.PlanError as error:
+        return str(error)
+    assert step.local_graph is not None
+    assert step.plan is not None
+    assert plan.strategies is not None
+    _, expected = trained(rank, rows=2048, layers=layers, parallel=plan.strategies.parts, schedule=schedule)
+    again = sum("_again" in n.name for n in step.local_graph.graph.nodes)
+    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return ws.peak_memory(step.local_graph).size_bytes, again, same, step.plan.strategy
+
+
+def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
+    """Its strategy and its budget, bit for bit; to other parameters it is not."""
+    path = str(tmp_path / "plan.json")
+    free = offline()
+    assert free.objective is not None
+    budget = int(free.objective.peak_bytes * 0.9)
+    made = offline(budget)
+    assert made.objective is not None
+    assert made.objective.again
+    made.save(path)
+    for peak, again, same, strategy in run_ranks(_applied, 2, path):
+        assert peak <= budget
+        assert again > 0
+        assert same
+        assert strategy == made.strategy
+    for said in run_ranks(_applied, 2, path, 7):
+        assert said.startswith("the plan does not fit this step: 6.0.weight: absent in the plan, f32[")

@@ -8,6 +8,7 @@ import typer
 from .calibrate import calibrate
 from .check_rules import check_rules
 from .demo import demo
+from .diff import diff
 from .plan import plan
 from .simulate import simulate
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.command()(simulate)
+app.command()(diff)
 app.command()(calibrate)
 app.command("check-rules")(check_rules)
 

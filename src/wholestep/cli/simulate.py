@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from .screen import Screen, screen, staged
-from .target import DEMO, Style, Target, from_function, machine_of, refuse
+from .target import DEMO, Style, Target, built, from_function, machine_of, refuse
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -46,7 +46,7 @@ def simulate(
 
     try:
         with staged(shown, "model"):
-            found = from_function(target or DEMO) if hf is None else _built(hf, batch, seq, layers)
+            found = from_function(target or DEMO) if hf is None else built(hf, batch, seq, layers)
         machine, made = _simulated(shown, found, mesh, style, topology)
     except WholestepError as error:
         shown.close()
@@ -62,12 +62,6 @@ def simulate(
         shown.note(f"written to {out}")
     shown.close()
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
-
-
-def _built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
-    from .hf import Wanted, build
-
-    return build(Wanted(hf, batch=batch, seq=seq, layers=layers))
 
 
 def _simulated(

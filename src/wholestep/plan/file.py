@@ -12,6 +12,7 @@ from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from ..layout import Layout
 from ..mesh import Mesh
+from . import strategy_file
 from .plan import Decision, Objective, Options, Plan
 
 
@@ -44,6 +45,7 @@ def encode(plan: Plan) -> dict[str, Any]:
     }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
     head |= {"objective": None if plan.objective is None else vars(plan.objective)}
+    head |= {"strategies": strategy_file.encode(plan.strategies)}
     head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
@@ -83,6 +85,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
         deciders=_field(data, "deciders", lambda v: {str(k): str(x) for k, x in v.items()}),
         nodes=_field(data, "nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
+        strategies=_field({"strategies": None, **data}, "strategies", strategy_file.decode),
     )
 
 

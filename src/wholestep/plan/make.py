@@ -61,7 +61,7 @@ def plan(
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
-        nodes,
+        nodes, strategies=strategies,
     )  # fmt: skip
     made.check(graph)
     return made

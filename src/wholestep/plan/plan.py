@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import PlanError
 from ..graph.expand import expand
@@ -14,6 +15,10 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..graph.text import seconds
 from ..layout import Layout
 from ..mesh import Mesh
+
+if TYPE_CHECKING:
+    from .diff import Difference
+    from .strategy import Strategies
 
 FORMAT = "wholestep.plan"
 VERSION = 2
@@ -93,7 +98,8 @@ class Plan:
 
     `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
     smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
-    is called in the graph. `objective` is set where `Auto` chose the plan.
+    is called in the graph. `objective` is set where `Auto` chose the plan. `strategies` made it; None where they cannot
+    be read back from a file.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
@@ -109,6 +115,7 @@ class Plan:
     deciders: Mapping[str, str] = field(default_factory=dict[str, str])
     nodes: Mapping[str, str] = field(default_factory=dict[str, str])
     objective: Objective | None = None
+    strategies: Strategies | None = field(default=None, compare=False)
 
     def explain(self, name: str) -> str:
         """Where an input rests and why, what reads it and at which cost; or the same of an operation.
@@ -181,6 +188,33 @@ class Plan:
         from .file import encode
 
         return json.dumps({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, which `load` reads; folders on the way are made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a file of `save`, or of `wholestep plan --json`.
+
+        Raises:
+            PlanError: there is no such file, or it holds no plan; names the file.
+        """
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"{path} cannot be read: {error}", "a file of Plan.save", "correct the path, or write the plan again"
+            ) from error
+        except PlanError as error:
+            raise PlanError(f"{path}: {error.found}", error.needed, error.next_step) from error
+
+    def diff(self, other: Plan) -> Difference:
+        """What rests elsewhere in `other`, and the bytes that makes on a rank."""
+        from .diff import diff
+
+        return diff(self, other)
 
     @staticmethod
     def from_json(text: str) -> Plan:

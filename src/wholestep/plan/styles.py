@@ -73,6 +73,8 @@ def style_of(given: object, pattern: str, sequence_dim: int) -> Style:
     Raises:
         PlanError: it is neither, or asks for a layout that has no meaning here.
     """
+    if isinstance(given, Style):
+        return given
     if isinstance(given, str):
         if given in ("sequence", "sequence_parallel"):
             cut = (AxisState("S", sequence_dim),)

@@ -49,7 +49,7 @@ class TensorParallel:
         'tp'
     """
 
-    plan: Mapping[str, str | ParallelStyle]
+    plan: Mapping[str, str | ParallelStyle | Style]
     axis: str = "tp"
     sequence_dim: int = 1
     loss_parallel: bool = False

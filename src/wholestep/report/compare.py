@@ -68,9 +68,9 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds) -> 
         return Row(template.name, 1, None, first_line(error))
 
 
-def show(rows: Sequence[Row]) -> str:
-    """The rows as a table of text."""
-    head = ("template", "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
+def show(rows: Sequence[Row], what: str = "template") -> str:
+    """The rows as a table of text; `what` they are."""
+    head = (what, "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
     failed = [row for row in rows if row.costs is None]
     return "\n".join([*table(cells), *(f"{row.name}: no plan: {row.error}" for row in failed)])

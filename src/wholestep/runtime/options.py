@@ -17,6 +17,7 @@ from ..errors import BackendError, PlanError
 from ..mesh import Mesh
 from ..passes.base import Pass
 from ..passes.schedule import Schedule
+from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 
 Progress = Callable[[str, str, float], None]
@@ -43,6 +44,7 @@ class StepOptions:
     auto: Auto | None = None
     recorder: Recorder = field(default_factory=CudaRecorder)
     cache: Path | None = None
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):

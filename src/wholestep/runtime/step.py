@@ -34,6 +34,7 @@ from ..partition.lower import partition
 from ..passes.base import run_passes
 from ..passes.next_step import AcrossSteps
 from ..passes.schedule import Schedule
+from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
 from ..plan.plan import Plan
 from . import random_state
@@ -267,6 +268,7 @@ class CompiledStep:
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
             "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "keep_grads": o.keep_grads,
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
+            "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
         }  # fmt: skip
         whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
@@ -287,6 +289,8 @@ class CompiledStep:
         options = self.options
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
+        if options.plan is not None:
+            refuse_other_parameters(options.plan, planned)
         if not self.programs:
             notice(planned, world)
         planned = decided.explained(planned) if decided else planned

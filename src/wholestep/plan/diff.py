@@ -1,0 +1,137 @@
+"""What differs between two plans: tensors that rest elsewhere, bytes of a rank, operations laid out otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import PlanError
+from ..graph.graph import Input, Role
+from ..graph.text import human, short_dtype, table
+from .plan import Plan
+
+_ROLES = (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)
+_SHOWN = 12
+_HEAD = ("tensors", "role", "count", "from", "to", "bytes/rank", "becomes", "change")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Tensors that move alike: their names as one pattern, how many they are, where they rest, bytes on a rank in all.
+
+    Where one of the plans has no such tensor, its place is "-".
+    """
+
+    pattern: str
+    role: str
+    count: int
+    before: str
+    after: str
+    before_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`moved`, the largest change first; `stays`: tensors that rest alike; `operations` that take or give other
+    layouts, and of how many.
+    """
+
+    before: Plan
+    after: Plan
+    moved: tuple[Moved, ...]
+    stays: int
+    operations: tuple[str, ...]
+    known: int
+
+    def __str__(self) -> str:
+        before, after = self.before, self.after
+        lines = [f"from  {before.strategy}; mesh {before.mesh}", f"to    {after.strategy}; mesh {after.mesh}"]
+        if self.moved:
+            lines += ["", *table([_HEAD, *map(_row, self.moved)])]
+        lines += ["", f"{sum(m.count for m in self.moved)} tensors rest elsewhere, {self.stays} as before"]
+        for words, role in (("parameters", "param"), ("state", "state"), ("all", None)):
+            had, has = before.bytes_at_rest(role), after.bytes_at_rest(role)
+            lines.append(f"at rest per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
+        some = ", ".join(f"%{name}" for name in self.operations[:_SHOWN])
+        more = f": {some}{' ...' if len(self.operations) > _SHOWN else ''}" if some else ""
+        lines.append(f"{len(self.operations)} of {self.known} operations take or give other layouts{more}")
+        for plan, name in ((before, "from"), (after, "to")):
+            if plan.objective is not None:
+                lines.append(f"{name}: chosen by Auto: {plan.objective}")
+        return "\n".join(lines)
+
+
+def diff(before: Plan, after: Plan) -> Difference:
+    """What is different in `after`."""
+    had, has = _resting(before), _resting(after)
+    groups: dict[tuple[str, str, str, str], list[tuple[int, int]]] = {}
+    stays = 0
+    for name in {**had, **has}:
+        role, was, was_bytes = had.get(name, ("", "-", 0))
+        role, now, now_bytes = has.get(name, (role, "-", 0))
+        if (was, was_bytes) == (now, now_bytes):
+            stays += 1
+        else:
+            groups.setdefault((re.sub(r"\d+", "*", name), role, was, now), []).append((was_bytes, now_bytes))
+    moved = [
+        Moved(pattern, role, len(sizes), was, now, sum(a for a, _ in sizes), sum(b for _, b in sizes))
+        for (pattern, role, was, now), sizes in groups.items()
+    ]
+    moved.sort(key=lambda m: -abs(m.after_bytes - m.before_bytes))
+    ops = {**before.decisions, **after.decisions}
+    changed = tuple(name for name in ops if not _alike(before, after, name))
+    return Difference(before, after, tuple(moved), stays, changed, len(ops))
+
+
+def refuse_other_parameters(given: Plan, made: Plan) -> None:
+    """Raise PlanError naming the parameters of `made`, the step's own plan, that `given` does not have so."""
+    wanted, found = _params(given), _params(made)
+    differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    if differing:
+        both = [(n, wanted.get(n, "absent"), found.get(n, "absent")) for n in differing[:4]]
+        told = "; ".join(f"{name}: {there} in the plan, {here} here" for name, there, here in both)
+        more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
+        raise PlanError(
+            f"the plan does not fit this step: {told}{more}",
+            "the parameters that the plan was made for, laid out as it says",
+            "plan this step again",
+        )
+
+
+def _params(plan: Plan) -> Mapping[str, str]:
+    return {i.name: f"{short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]" for i in plan.inputs
+            if i.role is Role.PARAM}  # fmt: skip
+
+
+def _resting(plan: Plan) -> dict[str, tuple[str, str, int]]:
+    """Role, layout and bytes on the first rank of all that a rank keeps between calls."""
+    first = plan.mesh.coordinate(0)
+
+    def size(given: Input) -> int:
+        return prod(plan.rest[given.name].local_shape(given.meta.shape, plan.mesh, first)) * given.meta.dtype.itemsize
+
+    return {
+        i.name: (i.role.value, f"{short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]", size(i))
+        for i in plan.inputs
+        if i.role in _ROLES
+    }
+
+
+def _alike(before: Plan, after: Plan, name: str) -> bool:
+    was, now = before.decisions.get(name), after.decisions.get(name)
+    return was is not None and now is not None and (was.operands, was.given) == (now.operands, now.given)
+
+
+def _row(moved: Moved) -> tuple[str, ...]:
+    change = moved.after_bytes - moved.before_bytes
+    return (
+        moved.pattern, moved.role, str(moved.count), moved.before, moved.after, human(moved.before_bytes),
+        human(moved.after_bytes), _change(change),
+    )  # fmt: skip
+
+
+def _change(size_bytes: int) -> str:
+    return f"{'-' if size_bytes < 0 else '+'}{human(abs(size_bytes))}"

@@ -1,0 +1,63 @@
+"""Strategies as JSON values, so that a plan that was made elsewhere can be applied: `compile(parallel=plan)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from ..capture.precision import MixedPrecision
+from ..layout import AxisState
+from .data_parallel import DataParallel
+from .strategy import Strategies, Strategy
+from .styles import Style
+from .tensor_parallel import TensorParallel
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState)
+}
+
+
+def encode(strategies: Strategies | None) -> list[Any] | None:
+    """One value for each strategy; None where one is not of this library, and so cannot be written."""
+    parts = [_plain(part) for part in strategies.parts] if strategies else []
+    known = strategies is not None and all(type(part) in _KINDS.values() for part in parts)
+    return [_encoded(part) for part in parts] if known else None
+
+
+def decode(values: Sequence[Any] | None) -> Strategies | None:
+    """Inverse of `encode`, but that torch's tensor-parallel styles come back as what they say (`Style`).
+
+    Raises:
+        TypeError, KeyError, ValueError: not what `encode` writes.
+    """
+    return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
+
+
+def _plain(part: Strategy) -> Strategy:
+    return replace(part, plan=dict(part.styles())) if isinstance(part, TensorParallel) else part
+
+
+def _encoded(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"is": type(value).__name__, **{f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, Mapping):
+        return {"map": {str(k): _encoded(v) for k, v in cast(Mapping[Any, Any], value).items()}}
+    if isinstance(value, (tuple, list)):
+        return [_encoded(v) for v in cast(Sequence[Any], value)]
+    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decoded(v) for v in cast(list[Any], value))
+    if not isinstance(value, dict):
+        return value
+    given = cast(dict[str, Any], value)
+    if "dtype" in given:
+        return getattr(torch, given["dtype"])
+    if "map" in given:
+        return {k: _decoded(v) for k, v in given["map"].items()}
+    return _KINDS[given["is"]](**{k: _decoded(v) for k, v in given.items() if k != "is"})

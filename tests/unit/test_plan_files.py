@@ -1,0 +1,174 @@
+"""Plans that are kept: written, read, compared, and applied to a step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.optim import AdamW, Optimizer
+from typer.testing import CliRunner
+
+import wholestep as ws
+from wholestep.cli import app
+from wholestep.plan.strategy import Strategies
+
+HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)
+BY_HAND: dict[str, Any] = {
+    "*.0": ColwiseParallel(),
+    "*.2": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+}
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def model_of(width: int = 8, layers: int = 3) -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(layers)]
+    made = nn.Sequential(*blocks)
+    made.add_module("norm", nn.LayerNorm(width))
+    return made
+
+
+def graph_of(width: int = 8, layers: int = 3) -> ws.TrainGraph:
+    model = model_of(width, layers)
+    return ws.capture(train, model, AdamW(model.parameters()), torch.randn(4, 6, width))
+
+
+@pytest.fixture(scope="module")
+def graph() -> ws.TrainGraph:
+    return graph_of()
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        [ws.DataParallel("zero1", axis=("dp", "tp"), mixed_precision=HALF, input_batch_dim={"mask": None, "*": 0})],
+        [ws.DataParallel("fully_shard", axis="dp", semantics="global", inputs="global"),
+         ws.TensorParallel(BY_HAND, axis="tp")],
+        [ws.TensorParallel({"*.0": "colwise", "*.2": "rowwise"}, axis="tp", input_dim={"x": 1})],
+    ],
+)  # fmt: skip
+def test_strategies_come_back(graph: ws.TrainGraph, strategies: list[Any], tmp_path: Path) -> None:
+    """What is read plans as what was written does."""
+    made = ws.plan(graph, "dp=2,tp=2", strategies)
+    made.save(tmp_path / "sub" / "plan.json")
+    read = ws.Plan.load(tmp_path / "sub" / "plan.json")
+    assert read == made
+    assert read.strategies is not None
+    assert ws.plan(graph, made.mesh, list(read.strategies.parts)) == made
+    plain = [part for part in strategies if isinstance(part, ws.DataParallel)]
+    assert [part for part in read.strategies.parts if isinstance(part, ws.DataParallel)] == plain
+
+
+class Mine(ws.DataParallel):
+    """A strategy of the user's."""
+
+
+def test_a_plan_of_a_foreign_strategy_is_not_applied(graph: ws.TrainGraph) -> None:
+    made = ws.plan(graph, "dp=2", Mine("zero1"))
+    assert ws.compile(train, parallel=made).options.plan is made
+    read = ws.Plan.from_json(made.to_json())
+    with pytest.raises(ws.PlanError, match="does not hold what made it"):
+        ws.compile(train, parallel=read)
+
+
+def test_what_an_applied_plan_says_of_a_step(graph: ws.TrainGraph) -> None:
+    """Its strategies, mesh and budget are those of the step."""
+    made = ws.plan(graph, "dp=4", ws.Auto("1GiB"))
+    options = ws.compile(train, parallel=made).options
+    assert isinstance(made.strategies, Strategies)
+    assert options.mesh == made.mesh
+    assert options.memory_bytes == 1 << 30
+    assert options.gathers_again == (made.strategies.options.reshard_after_forward is False)
+    with pytest.raises(ws.MeshError, match="mesh dp=2 with a plan for dp=4"):
+        ws.compile(train, parallel=made, mesh="dp=2")
+
+
+def step_on(width: int, layers: int, plan: ws.Plan) -> Any:
+    torch.manual_seed(0)
+    model = model_of(width, layers)
+    step = ws.compile(train, parallel=plan)
+    return step(model, AdamW(model.parameters()), torch.randn(4, 6, width))
+
+
+def test_a_plan_is_applied_to_the_step_it_fits_alone() -> None:
+    made = ws.plan(graph_of(), "dp=1", ws.DataParallel("zero1"))
+    assert step_on(8, 3, made).isfinite()
+    with pytest.raises(ws.PlanError) as caught:
+        step_on(12, 3, made)
+    assert "0.0.weight: f32[16 8] in the plan, f32[24 12] here" in str(caught.value)
+    assert "(and 10 more)" in str(caught.value)
+    with pytest.raises(ws.PlanError, match=r"3\.0\.weight: absent in the plan, f32\[16 8\] here"):
+        step_on(8, 4, made)
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ws.PlanError, match=r"nowhere\.json cannot be read"):
+        ws.Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "no.json").write_text("[]")
+    with pytest.raises(ws.PlanError, match=r"no\.json: field 'format'"):
+        ws.Plan.load(tmp_path / "no.json")
+
+
+# -- what differs ----------------------------------------------------------------------
+def test_tensors_that_move_alike_are_one_row(graph: ws.TrainGraph) -> None:
+    whole, parts = (ws.plan(graph, "dp=2", ws.DataParallel(style)) for style in ("replicate", "fully_shard"))
+    found = whole.diff(parts)
+    by = {(m.pattern, m.role): m for m in found.moved}
+    weights = by["*.*.weight", "param"]  # those of all blocks, by shape
+    assert weights.count == 3
+    assert (weights.before, weights.after) in {
+        ("f32[16 8]", "f32[16@dp 8]"), ("f32[8 16]", "f32[8@dp 16]"),
+    }  # fmt: skip
+    assert weights.before_bytes == 2 * weights.after_bytes == 3 * 16 * 8 * 4
+    moved = sum(m.before_bytes - m.after_bytes for m in found.moved)
+    assert moved == whole.bytes_at_rest() - parts.bytes_at_rest()
+    changes = [abs(m.after_bytes - m.before_bytes) for m in found.moved]
+    assert changes == sorted(changes, reverse=True)
+    assert 0 < len(found.operations) < found.known
+
+
+def test_nothing_differs_from_itself(graph: ws.TrainGraph) -> None:
+    made = ws.plan(graph, "dp=2")
+    found = made.diff(ws.Plan.from_json(made.to_json()))
+    assert (found.moved, found.operations) == ((), ())
+    assert "0 tensors rest elsewhere" in str(found)
+
+
+def test_tensors_of_one_plan_alone(graph: ws.TrainGraph) -> None:
+    found = ws.plan(graph, "dp=2").diff(ws.plan(graph_of(layers=4), "dp=2"))
+    assert {m.before for m in found.moved} == {"-"}
+    assert all(m.before_bytes == 0 < m.after_bytes for m in found.moved if m.role == "param")
+
+
+def diffed(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["diff", *args])
+    return done.exit_code, done.output
+
+
+def test_the_command(tmp_path: Path) -> None:
+    demo = "wholestep.demo.train:example_step"
+    for style in ("replicate", "zero1"):
+        out = str(tmp_path / f"{style}.json")
+        assert CliRunner().invoke(app, ["plan", demo, "--style", style, "--json", out]).exit_code == 0
+    files = [str(tmp_path / f"{style}.json") for style in ("replicate", "zero1")]
+    code, said = diffed(*files, demo)
+    assert code == 0, said
+    assert "blocks.*.up.weight/exp_avg " in said
+    rows = [line for line in said.splitlines() if line.startswith(str(tmp_path))]
+    assert len(rows) == 2
+    assert diffed(*files, "--topology", "dgx-h100") == (
+        2, "wholestep: --topology without a model: needed MODEL or --hf, as times are those of a step\n",
+    )  # fmt: skip
+    code, said = diffed(files[0], str(tmp_path / "other.json"))
+    assert code == 2
+    assert "other.json cannot be read" in said
