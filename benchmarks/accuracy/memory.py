@@ -1,7 +1,8 @@
 """Bytes that one rank's tensors take at the peak of a transformer's training step: nothing here is fitted.
 
 The peak is where the loss is done and its backward begins: all activations are kept, and logits are there in several
-forms. What is counted is tensors; an allocator that is asked for its reserve reports some percent more.
+forms. What is counted is what an allocator keeps, as that is what runs report (`max_memory_reserved`): gradients that
+are scattered on a stream of their own come on top, since they cannot use what the backward has freed.
 """
 
 from benchmarks.accuracy.config import Run
@@ -41,10 +42,9 @@ def _at_loss(run: Run) -> float:
     if run.style == "full" and run.shard > 1:
         # the layer that computes and the next; the head, and its gradient before it is scattered
         gathered = 2 * layer * _HALF + ends * (_HALF + _FULL) + layer * _FULL
-    # gradients of earlier micro-batches are there already
-    kept = _gradients(run) if run.accumulate > 1 or run.style != "full" else 0.0
-    logits = run.tokens * run.vocabulary / run.tp * (8 if run.compiled else 14)
-    return gathered + kept + logits + run.layers * _kept(run, run.ac) + _kept(run, "none") * (run.ac != "none")
+    # in half precision, after log-softmax in float32, its gradient in float32; that of the loss, or all once more cast
+    logits = run.tokens * run.vocabulary / run.tp * (12 if run.compiled else 14)
+    return gathered + _gradients(run) + logits + run.layers * _kept(run, run.ac) + _kept(run, "none") * (run.ac != "none")
 
 
 def _kept(run: Run, ac: str) -> float:

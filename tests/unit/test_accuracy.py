@@ -144,11 +144,26 @@ def test_steps_are_slower_where_they_must_be() -> None:
     assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "compiled", "published"), [(8, "no", 82.4), (8, "yes", 77.0), (128, "no", 67.0), (128, "yes", 62.0)]
+)
+def test_memory_of_runs_that_torchtitan_published(ranks: int, compiled: str, published: float) -> None:
+    """Llama-3.1-8B under FSDP2, two sequences of 8192 a rank, in its benchmarks of December 2024; two causes were found
+    by them: gradients on a stream of their own, and what a compiled loss keeps.
+    """
+    run = run_of(
+        n_layers="32", d_model="4096", n_heads="32", n_kv_heads="8", d_ff="14336", vocab="128256", seq_len="8192",
+        n_gpus=str(ranks), dp_shard=str(ranks), dp_replicate="", tp="", sharding="FSDP2", micro_batch="2",
+        global_batch=str(2 * ranks), ac="selective op", compile=compiled,
+    )  # fmt: skip
+    assert memory.peak_gib(run) == pytest.approx(published, rel=0.05)
+
+
 def test_memory_is_what_its_parts_are() -> None:
     run = run_of(ac="full", compile="yes")
     rest = run.parameters * 12 / 16
     made = memory.peak_gib(run) * 2**30
-    logits = 4096 * 32000 * 8
+    logits = 4096 * 32000 * 12
     kept = 32 * 4096 * 4096 * 2
     assert rest + logits + kept < made < rest + logits + kept + 6e9
     assert memory.peak_gib(run_of(ac="none")) > memory.peak_gib(run_of(ac="selective op")) > memory.peak_gib(run_of())
