@@ -44,7 +44,8 @@ def _at_loss(run: Run) -> float:
         gathered = 2 * layer * _HALF + ends * (_HALF + _FULL) + layer * _FULL
     # in half precision, after log-softmax in float32, its gradient in float32; that of the loss, or all once more cast
     logits = run.tokens * run.vocabulary / run.tp * (12 if run.compiled else 14)
-    return gathered + _gradients(run) + logits + run.layers * _kept(run, run.ac) + _kept(run, "none") * (run.ac != "none")
+    activations = run.layers * _kept(run, run.ac) + _kept(run, "none") * (run.ac != "none")
+    return gathered + _gradients(run) + logits + activations
 
 
 def _kept(run: Run, ac: str) -> float:
