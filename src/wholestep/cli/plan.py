@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
+from . import what_if as what_ifs
 from .screen import Screen, screen, staged
 from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
     from wholestep.report.compare import Row
+    from wholestep.report.what_if import WhatIf
+
+    from .hf import Wanted
 
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
@@ -71,6 +75,9 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
     ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", help=f"Its cost if: {what_ifs.FORMS}; repeatable.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
@@ -81,13 +88,15 @@ def plan(
     """
     given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace))
+    _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace or what_if))
+    what_ifs.check(what_if or [], hf is not None)
     shown = screen(Console(stderr=True))
     try:
         machine = machine_of(topology)
         found = _target(shown, target, hf, given)
         with staged(shown, "capture") as said:
             import wholestep as ws
+            from wholestep.report.what_if import show as show_what_if
 
             graph = ws.capture(found.step, *found.args, **found.kwargs)
             said.append(f"{len(graph.graph.nodes):,} operations")
@@ -102,8 +111,13 @@ def plan(
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
             (text, written, made), rows = _planned(shown, graph, mesh, chosen, explain or [], show), []
+        cases: list[WhatIf] = []
+        if made is not None and (what_if or html is not None):
+            wanted = _wanted(hf, given) if hf is not None else None
+            cases = what_ifs.rows(shown, what_if or [], made, graph, machine, found, wanted)
+            text += f"\n\n{show_what_if(cases)}" if what_if else ""
         if html is not None or trace is not None:
-            _drawn(shown, graph, found, made, rows, machine, html, trace)
+            _drawn(shown, graph, found, made, rows, machine, html, trace, cases)
     except _wholestep_error() as error:
         shown.close()
         refuse(str(error))
@@ -168,13 +182,18 @@ def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, 
     with staged(shown, "model") as said:
         if hf is None:
             return from_function(target or DEMO)
-        from .hf import Wanted, build
+        from .hf import build
 
-        set_by_user = {k: getattr(v, "value", v) for k, v in given.items() if v is not None}
-        found = build(Wanted(hf, **set_by_user))
+        found = build(_wanted(hf, given))
         count = sum(p.numel() for p in found.args[0].parameters())
         said.append(f"{found.name}, {count:,} parameters")
         return found
+
+
+def _wanted(hf: str, given: dict[str, Any]) -> "Wanted":
+    from .hf import Wanted
+
+    return Wanted(hf, **{k: getattr(v, "value", v) for k, v in given.items() if v is not None})
 
 
 def _planned(
@@ -194,7 +213,7 @@ def _planned(
 
 def _drawn(
     shown: Screen, graph: "TrainGraph", found: Target, made: "Plan | None", rows: "list[Row]",
-    machine: "Machine | Topology", html: Path | None, trace: Path | None,
+    machine: "Machine | Topology", html: Path | None, trace: Path | None, cases: "list[WhatIf]",
 ) -> None:  # fmt: skip
     """Write the page and the trace; of the fastest of `rows`, if they were compared."""
     import wholestep as ws
@@ -206,7 +225,7 @@ def _drawn(
         local = program(made, graph, machine)
         if html is not None:
             chosen = rows[0].name if rows else ""
-            ws.report(html, made, local, machine, model=found.name, alternatives=rows, chosen=chosen)
+            ws.report(html, made, local, machine, model=found.name, alternatives=rows, chosen=chosen, what_if=cases)
         if trace is not None:
             trace.parent.mkdir(parents=True, exist_ok=True)
             ws.timeline(local, machine).save(trace)

@@ -21,6 +21,7 @@ from .compare import Row
 from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
 from .tables import by_op, sent, verdicts
 from .tree import tree
+from .what_if import WhatIf
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _LARGEST, _OPS = 12, 12
@@ -35,6 +36,7 @@ def report(
     model: str = "",
     alternatives: Sequence[Row] = (),
     chosen: str = "",
+    what_if: Sequence[WhatIf] = (),
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
@@ -46,6 +48,7 @@ def report(
         model: what to call the model.
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
+        what_if: what the same costs elsewhere, of `wholestep.report.what_if.what_if`.
 
     Raises:
         PlanError: the plan is not one for this graph, or no alternative is called `chosen`.
@@ -53,14 +56,17 @@ def report(
     Example:
         >>> wholestep.report("plan.html", plan, graph, wholestep.Topology.preset("dgx-h100"))
     """
-    text = page(plan, graph, machine or Machine(), model=model, alternatives=alternatives, chosen=chosen)
+    text = page(
+        plan, graph, machine or Machine(), model=model, alternatives=alternatives, chosen=chosen, what_if=what_if
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
 def page(
-    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[Row], chosen: str
-) -> str:
+    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[Row],
+    chosen: str, what_if: Sequence[WhatIf] = (),
+) -> str:  # fmt: skip
     """The text of the page; the same for the same input."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -85,6 +91,8 @@ def page(
     shown |= _head(plan, local, made) | _memory(made, machine) | _streams(local, made)
     capacity = _capacity(machine)
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
+    shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
+                        for one in what_if]  # fmt: skip
     return environment.get_template("page.html").render(**shown, chosen=chosen)
 
 

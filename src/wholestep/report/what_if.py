@@ -1,0 +1,119 @@
+"""The same strategies on another mesh, another machine or another batch: what a step would cost there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..auto.templates import Template
+from ..cost.speeds import Speeds
+from ..errors import MeshError, PlanError
+from ..graph.graph import TrainGraph
+from ..graph.text import human, seconds, table
+from ..mesh import Mesh
+from ..plan.plan import Plan
+from .compare import Row, compare
+
+_HEAD = ("what if", "mesh", "at rest", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One change to a plan: what it is called, and the mesh, the machine and the step where they are other ones.
+
+    `batch_parts` is how many of the plan's batches are in one of `graph`'s: 2 where that is twice as large.
+    """
+
+    name: str
+    mesh: Mesh | None = None
+    machine: Speeds | None = None
+    graph: TrainGraph | None = None
+    batch_parts: float = 1.0
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What a case costs; `times` is its time for each of the plan's batches, as a multiple of the plan's own."""
+
+    case: Case
+    mesh: Mesh
+    row: Row
+    times: float = field(default=float("inf"))
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds for each of the plan's batches."""
+        return self.row.batch_s / self.case.batch_parts
+
+
+def what_if(
+    plan: Plan, graph: TrainGraph, machine: Speeds, cases: Sequence[Case], watch: Callable[[str], None] | None = None
+) -> list[WhatIf]:
+    """The plan itself, then each case in turn; one that cannot be planned says why in its row.
+
+    `watch` is told the name of each before it is planned.
+
+    Raises:
+        PlanError: the plan does not hold the strategies that made it.
+    """
+    if plan.strategies is None:
+        raise PlanError(
+            f"the plan does not hold what made it ({plan.strategy})",
+            "a plan of wholestep's own strategies",
+            "plan again",
+        )
+    template, found = plan.strategies.parts, list[WhatIf]()
+    for case in (Case("this plan"), *cases):
+        if watch is not None:
+            watch(case.name)
+        mesh = case.mesh or plan.mesh
+        row = compare(case.graph or graph, mesh, [Template(case.name, template)], case.machine or machine)[0]
+        made = WhatIf(case, mesh, row)
+        own = found[0].batch_s if found else made.batch_s
+        found.append(WhatIf(case, mesh, row, made.batch_s / own if row.costs else float("inf")))
+    return found
+
+
+def other_sizes(mesh: Mesh) -> list[Case]:
+    """Twice and half as many ranks on the first axis that has several."""
+    axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
+    sizes = {"twice the ranks": 2 * axis.size, "half the ranks": axis.size // 2}
+    return [Case(f"{name} on {axis.name}", resized(mesh, axis.name, size)) for name, size in sizes.items() if size]
+
+
+def resized(mesh: Mesh, axis: str, size: int) -> Mesh:
+    """`mesh` with another size of one axis.
+
+    Raises:
+        MeshError: it has no such axis.
+    """
+    if axis not in mesh.names:
+        raise MeshError(f"mesh {mesh} has no axis {axis!r}", f"one of {', '.join(mesh.names)}", "correct the name")
+    return Mesh(",".join(f"{one.name}={size if one.name == axis else one.size}" for one in mesh.axes))
+
+
+def show(rows: Sequence[WhatIf]) -> str:
+    """The rows as a table of text."""
+    cells = [_HEAD, *(_cells(row) for row in rows if row.row.costs is not None)]
+    failed = [f"{row.case.name} on {row.mesh}: no plan: {row.row.error}" for row in rows if row.row.costs is None]
+    return "\n".join([*table(cells), *failed])
+
+
+def _cells(row: WhatIf) -> tuple[str, ...]:
+    found = row.row.costs
+    assert found is not None, "only rows with costs have cells"
+    return (
+        row.case.name, str(row.mesh), human(found.rest_bytes), human(found.peak_bytes), human(found.sent_bytes),
+        seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-",
+        f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s), f"{row.times:.2f}",
+    )  # fmt: skip
+
+
+def as_json(rows: Sequence[WhatIf]) -> list[dict[str, Any]]:
+    """The rows in bytes and seconds."""
+    return [
+        {"case": r.case.name, "mesh": str(r.mesh), "batches": r.row.batches * r.case.batch_parts,
+         "error": r.row.error or None, **(vars(r.row.costs) if r.row.costs else {})}
+        for r in rows
+    ]  # fmt: skip

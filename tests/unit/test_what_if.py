@@ -1,0 +1,111 @@
+"""What a plan would cost elsewhere, as a table and on the page."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from typer.testing import CliRunner
+
+import wholestep as ws
+from wholestep.cli import app
+from wholestep.report.compare import costs
+from wholestep.report.page import page
+from wholestep.report.what_if import Case, as_json, other_sizes, resized, show, what_if
+
+H100 = ws.Topology.preset("dgx-h100")
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def graph_of(rows: int = 64) -> ws.TrainGraph:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]), torch.empty(rows, 256)
+    return ws.capture(train, model, AdamW(model.parameters(), fused=True), x)
+
+
+def test_a_case_costs_what_a_plan_of_it_does() -> None:
+    graph, larger = graph_of(), graph_of(128)
+    made = ws.plan(graph, "dp=4", ws.DataParallel("fully_shard"))
+    cases = [Case("more", mesh=ws.Mesh("dp=8")), Case("larger", graph=larger, batch_parts=2),
+             Case("slow", machine=ws.Machine())]  # fmt: skip
+    seen: list[str] = []
+    own, more, large, slow = what_if(made, graph, H100, cases, seen.append)
+    assert seen == ["this plan", "more", "larger", "slow"]
+    for row, source, mesh, machine in (
+        (own, graph, "dp=4", H100), (more, graph, "dp=8", H100), (large, larger, "dp=4", H100),
+        (slow, graph, "dp=4", ws.Machine()),
+    ):  # fmt: skip
+        again = ws.plan(source, mesh, ws.DataParallel("fully_shard"))
+        assert row.row.costs == costs(ws.partition(source, again), again, machine)
+        assert str(row.mesh) == mesh
+    assert own.times == 1.0
+    assert own.row.costs is not None
+    assert large.row.costs is not None
+    assert more.row.costs is not None
+    assert large.batch_s == pytest.approx(large.row.costs.step_s / 8)
+    assert more.times == pytest.approx(more.row.costs.step_s / 8 / (own.row.costs.step_s / 4))
+    table = show([own, more, large, slow]).splitlines()
+    assert [line.split("  ")[0] for line in table[1:]] == ["this plan", "more", "larger", "slow"]
+    assert [row["batches"] for row in as_json([own, more, large])] == [4, 8, 8]
+
+
+def test_what_cannot_be_planned_says_why() -> None:
+    graph = graph_of()
+    made = ws.plan(graph, "dp=2,shard=2", ws.DataParallel("hybrid"))
+    own, failed = what_if(made, graph, H100, [Case("flat", mesh=ws.Mesh("dp=4"))])
+    assert own.row.costs is not None
+    assert failed.row.costs is None
+    assert "flat on dp=4: no plan: " in show([own, failed])
+    text = page(made, graph, H100, model="", alternatives=(), chosen="", what_if=[own, failed])
+    assert f"no plan: {failed.row.error[:20]}" in text.replace("&#39;", "'")
+
+
+def test_sizes_beside_a_mesh() -> None:
+    assert [str(case.mesh) for case in other_sizes(ws.Mesh("one=1,dp=4,tp=2"))] == [
+        "one=1,dp=8,tp=2",
+        "one=1,dp=2,tp=2",
+    ]
+    assert [str(case.mesh) for case in other_sizes(ws.Mesh("dp=1"))] == ["dp=2"]
+    with pytest.raises(ws.MeshError, match="has no axis 'tp'"):
+        resized(ws.Mesh("dp=4"), "tp", 2)
+
+
+def planned(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", *args])
+    return done.exit_code, done.output
+
+
+def test_the_command(tmp_path: Path) -> None:
+    demo = "wholestep.demo.train:example_step"
+    page_file = tmp_path / "plan.html"
+    code, said = planned(demo, "--what-if", "mesh=dp=4", "--what-if", "topology=dgx-a100", "--topology", "dgx-h100")
+    assert code == 0, said
+    rows = [line for line in said.splitlines() if line.startswith(("this plan", "mesh=dp=4", "topology=dgx-a100"))]
+    assert len(rows) == 3
+    code, said = planned(demo, "--html", str(page_file))
+    assert code == 0, said
+    text = page_file.read_text()
+    assert 'id="what-if-table"' in text
+    assert "twice the ranks on dp" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("ranks=4", "--what-if ranks=4: needed mesh=AXES, topology=NAME, or with --hf batch=N or seq=N"),
+        ("batch=2", "--what-if batch=2 without --hf"),
+        ("mesh", "--what-if mesh: needed mesh=AXES"),
+    ],
+)
+def test_what_cannot_be_asked(asked: str, said: str) -> None:
+    code, found = planned("wholestep.demo.train:example_step", "--what-if", asked)
+    assert code == 2
+    assert said in found
