@@ -116,13 +116,22 @@ def _held_out(found: Iterable[Measured], fold: Callable[[Measured], int]) -> lis
 def _fitted(train: list[Measured], test: list[Measured]) -> list[Case]:
     first = train[0]
     rates, late = _links(first.topology, len(first.sample.units) - 2)
-    # a rank's own piece is read and written, and added by a reduction
-    passes = 2 if first.row["collective"] in ("all_gather", "all_to_all") else 3
-    own = first.topology.device.memory_bytes_per_us * first.topology.device.memory_rate / passes
+    own = _own_rate(first)
     kind = first.row["collective"]
     ring = first.algorithm in ("ring", "pairwise")
     curve = fit_curve(kind, first.algorithm, [o.sample for o in train], rates, late, own if ring else 0.0)
     return [_case(one, curve_us(curve, one.sample.size_bytes, one.sample.units, rates, late)) for one in test]
+
+
+def _own_rate(one: Measured) -> float:
+    """Bytes per microsecond at which a rank handles the piece that it keeps, where groups of one size cannot tell.
+
+    A ring that reduces adds the last piece that arrives in a step of its own, as fast as it sends; others copy theirs.
+    """
+    if one.row["collective"] == "reduce_scatter":
+        return one.topology.levels[len(one.sample.units) - 2].bytes_per_us
+    passes = 2 if one.row["collective"] == "all_to_all" else 3  # read, written, by way of a buffer
+    return one.topology.device.memory_bytes_per_us * one.topology.device.memory_rate / passes
 
 
 def _padded(one: Measured) -> tuple[int, ...]:
