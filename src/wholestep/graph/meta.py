@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from ..layout import Layout
 
@@ -76,6 +77,23 @@ def value(node: Node) -> Any:
 def set_value(node: Node, new: Any) -> None:
     """Record what `node` makes."""
     node.meta["val"] = new
+
+
+def set_made_again(node: Node) -> None:
+    """Record what `node` makes of what its operands make now, by running it on the values of the trace.
+
+    Raises:
+        Exception: whatever the operation raises.
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    with torch.no_grad():
+        replace_value(node, cast(Any, node.target)(*args, **kwargs))
+
+
+def replace_value(node: Node, new: Any) -> None:
+    """Record that `node` makes something else than before."""
+    node.meta["val"] = new
+    node.meta.pop("wholestep_tensors", None)
 
 
 def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
