@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from . import meta
-from .graph import Input, TrainGraph, operands
+from .graph import Input, Role, TrainGraph, operands
 from .lists import ListCalls, first_list
 from .ops import GRAD_READY
 
@@ -32,7 +32,8 @@ def shape_of(node: Node, given: Input | None, names: Names, lists: ListCalls) ->
     number of a layer out of a name.
     """
     if given is not None:
-        return replace(given, name=names(given.name), owner=names(given.owner)), ()
+        name = "" if given.role is Role.CONST else names(given.name)
+        return replace(given, name=name, owner=names(given.owner)), ()
     if node in lists.items:
         return "item", lists.items[node][0].name, meta.tensors(node)
     args: object = node.args

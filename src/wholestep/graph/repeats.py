@@ -103,37 +103,45 @@ def _prefixes(graph: TrainGraph) -> list[str]:
 def _of_prefix(graph: TrainGraph, prefix: str) -> tuple[Repeats | None, str]:
     layers = _Layers(graph, prefix)
     try:
-        first, period, count = _best_range(layers.kinds())
+        ranges = _ranges(layers.kinds())
     except NoRepeatsError as error:
         return None, f"{prefix}: {error}"
-    why = ""
+    whys: list[str] = []
+    for first, period, count in ranges:
+        found = _within(layers, first, period, count)
+        if isinstance(found, Repeats):
+            return found, ""
+        whys.append(f"{prefix}: {found}")
+    return None, whys[0] if whys else f"{prefix}: no {LEAST} layers in a row are equal"
+
+
+def _within(layers: _Layers, first: int, period: int, count: int) -> Repeats | NoRepeatsError:
+    """Blocks of so many layers; without those at the ends that differ."""
     for _ in range(_SHRINKS):
         try:
             blocks = _Cut(layers, first, period, count).blocks()
-            places = check_blocks(graph, blocks, layers.lists, layers.names)
-            return Repeats(prefix, first, period, count, places, tuple(map(tuple, blocks))), ""
+            places = check_blocks(layers.graph, blocks, layers.lists, layers.names)
+            return Repeats(layers.prefix, first, period, count, places, tuple(map(tuple, blocks)))
         except NoRepeatsError as error:
-            why = f"{prefix}: {error}"
+            last = error
             if error.block not in (0, count - 1) or count <= LEAST:
                 break
             first, count = first + (period if error.block == 0 else 0), count - 1
-    return None, why
+    return last
 
 
-def _best_range(kinds: Sequence[object]) -> tuple[int, int, int]:
-    """First layer, layers in a block and number of blocks of the longest run of equal blocks."""
-    best = (0, 0, 0, 0)
+def _ranges(kinds: Sequence[object]) -> list[tuple[int, int, int]]:
+    """First layer, layers in a block and number of blocks of runs of blocks that may be equal, the longest first."""
+    found: list[tuple[int, int, int]] = []
     for period in range(1, min(_LONGEST, len(kinds) // LEAST) + 1):
-        start = 0
+        start, best = 0, (0, period, 0)
         for i in range(len(kinds)):
             if i + period >= len(kinds) or kinds[i] != kinds[i + period]:
-                blocks = (i - start) // period + 1
-                if blocks >= LEAST and blocks * period > best[0]:
-                    best = (blocks * period, start, period, blocks)
+                best = max(best, (start, period, (i - start) // period + 1), key=lambda one: one[2])
                 start = i + 1
-    if not best[0]:
-        raise NoRepeatsError(f"no {LEAST} layers in a row are equal")
-    return best[1:]
+        if best[2] >= LEAST:
+            found.append(best)
+    return sorted(found, key=lambda one: -one[1] * one[2])
 
 
 class _Layers:
@@ -168,6 +176,10 @@ class _Layers:
         for node in self.nodes:
             if node.op == "call_function":
                 self._say(node, self.number(meta.module_path(node)))
+        for node, given in self.inputs.items():
+            readers = {self.layer.get(user) for user in node.users}
+            if given.role is Role.CONST and len(readers) == 1:
+                self._say(node, readers.pop())
 
     def _behind(self) -> None:
         """Backward, clipping and optimizer: by the parameters, the gradients and the inner values that a node reads."""
