@@ -517,6 +517,15 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 GETITEM = operator.getitem
 
 
+def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a new node reads. `Graph.create_node` opens all arguments to warn of symbolic numbers (since torch 2.13), and
+    assigning `node.args` takes the node out of a table and puts it back: together most of what a copy of a graph takes.
+
+    In place of the private method: `node.args = args; node.kwargs = kwargs`. It is there in torch 2.11 to 2.15.
+    """
+    cast(Any, node)._update_args_kwargs(args, kwargs)
+
+
 def is_getitem(target: object) -> bool:
     """True for the node that picks one output of a multi-output op."""
     return target is GETITEM

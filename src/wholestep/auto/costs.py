@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..cost.compute import flops, node_us
@@ -12,6 +13,7 @@ from ..cost.speeds import Speeds
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
 from ..graph.verify import is_collective
+from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from .fit import Finish
@@ -49,12 +51,33 @@ def costs_of(program: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
     )
 
 
-def least_us(local: LocalGraph, machine: Speeds) -> float:
-    """What `local` takes at least, however it is scheduled: the longest of its products and optimizer, which nothing
-    removes, and of what an axis has to carry, each kind at once.
-
-    A larger collective is never dearer than its parts, as a curve of the cost model bends down or is straight.
+@dataclass(frozen=True)
+class Least:
+    """What a program cannot be without: microseconds of its products and of its optimizer, bytes `sent` along each
+    axis with each kind of collective.
     """
+
+    computed_us: float
+    sent: Mapping[tuple[str, str], float]
+
+    def us(self, machine: Speeds, mesh: Mesh) -> float:
+        """The longest of computing, and of what an axis has to carry, each kind at once.
+
+        A larger collective is never dearer than its parts, as a curve of the cost model bends down or is straight.
+        """
+        wires: Counter[str] = Counter()
+        for (axis, kind), size in self.sent.items():
+            wires[axis] += machine.collective_us(kind, size, mesh, axis)  # pyright: ignore[reportArgumentType]
+        return max([self.computed_us, *wires.values()])
+
+
+def least_us(local: LocalGraph, machine: Speeds) -> float:
+    """What `local` takes at least, however it is scheduled."""
+    return least(local, machine).us(machine, local.mesh)
+
+
+def least(local: LocalGraph, machine: Speeds) -> Least:
+    """What no schedule removes from `local`: products, optimizer, and all that it sends."""
     sent: Counter[tuple[str, str]] = Counter()
     computed = 0.0
     for node in local.graph.nodes:
@@ -64,10 +87,7 @@ def least_us(local: LocalGraph, machine: Speeds) -> float:
             sent[str(node.args[-1]), kind_of(node)] += whole
         elif node.op == "call_function" and (flops(node) or any(word in str(node.target) for word in _LISTS)):
             computed += node_us(node, machine)
-    wires: Counter[str] = Counter()
-    for (axis, kind), size in sent.items():
-        wires[axis] += machine.collective_us(kind, size, local.mesh, axis)  # pyright: ignore[reportArgumentType]
-    return max([computed, *wires.values()])
+    return Least(computed, sent)
 
 
 def fingerprint(local: LocalGraph) -> int:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import node_at
+from ..graph.graph import copy_graph, node_at
 from .put_back import PIECES, VIEWS, Put
 
 aten = torch.ops.aten
@@ -29,18 +29,12 @@ class _UnknownError(Exception):
 def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphModule:
     """The same step without mutation; it is traced again where it writes in a way this module does not know."""
     _fill_in_memory_order(module.graph)
-    rewritten = GraphModule(module, _copy(module.graph))
+    rewritten = GraphModule(module, copy_graph(module.graph))
     try:
         _Walk(rewritten).run()
     except _UnknownError:
         return _torch.functionalize(module, fakes)
     return rewritten
-
-
-def _copy(graph: Graph) -> Graph:
-    copied = Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
 
 
 def _fill_in_memory_order(graph: Graph) -> None:

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from . import meta, products
 from .expansions import EXPANSIONS
-from .graph import TrainGraph, node_at
+from .graph import TrainGraph, copy_node, node_at
 from .verify import check_train_graph
 
 ROUNDS = 4
@@ -60,7 +60,7 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
             at[node] = at[node_at(node, 0)][cast(int, node.args[1])]
         else:
-            at[node] = new.node_copy(node, at.__getitem__)
+            at[node] = copy_node(node, new, at.__getitem__)
     if merged:
         new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     known = {n.name for n in new.nodes}

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ..errors import GraphError
 from . import meta
 from .blocks import owner_block
-from .graph import TrainGraph, operands
+from .graph import TrainGraph, add_node, copy_node, operands
 from .lists import ListCalls, first_list
 from .repeats import Repeats
 from .verify import check_train_graph
@@ -75,16 +75,16 @@ class _Fold:
     def _copy(self, node: Node) -> None:
         block = self.repeats.block(node)
         if node.op == "placeholder":
-            self.at[node] = self.new.node_copy(node)
+            self.at[node] = copy_node(node, self.new, self.at.__getitem__)
         elif block is not None:
             reads = iter(self._reads_in(node, block))
-            self.at[node] = self.new.node_copy(node, lambda _: self.at[next(reads)])
+            self.at[node] = copy_node(node, self.new, lambda _: self.at[next(reads)])
             if node in self.lists.items:
                 self._pick(node)
             elif any(n in self.changed for n in operands(node)):
                 raise GraphError(f"%{node.name} reads what depends on the number of layers", "layers that do not")
         elif node in self.lists.items:
-            self.at[node] = self.new.node_copy(node, self.at.__getitem__)
+            self.at[node] = copy_node(node, self.new, self.at.__getitem__)
             self._pick(node)
         else:
             self._copy_outside(node)
@@ -102,7 +102,7 @@ class _Fold:
         columns, length = (self._columns(node), len(first_list(node))) if on_lists else (None, 0)
         args = tuple(self._argument(a, columns, length) for a in node.args)
         kwargs = {k: self._argument(v, columns, length) for k, v in node.kwargs.items()}
-        new = self.new.create_node("call_function", node.target, args, kwargs, name=node.name)
+        new = add_node(self.new, "call_function", node.target, args, kwargs, node.name)
         meta.copy(node, new)
         self.at[node] = new
         if node in self.lists.made:

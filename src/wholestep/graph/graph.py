@@ -11,8 +11,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from .. import _torch
 from ..layout import Layout
 from ..mesh import Mesh
+from . import meta
 from .meta import TensorMeta
 
 
@@ -153,7 +155,25 @@ def function_of(node: Node) -> Callable[..., Any]:
 def copy_graph(graph: Graph) -> Graph:
     """An independent copy: same names, same metadata."""
     new = Graph()
-    seen: dict[Node, Node] = {}
-    output = new.graph_copy(graph, seen)
-    new.output(output)
+    twins: dict[Node, Node] = {}
+    for node in graph.nodes:
+        twins[node] = copy_node(node, new, twins.__getitem__)
     return new
+
+
+def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
+    """A copy of `node` at the end of `graph`, with its name and metadata, that reads the `twin` of each operand.
+
+    As `Graph.node_copy`, in a third of the time.
+    """
+    args, kwargs = map_arg(node.args, twin), map_arg(node.kwargs, twin)
+    new = add_node(graph, node.op, node.target, args, kwargs, node.name)
+    meta.copy(node, new)
+    return new
+
+
+def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
+    """As `Graph.create_node`, which looks into every argument for symbolic numbers: most of what it takes."""
+    node = graph.create_node(op, target, name=name)
+    _torch.set_operands(node, args, kwargs)
+    return node

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, TrainGraph, node_at, operands
+from ..graph.graph import LocalGraph, Role, TrainGraph, add_node, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS, is_pointwise
 from ..graph.quiet import collector_paused
@@ -165,7 +165,7 @@ class _Lowering:
         loose = loose or any(any(layout.dims[1:]) for layout in layouts)
         if loose and target in _VIEWS:
             target = aten.reshape.default
-        new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
+        new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
         meta.set_loose(new, loose)
         if has_extent((args, tuple(kwargs.values()))):
@@ -175,7 +175,7 @@ class _Lowering:
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
         made = self._here(source, region)
-        new = self.graph.create_node("call_function", node.target, (made, node.args[1]), name=node.name)
+        new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
         meta.copy(node, new)
         meta.set_loose(new, meta.is_loose(made))
         layouts = self.plan.decisions[node.name].outputs
