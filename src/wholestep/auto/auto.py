@@ -22,6 +22,7 @@ from .fit import Finish
 from .meshes import is_open, meshes
 from .report import explained
 from .search import Found, Search, Watch
+from .short import shortened
 from .templates import Template, templates
 
 Candidates = list[tuple[Mesh, Template]]
@@ -104,8 +105,12 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
-        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch)
-        return run.run(self.candidates(mesh, same_batches, speeds))
+        candidates = self.candidates(mesh, same_batches, speeds)
+        axis = self.tensor.axis if self.tensor else ""
+        cut = max((one.axis_size(axis) for one, _ in candidates if axis in one.names), default=1)
+        short = shortened(graph, speeds, cut)
+        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
+        return run.run(candidates)
 
     def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""

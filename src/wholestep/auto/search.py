@@ -14,17 +14,21 @@ from ..graph.text import human
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make import bytes_at_rest, plan
+from ..plan.make import bytes_of_rest, layouts_at_rest, plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
-from .costs import Costs, costs_of, fingerprint, least_us
+from .costs import Costs, costs_of, fingerprint, least
 from .fit import Finish
 from .guess import guess_us
+from .short import Short
 from .templates import Template, batches
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
 Watch = Callable[[str], None]
+_INFINITE = float("inf")
+SURE, SURE_BYTES = 0.02, 0.05
+"""By how much extrapolated seconds and bytes may be off: what is nearer to the best is simulated with all layers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Considered:
     program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
 
     `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
-    least of which it is known that it takes it.
+    least of which it is known that it takes it. `extrapolated`: these follow from steps with fewer layers.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Considered:
     costs: Costs | None = None
     again: tuple[str, ...] = ()
     why: str = ""
+    extrapolated: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -57,12 +62,15 @@ class Considered:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: the winner's plan, and every candidate, the best first."""
+    """What a search found: the winner's plan, and every candidate, the best first. `short` says how those that were not
+    simulated with all layers were extrapolated.
+    """
 
     plan: Plan
     best: Considered
     rows: tuple[Considered, ...]
     budget_bytes: int | None
+    short: Short | None = None
 
     @property
     def bound_s(self) -> float:
@@ -84,6 +92,9 @@ class Found:
 class Search:
     """Candidates are planned one after the other, the most promising first, and simulated unless a bound says that
     they lose. Where none fits the budget as it is, values are made again.
+
+    With `short`, that is done to the step with few of its equal layers, and extrapolated; then those that may be the
+    best are simulated with all layers, until the best of these is ahead of what is left by more than extrapolation errs.
     """
 
     graph: TrainGraph
@@ -93,6 +104,7 @@ class Search:
     recompute: bool = True
     placed: Mapping[str, Layout] | None = None
     watch: Watch | None = None
+    short: Short | None = None
     best: Considered | None = None
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
@@ -110,6 +122,8 @@ class Search:
         for i in order:
             if rows[i].fate == "slower":
                 rows[i] = self._tried(rows[i])
+        if self.short is not None:
+            rows = self._confirmed(rows)
         if self.best is None and self.budget_bytes is not None:
             for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
                 if self.recompute and rows[i].fate == "peak":
@@ -119,7 +133,20 @@ class Search:
         best = replace(self.best, fate="chosen")
         rows = [best if row is self.best else row for row in rows]
         done = tuple(sorted(rows, key=_rank))
-        return Found(self.plan, best, done, self.budget_bytes)
+        return Found(self.plan, best, done, self.budget_bytes, self.short)
+
+    def _confirmed(self, rows: list[Considered]) -> list[Considered]:
+        """With all layers: the candidates of which extrapolation does not say that they lose."""
+        self.best = self.plan = None
+        self.programs.clear()
+        for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
+            row, best_s = rows[i], self.best.batch_s if self.best else _INFINITE
+            nearly = row.fate == "peak" and not self._over(row.needs_bytes, 1 + SURE_BYTES)
+            if (row.fate == "slower" or nearly) and row.batch_s < best_s * (1 + SURE):
+                rows[i] = self._simulated(replace(row, fate="slower", extrapolated=False), "all layers: ")
+            elif row.fate == "bounded" and row.bound_s < best_s < _INFINITE:
+                rows[i] = self._tried(replace(row, fate="slower", extrapolated=False))
+        return rows
 
     def _resting(self, mesh: Mesh, template: Template) -> Considered:
         """What is known before anything is planned."""
@@ -127,8 +154,12 @@ class Search:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
         strategies = compose(template.strategies)
         try:
-            rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
-            row = Considered(template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest)
+            layouts = layouts_at_rest(self.graph, mesh, strategies, self.placed)
+            rest = bytes_of_rest(self.graph, mesh, layouts)
+            short = self.short is not None and self.short.suits(self.graph, mesh, strategies, layouts)
+            row = Considered(
+                template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, extrapolated=short
+            )
         except WholestepError as error:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(error))
         over = self.budget_bytes is not None and rest > self.budget_bytes
@@ -144,40 +175,55 @@ class Search:
         less = self.bounds.get((row.mesh, sends_less(row.name)), 0.0)
         if self.best is not None and less >= self.best.batch_s:
             return replace(row, fate="bounded", bound_s=less)
+        return self._simulated(row)
+
+    def _simulated(self, row: Considered, doing: str = "") -> Considered:
+        """Simulated with few layers and extrapolated, or with all."""
+        short = self.short if row.extrapolated else None
+        graphs = short.graphs if short else (self.graph,)
         try:
-            planned, local = self._planned(row)
+            made = [self._planned(row, graph, doing if i == 0 else None) for i, graph in enumerate(graphs)]
         except WholestepError as error:
+            if short:  # a pattern that names a layer, perhaps
+                return self._simulated(replace(row, extrapolated=False))
             return replace(row, fate="no plan", why=first_line(error))
-        row = replace(row, bound_s=least_us(local, self.machine) / 1e6 / row.batches)
+        parts = [least(local, self.machine) for _, local in made]
+        bound = short.least(parts) if short else parts[0]
+        bound_s = bound.us(self.machine, row.mesh) / 1e6 / row.batches
+        row = replace(row, bound_s=bound_s)
         self.bounds[row.mesh, row.name] = row.bound_s
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
-        mark = fingerprint(local)
+        mark = hash(tuple(fingerprint(local) for _, local in made))
         if mark in self.programs:
             return replace(row, fate="same", why=self.programs[mark])
         self.programs[mark] = row.name
-        found = costs_of(self.finish(local), planned, self.machine)
-        row = self._priced(row, found)
-        over = self.budget_bytes is not None and found.peak_bytes > self.budget_bytes
-        return replace(row, fate="peak") if over else self._compared(row, planned)
+        found = [costs_of(self.finish(local), planned, self.machine) for planned, local in made]
+        row = self._priced(row, short.costs(found) if short else found[0])
+        over = self._over(row.needs_bytes)
+        return replace(row, fate="peak") if over else self._compared(row, made[-1][0])
+
+    def _over(self, size_bytes: int, sure: float = 1.0) -> bool:
+        return self.budget_bytes is not None and size_bytes > self.budget_bytes * sure
 
     def _fitted(self, row: Considered, budget_bytes: int) -> Considered:
         """With values made again; `peak` as before where that is not enough."""
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
-        planned, local = self._planned(row, "made to fit: ")
+        planned, local = self._planned(row, self.graph, "made to fit: ")
         made = self.finish.fit(local, budget_bytes, self.machine, row.gathers)
         if made.program is None:
             return replace(row, needs_bytes=made.peak_bytes)
         row = self._priced(row, costs_of(made.program, planned, self.machine))
         return self._compared(replace(row, fate="slower", again=made.again), planned)
 
-    def _planned(self, row: Considered, doing: str = "") -> tuple[Plan, LocalGraph]:
+    def _planned(self, row: Considered, graph: TrainGraph, doing: str | None) -> tuple[Plan, LocalGraph]:
         assert row.strategies is not None, "it has a plan"
-        if self.watch is not None:
+        if self.watch is not None and doing is not None:
             self.watch(f"{doing}{row.name}")
-        planned = plan(self.graph, row.mesh, row.strategies, self.placed)
-        return planned, partition(self.graph, planned)
+        placed = self.placed and {i.name: self.placed[i.name] for i in graph.inputs if i.name in self.placed}
+        planned = plan(graph, row.mesh, row.strategies, placed)
+        return planned, partition(graph, planned)
 
     def _priced(self, row: Considered, found: Costs) -> Considered:
         return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
@@ -219,7 +265,7 @@ class Search:
     def _least(self, row: Considered) -> Considered:
         """The same with the bytes that it takes at least."""
         try:
-            _, local = self._planned(row, "the least memory of ")
+            _, local = self._planned(row, self.graph, "the least memory of ")
         except WholestepError:
             return replace(row, needs_bytes=1 << 62)
         if not self.recompute:
