@@ -199,12 +199,12 @@ def patched_for_tracing(
 
     def backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         on_backward(outputs)
-        nested = noted("backward")
+        nested, module = noted("backward"), noted("module")
         note_on_nodes(backward=True)
         try:
             return engine(outputs, *args, **kwargs)
         finally:
-            note_on_nodes(backward=nested)
+            note_on_nodes(backward=nested, module=module)  # a checkpoint leaves modules by an exception
 
     def watch_zero_grad(owner: type, parameters: Callable[[Any], list[Any]]) -> Callable[[], None]:
         original = owner.__dict__["zero_grad"]
@@ -518,8 +518,8 @@ GETITEM = operator.getitem
 
 
 def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What a new node reads. `Graph.create_node` opens all arguments to warn of symbolic numbers (since torch 2.13), and
-    assigning `node.args` takes the node out of a table and puts it back: together most of what a copy of a graph takes.
+    """What a new node reads. `Graph.create_node` opens all arguments to warn of symbolic numbers (since torch 2.13),
+    and assigning `node.args` takes the node out of a table and puts it back: most of what a copy of a graph takes.
 
     In place of the private method: `node.args = args; node.kwargs = kwargs`. It is there in torch 2.11 to 2.15.
     """

@@ -106,9 +106,7 @@ class Auto:
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
         candidates = self.candidates(mesh, same_batches, speeds)
-        axis = self.tensor.axis if self.tensor else ""
-        cut = max((one.axis_size(axis) for one, _ in candidates if axis in one.names), default=1)
-        short = shortened(graph, speeds, cut)
+        short = shortened(graph, speeds)
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
         return run.run(candidates)
 

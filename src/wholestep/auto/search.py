@@ -20,7 +20,7 @@ from ..plan.strategy import Strategies, compose
 from .costs import Costs, costs_of, fingerprint, least
 from .fit import Finish
 from .guess import guess_us
-from .short import Short
+from .short import FEWEST, Short
 from .templates import Template, batches
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
@@ -37,7 +37,7 @@ class Considered:
     program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
 
     `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
-    least of which it is known that it takes it. `extrapolated`: these follow from steps with fewer layers.
+    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Considered:
     costs: Costs | None = None
     again: tuple[str, ...] = ()
     why: str = ""
-    extrapolated: bool = False
+    blocks: tuple[int, int] | None = None
 
     @property
     def gathers(self) -> bool:
@@ -94,7 +94,7 @@ class Search:
     they lose. Where none fits the budget as it is, values are made again.
 
     With `short`, that is done to the step with few of its equal layers, and extrapolated; then those that may be the
-    best are simulated with all layers, until the best of these is ahead of what is left by more than extrapolation errs.
+    best are simulated with all layers, until the best of these is ahead of the others by more than extrapolation errs.
     """
 
     graph: TrainGraph
@@ -143,9 +143,9 @@ class Search:
             row, best_s = rows[i], self.best.batch_s if self.best else _INFINITE
             nearly = row.fate == "peak" and not self._over(row.needs_bytes, 1 + SURE_BYTES)
             if (row.fate == "slower" or nearly) and row.batch_s < best_s * (1 + SURE):
-                rows[i] = self._simulated(replace(row, fate="slower", extrapolated=False), "all layers: ")
+                rows[i] = self._simulated(replace(row, fate="slower", blocks=None), "all layers: ")
             elif row.fate == "bounded" and row.bound_s < best_s < _INFINITE:
-                rows[i] = self._tried(replace(row, fate="slower", extrapolated=False))
+                rows[i] = self._tried(replace(row, fate="slower", blocks=None))
         return rows
 
     def _resting(self, mesh: Mesh, template: Template) -> Considered:
@@ -156,9 +156,10 @@ class Search:
         try:
             layouts = layouts_at_rest(self.graph, mesh, strategies, self.placed)
             rest = bytes_of_rest(self.graph, mesh, layouts)
-            short = self.short is not None and self.short.suits(self.graph, mesh, strategies, layouts)
+            alike = self.short is not None and self.short.suits(mesh, strategies, layouts)
+            blocks = self.short.pair(mesh, strategies) if self.short and alike else None
             row = Considered(
-                template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, extrapolated=short
+                template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, blocks=blocks
             )
         except WholestepError as error:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(error))
@@ -179,18 +180,18 @@ class Search:
 
     def _simulated(self, row: Considered, doing: str = "") -> Considered:
         """Simulated with few layers and extrapolated, or with all."""
-        short = self.short if row.extrapolated else None
-        graphs = short.graphs if short else (self.graph,)
+        short = self.short if row.blocks else None
+        if self.watch is not None:
+            self.watch(f"{doing}{row.name}")
         try:
-            made = [self._planned(row, graph, doing if i == 0 else None) for i, graph in enumerate(graphs)]
+            made = self._made(row, FEWEST if short else None)
         except WholestepError as error:
             if short:  # a pattern that names a layer, perhaps
-                return self._simulated(replace(row, extrapolated=False))
+                return self._simulated(replace(row, blocks=None), "all layers: ")
             return replace(row, fate="no plan", why=first_line(error))
         parts = [least(local, self.machine) for _, local in made]
-        bound = short.least(parts) if short else parts[0]
-        bound_s = bound.us(self.machine, row.mesh) / 1e6 / row.batches
-        row = replace(row, bound_s=bound_s)
+        bound = short.least(FEWEST, parts) if short else parts[0]
+        row = replace(row, bound_s=bound.us(self.machine, row.mesh) / 1e6 / row.batches)
         self.bounds[row.mesh, row.name] = row.bound_s
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
@@ -198,10 +199,17 @@ class Search:
         if mark in self.programs:
             return replace(row, fate="same", why=self.programs[mark])
         self.programs[mark] = row.name
+        if row.blocks not in (None, FEWEST):
+            made = self._made(row, row.blocks)
         found = [costs_of(self.finish(local), planned, self.machine) for planned, local in made]
-        row = self._priced(row, short.costs(found) if short else found[0])
-        over = self._over(row.needs_bytes)
-        return replace(row, fate="peak") if over else self._compared(row, made[-1][0])
+        row = self._priced(row, short.costs(row.blocks, found) if short and row.blocks else found[0])
+        return replace(row, fate="peak") if self._over(row.needs_bytes) else self._compared(row, made[-1][0])
+
+    def _made(self, row: Considered, blocks: tuple[int, int] | None) -> list[tuple[Plan, LocalGraph]]:
+        """Plans and programs of the steps with so many equal layers, or of that with all."""
+        short = self.short
+        graphs = [short.with_blocks(n) for n in blocks] if short and blocks else [self.graph]
+        return [self._planned(row, graph) for graph in graphs]
 
     def _over(self, size_bytes: int, sure: float = 1.0) -> bool:
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * sure
@@ -217,9 +225,9 @@ class Search:
         row = self._priced(row, costs_of(made.program, planned, self.machine))
         return self._compared(replace(row, fate="slower", again=made.again), planned)
 
-    def _planned(self, row: Considered, graph: TrainGraph, doing: str | None) -> tuple[Plan, LocalGraph]:
+    def _planned(self, row: Considered, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
         assert row.strategies is not None, "it has a plan"
-        if self.watch is not None and doing is not None:
+        if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
         placed = self.placed and {i.name: self.placed[i.name] for i in graph.inputs if i.name in self.placed}
         planned = plan(graph, row.mesh, row.strategies, placed)

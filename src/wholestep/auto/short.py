@@ -1,10 +1,10 @@
-"""A deep step made short: what few of its equal layers cost says what all of them do, as costs grow evenly with layers."""
+"""A deep step made short: what few of its equal layers cost says what all of them do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import astuple, dataclass, field
+from math import ceil, prod
 
 from ..cost.speeds import Speeds
 from ..errors import GraphError
@@ -13,89 +13,110 @@ from ..graph.graph import Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
 from ..layout import Layout
 from ..mesh import Mesh
-from ..plan.strategy import Strategies
+from ..plan.strategy import Strategies, Strategy
 from .costs import Costs, Least
 
-_FEWEST = 2
+FEWEST = (2, 3)
 _BUCKETS = 3
 _WORTH = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Short:
-    """A step with the first `few` of its `count` equal blocks, and with the first `more`."""
+    """A deep step with fewer of its equal blocks. What a step costs grows evenly with their number, so two of those say
+    what all cost.
+    """
 
+    graph: TrainGraph
     repeats: Repeats
-    few: int
-    more: int
-    graphs: tuple[TrainGraph, TrainGraph]
+    machine: Speeds
+    graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
+    pinned: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
     @property
     def count(self) -> int:
         """How many equal blocks there are in all."""
         return self.repeats.count
 
-    def whole(self, few: float, more: float) -> float:
+    def with_blocks(self, blocks: int) -> TrainGraph:
+        """The step with so many of them."""
+        if blocks not in self.graphs:
+            self.graphs[blocks] = folded(self.graph, self.repeats, blocks)
+        return self.graphs[blocks]
+
+    def pair(self, mesh: Mesh, strategies: Strategies) -> tuple[int, int] | None:
+        """How many blocks to simulate; None where that is not much less than all of them.
+
+        A collective carries `machine.bucket_bytes` at least. So many layers fill a few buckets in the first step, and a
+        few more in the second, with parameters cut as tensor parallelism does: then it matters little where in a layer
+        a bucket is full.
+        """
+        cut = prod(mesh.axis_size(axis) for part in strategies.parts if part is not strategies.data
+                   for axis in part.axes(mesh))  # fmt: skip
+        owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
+                 if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
+        several = ceil(_BUCKETS * self.machine.bucket_bytes * cut / max(sum(owned), 1))
+        few = max(FEWEST[0], several)
+        more = few + max(FEWEST[1] - FEWEST[0], several)
+        return (few, more) if few + more <= self.count * _WORTH else None
+
+    def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
         """What grows evenly with the number of blocks, for all of them."""
-        return few + (more - few) * (self.count - self.few) / (self.more - self.few)
+        (few, more), (a, b) = pair, found
+        return a + (b - a) * (self.count - few) / (more - few)
 
-    def costs(self, found: Sequence[Costs]) -> Costs:
-        """Of the whole step, from those of the two short ones."""
+    def costs(self, pair: tuple[int, int], found: Sequence[Costs]) -> Costs:
+        """Of the whole step, from those with so many blocks."""
+        a, b = (astuple(one) for one in found)
+        rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
+        return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
+
+    def least(self, pair: tuple[int, int], found: Sequence[Least]) -> Least:
+        """The bound of the whole step, from the parts of those with so many blocks; what is sent is exact."""
         a, b = found
-        return Costs(
-            round(self.whole(a.rest_bytes, b.rest_bytes)),
-            round(self.whole(a.peak_bytes, b.peak_bytes)),
-            round(self.whole(a.sent_bytes, b.sent_bytes)),
-            round(self.whole(a.collectives, b.collectives)),
-            self.whole(a.step_s, b.step_s),
-            max(self.whole(a.exposed_s, b.exposed_s), 0.0),
-        )
+        sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
+        return Least(self.whole(pair, (a.computed_us, b.computed_us)), sent)
 
-    def least(self, found: Sequence[Least]) -> Least:
-        """The bound of the whole step, from the parts of those of the two short ones."""
-        a, b = found
-        sent = {key: self.whole(a.sent.get(key, 0), b.sent.get(key, 0)) for key in {**a.sent, **b.sent}}
-        return Least(self.whole(a.computed_us, b.computed_us), sent)
-
-    def suits(self, graph: TrainGraph, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> bool:
-        """True where `strategies`, by which inputs of `graph` rest as in `rest`, treat its equal layers alike."""
-        slots = {node.name: slot for node, (_, slot) in self.repeats.places.items()}
-        found: dict[object, list[object]] = {}
-        for given, node in graph.placeholders():
-            found.setdefault(slots.get(node.name, node.name), []).append(rest[given.name])
-        pins = strategies.pins(graph, mesh)
-        for name, states in pins.results.items():
-            found.setdefault(("result", slots.get(name, name)), []).append(states)
-        for (reader, given), states in pins.reads.items():
-            if reader in slots and given in slots:
-                found.setdefault((slots[reader], slots[given]), []).append(states)
-        numbers = {len(states) for states in found.values()}
-        return numbers <= {1, self.count - 1, self.count} and all(
-            state == states[0] for states in found.values() for state in states
+    def suits(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> bool:
+        """True where `strategies`, by which inputs rest as in `rest`, treat equal layers alike."""
+        names = {node: given.name for given, node in self.graph.placeholders()}
+        first = self.repeats.blocks[0]
+        alike = all(
+            rest[name] == rest[names[first[self.repeats.places[node][1]]]]
+            for node, name in names.items()
+            if node in self.repeats.places
         )
+        return alike and all(self._pins_alike(mesh, part) for part in strategies.parts)
+
+    def _pins_alike(self, mesh: Mesh, part: Strategy) -> bool:
+        key = repr(part), tuple(mesh.axis_size(axis) for axis in part.axes(mesh))
+        if key not in self.pinned:
+            slots = {node.name: slot for node, (_, slot) in self.repeats.places.items()}
+            pins, found = part.pins(self.graph, mesh), dict[object, list[object]]()
+            for name, states in pins.results.items():
+                found.setdefault(slots.get(name, name), []).append(states)
+            for (reader, given), states in pins.reads.items():
+                if reader in slots and given in slots:
+                    found.setdefault((slots[reader], slots[given]), []).append(states)
+            numbers = {len(states) for states in found.values()}
+            self.pinned[key] = numbers <= {1, self.count - 1, self.count} and all(
+                state == states[0] for states in found.values() for state in states
+            )
+        return self.pinned[key]
 
     def __str__(self) -> str:
-        of = f" by {self.repeats.period}" if self.repeats.period > 1 else ""
-        return f"extrapolated from {self.few} and {self.more} of {self.count} equal layers{of} ({self.repeats.prefix})"
+        by = f" by {self.repeats.period}" if self.repeats.period > 1 else ""
+        return f"{self.count} equal layers{by} ({self.repeats.prefix})"
 
 
-def shortened(graph: TrainGraph, machine: Speeds, cut: int = 1) -> Short | None:
-    """`graph` with few of its layers; None where it has no equal ones, or too few to be worth it.
-
-    Of each kind, a collective carries `machine.bucket_bytes` at least. There are so many layers in the short steps that
-    a few such buckets are full in the first, and a few more in the second, with parameters in `cut` parts by tensor
-    parallelism: then a bucket that is full later or earlier matters little.
-    """
+def shortened(graph: TrainGraph, machine: Speeds) -> Short | None:
+    """`graph` as what can be made short; None where it has no equal layers, or too few to be worth it."""
     repeats = find_repeats(graph)
-    if repeats is None:
+    if repeats is None or sum(FEWEST) > repeats.count * _WORTH:
         return None
-    owned = [i.meta.size_bytes for i, n in graph.placeholders() if i.role is Role.PARAM and repeats.block(n) == 1]
-    size = sum(owned) / cut
-    several = ceil(_BUCKETS * machine.bucket_bytes / max(size, 1.0))
-    few, more = max(_FEWEST, several), max(_FEWEST, several) + max(1, several)
-    if few + more > repeats.count * _WORTH:
-        return None
+    short = Short(graph, repeats, machine)
     try:
-        return Short(repeats, few, more, (folded(graph, repeats, few), folded(graph, repeats, more)))
+        short.with_blocks(FEWEST[0])
     except GraphError:
         return None
+    return short

@@ -117,6 +117,7 @@ def _of_prefix(graph: TrainGraph, prefix: str) -> tuple[Repeats | None, str]:
 
 def _within(layers: _Layers, first: int, period: int, count: int) -> Repeats | NoRepeatsError:
     """Blocks of so many layers; without those at the ends that differ."""
+    last = NoRepeatsError("")
     for _ in range(_SHRINKS):
         try:
             blocks = _Cut(layers, first, period, count).blocks()
@@ -183,30 +184,28 @@ class _Layers:
 
     def _behind(self) -> None:
         """Backward, clipping and optimizer: by the parameters, the gradients and the inner values that a node reads."""
-        inner = {n for n, i in self.layer.items() if n in self.inputs or self._stays(n, i)}
-        strong: dict[Node, int] = {}
+        inner = {n: i for n, i in self.layer.items() if n in self.inputs or self._stays(n, i)}
+        settled: dict[Node, int] = {}
         for node in self.nodes:
-            if node.op != "call_function" or node in self.layer:
+            known = node in self.layer and node.target is not GRAD_READY
+            if node.op != "call_function" or known or node in self.lists.made:
                 continue
+            given, source = operands(node), self.lists.source(node)
+            read = {inner[n] for n in given if n in inner}
+            behind = {settled[n] for n in given if n in settled}
             if node.target is GRAD_READY:
-                self._say(node, self.number(str(node.args[1])))
-                if node in self.layer:
-                    strong[node] = self.layer[node]
-                continue
-            source = self.lists.source(node)
-            if source is not None:
-                seen = {self.layer[source]} if source in self.layer else set[int]()
-            elif node in self.lists.made:
-                continue
+                seen = {self.number(str(node.args[1]))}
+            elif source is not None:
+                seen = {self.layer.get(source)}
             else:
-                read = {self.layer[n] for n in operands(node) if n in inner}
-                seen = read or {strong[n] for n in operands(node) if n in strong}
-                if read and len(read) == 1 and not meta.is_backward(node):
-                    strong[node] = next(iter(read))
+                seen = read or behind
             if len(seen) == 1:
-                self._say(node, seen.pop())
-                if source is not None or any(n.target is GRAD_READY for n in operands(node)):
-                    strong[node] = self.layer[node]
+                self._say(node, next(iter(seen)))
+            if node not in self.layer:
+                continue
+            after = not meta.is_backward(node) and (read or all(n in settled for n in given))
+            if node.target is GRAD_READY or source is not None or after:
+                settled[node] = self.layer[node]
 
     def _stays(self, node: Node, layer: int) -> bool:
         """True where the forward reads a value in its own layer alone: what leaves it says nothing of its readers."""
@@ -289,7 +288,9 @@ class _Cut:
             if after[:tail] == gap[:tail] and (not head or before[-head:] == gap[tail:]):
                 break
         else:
-            raise NoRepeatsError(f"%{calls[sweep[0][1]].name}: what stands between layers is not at their ends")
+            tails = [n for n in range(1, len(gap) + 1) if after[:n] == gap[:n]]
+            raise NoRepeatsError(f"%{calls[sweep[0][1]].name}: what stands between layers is not at their ends",
+                                 sweep[0][0] if tails else sweep[-1][0])  # fmt: skip
         for block, first, last in sweep:
             self.found[block] += calls[first - head : last + tail]
         return sweep[-1][2] + tail
