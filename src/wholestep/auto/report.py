@@ -22,12 +22,14 @@ def notes(found: Found) -> tuple[str, ...]:
     best = found.best
     several = len({row.mesh for row in found.rows}) > 1
     head = (
-        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated, "
+        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{_few(found)}, "
         f"{found.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} at most on a "
         f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
         f"less than {shown_seconds(found.bound_s)}"
     )
     lines = [head, *(f"{_name(row, several)}: {_lost(row, found)}" for row in found.rows if row.fate != "chosen")]
+    if found.extrapolated:
+        lines.append(_extrapolated(found))
     if best.again:
         lines.append(
             f"{len(best.again)} values are made again in the backward to fit: compile with "
@@ -41,16 +43,24 @@ def show(found: Found) -> str:
     head = ("candidate", "mesh", "at rest", "peak", "exposed", "per batch", "at least", "")
     cells = [head, *(_cells(row) for row in found.rows if row.costs is not None)]
     left = [f"{row.name} on {row.mesh}: {_lost(row, found)}" for row in found.rows if row.costs is None]
-    return "\n".join([*table(cells), *left])
+    return "\n".join([*table(cells), *left, *([_extrapolated(found)] if found.extrapolated else [])])
+
+
+def _few(found: Found) -> str:
+    return f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
+
+
+def _extrapolated(found: Found) -> str:
+    return f"about: extrapolated from steps with few of {found.short}; the others, simulated, are of all layers"
 
 
 def _cells(row: Considered) -> tuple[str, ...]:
     found = row.costs
     assert found is not None, "only rows with costs have cells"
-    again = f", {len(row.again)} values made again" if row.again else ""
+    again, about = f", {len(row.again)} values made again" if row.again else "", "about " if row.blocks else ""
     return (
-        row.name, str(row.mesh), human(found.rest_bytes), human(found.peak_bytes),
-        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", shown_seconds(row.batch_s),
+        row.name, str(row.mesh), human(found.rest_bytes), about + human(found.peak_bytes),
+        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", about + shown_seconds(row.batch_s),
         shown_seconds(row.bound_s), {"peak": "does not fit", "slower": ""}.get(row.fate, row.fate) + again,
     )  # fmt: skip
 
@@ -64,7 +74,7 @@ def _lost(row: Considered, found: Found) -> str:
     if row.fate == "rest":
         return f"keeps {human(row.needs_bytes)} between steps, {human(row.needs_bytes - budget)} too much"
     if row.fate == "peak":
-        return f"holds {human(row.needs_bytes)} at most, {human(row.needs_bytes - budget)} too much"
+        return f"holds {_about(row)}{human(row.needs_bytes)} at most, {human(row.needs_bytes - budget)} too much"
     if row.fate == "bounded":
         return f"takes {shown_seconds(row.bound_s)} for a batch at least"
     if row.batch_s > best.batch_s:
@@ -73,7 +83,11 @@ def _lost(row: Considered, found: Found) -> str:
 
 
 def _batch(row: Considered) -> str:
-    return f"{shown_seconds(row.batch_s)} for a batch"
+    return f"{_about(row)}{shown_seconds(row.batch_s)} for a batch"
+
+
+def _about(row: Considered) -> str:
+    return "about " if row.blocks and row.costs else ""
 
 
 def _name(row: Considered, several: bool) -> str:

@@ -83,6 +83,11 @@ class Found:
         return sum(row.costs is not None for row in self.rows)
 
     @property
+    def extrapolated(self) -> int:
+        """How many of these with few of the equal layers only."""
+        return sum(row.costs is not None and row.blocks is not None for row in self.rows)
+
+    @property
     def pruned(self) -> int:
         """How many lost without that."""
         return sum(row.fate in PRUNED for row in self.rows)
@@ -156,8 +161,7 @@ class Search:
         try:
             layouts = layouts_at_rest(self.graph, mesh, strategies, self.placed)
             rest = bytes_of_rest(self.graph, mesh, layouts)
-            alike = self.short is not None and self.short.suits(mesh, strategies, layouts)
-            blocks = self.short.pair(mesh, strategies) if self.short and alike else None
+            blocks = self.short.blocks(mesh, strategies, layouts) if self.short else None
             row = Considered(
                 template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, blocks=blocks
             )

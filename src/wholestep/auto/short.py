@@ -44,8 +44,9 @@ class Short:
             self.graphs[blocks] = folded(self.graph, self.repeats, blocks)
         return self.graphs[blocks]
 
-    def pair(self, mesh: Mesh, strategies: Strategies) -> tuple[int, int] | None:
-        """How many blocks to simulate; None where that is not much less than all of them.
+    def blocks(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> tuple[int, int] | None:
+        """How many blocks to simulate; None where that is not much less than all of them, or where `strategies`, by
+        which inputs rest as in `rest`, do not treat them alike.
 
         A collective carries `machine.bucket_bytes` at least. So many layers fill a few buckets in the first step, and a
         few more in the second, with parameters cut as tensor parallelism does: then it matters little where in a layer
@@ -58,7 +59,7 @@ class Short:
         several = ceil(_BUCKETS * self.machine.bucket_bytes * cut / max(sum(owned), 1))
         few = max(FEWEST[0], several)
         more = few + max(FEWEST[1] - FEWEST[0], several)
-        return (few, more) if few + more <= self.count * _WORTH else None
+        return (few, more) if few + more <= self.count * _WORTH and self._alike(mesh, strategies, rest) else None
 
     def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
         """What grows evenly with the number of blocks, for all of them."""
@@ -77,8 +78,7 @@ class Short:
         sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
         return Least(self.whole(pair, (a.computed_us, b.computed_us)), sent)
 
-    def suits(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> bool:
-        """True where `strategies`, by which inputs rest as in `rest`, treat equal layers alike."""
+    def _alike(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> bool:
         names = {node: given.name for given, node in self.graph.placeholders()}
         first = self.repeats.blocks[0]
         alike = all(

@@ -261,7 +261,8 @@ def _each(shown: Screen, count: int) -> Generator[Callable[[str], None]]:
         now = time.perf_counter()
         if before:
             shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
-        before.append((f"[{len(before) + 1}/{count}] {name}", now))
+        place = f"[{len(before) + 1}/{count}] " if len(before) < count else ""
+        before.append((place + name, now))
         shown.stage(before[-1][0], done=False, seconds=0.0)
 
     yield watch

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ..auto.costs import Costs, costs
 from ..auto.search import first_line
+from ..auto.short import Short, shortened
 from ..auto.templates import Template, batches, templates
 from ..cost.machine import Machine
 from ..cost.speeds import Speeds
@@ -17,7 +18,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make import plan
+from ..plan.make import layouts_at_rest, plan
 from ..plan.strategy import compose
 
 __all__ = ["Costs", "Row", "Template", "as_json", "compare", "costs", "show", "templates"]
@@ -25,12 +26,15 @@ __all__ = ["Costs", "Row", "Template", "as_json", "compare", "costs", "show", "t
 
 @dataclass(frozen=True)
 class Row:
-    """One template: its costs, or why it has none. `batches` of those that were captured make up a step of the mesh."""
+    """One template: its costs, or why it has none. `batches` of those that were captured make up a step of the mesh.
+    `layers`: the costs are extrapolated from those of steps with so many of the equal layers.
+    """
 
     name: str
     batches: int
     costs: Costs | None
     error: str = ""
+    layers: tuple[int, int] | None = None
 
     @property
     def batch_s(self) -> float:
@@ -47,42 +51,56 @@ def compare(
 ) -> list[Row]:
     """A row for each template, the fastest for each batch first; those that cannot be planned last, with the reason.
 
+    Costs of a deep step are extrapolated from steps with few of its equal layers; those of the fastest never are.
     `watch` is told the name of each template before it is planned.
     """
-    rows: list[Row] = []
+    speeds, by_name = machine or Machine(), {template.name: template for template in chosen}
+    short, rows = shortened(graph, speeds), list[Row]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
-        rows.append(_row(graph, mesh, template, machine or Machine()))
-    return sorted(rows, key=lambda row: row.batch_s)
+        rows.append(_row(graph, mesh, template, speeds, short))
+    rows = sorted(rows, key=lambda row: row.batch_s)
+    while rows and rows[0].layers is not None:
+        rows[0] = _row(graph, mesh, by_name[rows[0].name], speeds)
+        rows = sorted(rows, key=lambda row: row.batch_s)
+    return rows
 
 
-def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds) -> Row:
+def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, short: Short | None = None) -> Row:
+    """With all layers, or extrapolated where `short` can do that."""
     if isinstance(template.strategies, WholestepError):
         return Row(template.name, 1, None, first_line(template.strategies))
+    strategies, layers = compose(template.strategies), None
     try:
-        strategies = compose(template.strategies)
-        planned = plan(graph, mesh, strategies)
-        return Row(template.name, batches(strategies, mesh), costs(partition(graph, planned), planned, machine))
+        layers = short.blocks(mesh, strategies, layouts_at_rest(graph, mesh, strategies)) if short else None
+        graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
+        found: list[Costs] = []
+        for one in graphs:
+            planned = plan(one, mesh, strategies)
+            found.append(costs(partition(one, planned), planned, machine))
     except WholestepError as error:
-        return Row(template.name, 1, None, first_line(error))
+        return _row(graph, mesh, template, machine) if layers else Row(template.name, 1, None, first_line(error))
+    made = short.costs(layers, found) if short and layers else found[0]
+    return Row(template.name, batches(strategies, mesh), made, layers=layers)
 
 
 def show(rows: Sequence[Row], what: str = "template") -> str:
     """The rows as a table of text; `what` they are."""
     head = (what, "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
-    failed = [row for row in rows if row.costs is None]
-    return "\n".join([*table(cells), *(f"{row.name}: no plan: {row.error}" for row in failed)])
+    failed = [f"{row.name}: no plan: {row.error}" for row in rows if row.costs is None]
+    about = ["about: extrapolated from steps with few of the equal layers"] if any(row.layers for row in rows) else []
+    return "\n".join([*table(cells), *failed, *about])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    found = row.costs
+    found, about = row.costs, "about " if row.layers else ""
     assert found is not None, "only rows with costs have cells"
     return (
-        row.name, human(found.rest_bytes), human(found.peak_bytes), human(found.sent_bytes), str(found.collectives),
-        seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches),
-        seconds(row.batch_s),
+        row.name, human(found.rest_bytes), about + human(found.peak_bytes), human(found.sent_bytes),
+        str(found.collectives), about + seconds(found.step_s),
+        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches), about + seconds(row.batch_s),
     )  # fmt: skip
 
 
@@ -95,7 +113,12 @@ def as_json(rows: Sequence[Row], mesh: Mesh, model: str, machine: Speeds | None 
         "mesh": str(mesh),
         "machine": machine.name if isinstance(machine, Topology) else asdict(cast(Machine, machine or Machine())),
         "rows": [
-            {"template": r.name, "batches": r.batches, "error": r.error or None, **(asdict(r.costs) if r.costs else {})}
+            {
+                "template": r.name,
+                "batches": r.batches,
+                "error": r.error or None,
+                **(asdict(r.costs) | {"extrapolated_from_layers": r.layers} if r.costs else {}),
+            }
             for r in rows
         ],
     }

@@ -1,0 +1,189 @@
+"""A deep step is searched on short ones: the same winner as with all layers, and what it costs within a few percent."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.auto.costs import costs, least
+from wholestep.auto.search import FEWEST, SURE, SURE_BYTES, Found, Search
+from wholestep.auto.short import Short, shortened
+from wholestep.auto.templates import Template, templates
+from wholestep.graph.repeats import find_repeats
+from wholestep.plan.make import layouts_at_rest
+from wholestep.plan.strategy import compose
+
+LAYERS = 16
+FAST = ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
+MACHINES = {"slow": ws.Machine(link_bytes_per_us=12.0), "fast": FAST, "dgx-h100": ws.Topology.preset("dgx-h100")}
+PAIRS = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+MESH = ws.Mesh("dp=4,tp=2")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, words: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def deep(width: int, layers: int = LAYERS) -> ws.TrainGraph:
+    with torch.device("meta"):
+        model, words = Deep(width, layers), torch.empty(8, 128, dtype=torch.int64)
+    return ws.capture(train, model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), words)
+
+
+GRAPHS = {"wide": deep(2048), "narrow": deep(256)}
+
+
+def search(graph: ws.TrainGraph, machine: Any, short: Short | None, memory: int | None = None) -> Found:
+    """By the same code with and without short steps."""
+    auto = ws.Auto(memory, machine, PAIRS)
+    run = Search(graph, machine, memory, finish_of(machine), short=short)
+    return run.run(auto.candidates(MESH))
+
+
+def finish_of(machine: Any) -> Any:
+    from wholestep.auto.fit import Finish
+
+    return Finish(ws.Schedule(machine))
+
+
+def short_of(graph: ws.TrainGraph, machine: Any) -> Short:
+    short = shortened(graph, machine)
+    assert short is not None
+    return short
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_the_winner_is_that_of_all_layers(kind: str, machine: str) -> None:
+    """And its figures are those of the whole step, to the last bit."""
+    graph, speeds = GRAPHS[kind], MACHINES[machine]
+    long, short = search(graph, speeds, None), search(graph, speeds, short_of(graph, speeds))
+    assert short.best.batch_s == long.best.batch_s
+    assert short.best.costs == long.best.costs
+    assert short.best.blocks is None
+    assert short.plan.to_json() == long.plan.to_json()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_extrapolated_costs_are_near(machine: str) -> None:
+    graph, speeds = GRAPHS["wide"], MACHINES[machine]
+    short, seen = short_of(graph, speeds), 0
+    for template in templates(MESH, PAIRS):
+        assert not isinstance(template.strategies, ws.WholestepError)
+        strategies = compose(template.strategies)
+        pair = short.blocks(MESH, strategies, layouts_at_rest(graph, MESH, strategies))
+        if pair is None:
+            continue
+        found = [priced(short.with_blocks(n), template, speeds) for n in pair]
+        made, real = short.costs(pair, found), priced(graph, template, speeds)
+        assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
+        assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=SURE_BYTES), template.name
+        assert made.rest_bytes == real.rest_bytes
+        assert made.sent_bytes == real.sent_bytes
+        seen += 1
+    assert seen > 5
+
+
+def priced(graph: ws.TrainGraph, template: Template, machine: Any) -> Any:
+    planned = ws.plan(graph, MESH, template.strategies)  # pyright: ignore[reportArgumentType]
+    return costs(ws.partition(graph, planned), planned, machine)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_bounds_are_those_of_all_layers(machine: str) -> None:
+    graph, speeds = GRAPHS["wide"], MACHINES[machine]
+    short = short_of(graph, speeds)
+    for template in templates(MESH, PAIRS):
+        assert not isinstance(template.strategies, ws.WholestepError)
+
+        def of(graph: ws.TrainGraph, template: Template = template) -> Any:
+            return least(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), speeds)  # pyright: ignore
+
+        made, real = short.least(FEWEST, [of(short.with_blocks(n)) for n in FEWEST]), of(graph)
+        assert made.sent == real.sent
+        assert made.computed_us == pytest.approx(real.computed_us, rel=1e-3)
+
+
+def test_memory_as_with_all_layers() -> None:
+    """A budget that only some candidates keep to."""
+    graph = GRAPHS["wide"]
+    whole = search(graph, FAST, None)
+    budget = sorted(row.costs.peak_bytes for row in whole.rows if row.costs is not None)[0] + 1000
+    long, short = search(graph, FAST, None, budget), search(graph, FAST, short_of(graph, FAST), budget)
+    assert short.best.name == long.best.name
+    assert short.best.needs_bytes == long.best.needs_bytes <= budget
+
+
+def test_shallow_steps_are_left_whole() -> None:
+    assert shortened(deep(64, 6), FAST) is None
+
+
+def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
+    graph = GRAPHS["narrow"]
+    strategies = compose(ws.DataParallel("zero1"))
+    wide = Short(GRAPHS["wide"], find_repeats(GRAPHS["wide"]), FAST)  # pyright: ignore[reportArgumentType]
+    narrow = Short(graph, find_repeats(graph), FAST)  # pyright: ignore[reportArgumentType]
+    assert wide.blocks(MESH, strategies, layouts_at_rest(wide.graph, MESH, strategies)) == FEWEST
+    assert narrow.blocks(MESH, strategies, layouts_at_rest(graph, MESH, strategies)) is None
+
+
+def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
+    """One of them is cut by tensor parallelism, the others are not."""
+    graph = GRAPHS["wide"]
+    short = short_of(graph, FAST)
+    odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
+    run = Search(graph, FAST, None, finish_of(FAST), short=short)
+    found = run.run([(MESH, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)))])
+    assert found.rows[0].blocks is None
+    assert found.best.costs == priced(graph, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)), FAST)
+
+
+def test_a_pattern_for_each_layer() -> None:
+    """Patterns that name layers name none in a short step: all layers are planned."""
+    graph = GRAPHS["wide"]
+    styles = {f"layers.{i}.{one}": how for i in range(LAYERS) for one, how in (("up", "colwise"), ("down", "rowwise"))}
+    row = Template("each", (ws.DataParallel("replicate", axis="dp"), ws.TensorParallel(styles)))
+    run = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST))
+    found = run.run([(MESH, row)])
+    assert found.best.costs == priced(graph, row, FAST)
+
+
+def test_auto_says_what_is_extrapolated() -> None:
+    graph = GRAPHS["wide"]
+    found = ws.Auto(topology=FAST, tensor=PAIRS).search(graph, MESH)
+    assert found.short is not None
+    assert any(row.blocks is not None and row.costs is not None for row in found.rows)
+    plan = ws.plan(graph, MESH, ws.Auto(topology=FAST, tensor=PAIRS))
+    assert plan.objective is not None
+    assert plan.objective.batch_s == found.best.batch_s
