@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpoints
 
 import wholestep as ws
 from wholestep.errors import GraphError
@@ -21,6 +21,7 @@ from wholestep.graph.interpret import run_one
 from wholestep.graph.repeats import Repeats, find_repeats, why_not
 
 DEEP, SHALLOW, WIDTH, WORDS = 6, 3, 8, 12
+checkpoint: Any = vars(checkpoints)["checkpoint"]
 
 
 class Block(nn.Module):
@@ -149,7 +150,7 @@ def without_number(name: str) -> str:
     return re.sub(r"layers\.\d+", "layers.*", name)
 
 
-def unnamed(node: Node) -> tuple[object, object]:
+def unnamed(node: Node) -> Any:
     return tuple(without_number(a) if isinstance(a, str) else a for a in node.args), node.kwargs
 
 
@@ -158,7 +159,7 @@ def structure(graph: ws.TrainGraph) -> list[object]:
     number = {node: i for i, node in enumerate(graph.graph.nodes)}
     return [
         (
-            n.op, str(n.target) if n.op == "call_function" else "", repr(map_arg(unnamed(n), number.get)),
+            n.op, str(n.target) if n.op == "call_function" else "", repr(map_arg(unnamed(n), number.__getitem__)),
             meta.tensors(n), without_number(meta.module_path(n)), meta.is_backward(n),
         )
         for n in graph.graph.nodes
@@ -289,9 +290,13 @@ def test_layers_that_take_turns() -> None:
     check_against_capture(deep, build_turns(4), 2)
 
 
+def second_twice(count: int) -> list[int]:
+    return [0, 1, 1, *range(2, count)]
+
+
 def test_one_layer_used_twice() -> None:
     """It is not equal to the others; those behind it are."""
-    repeats = found_in(step_of(DEEP, clipped, order=lambda n: [0, 1, 1, *range(2, n)]))
+    repeats = found_in(step_of(DEEP, clipped, order=second_twice))
     assert (repeats.first, repeats.count) == (2, 4)
 
 

@@ -133,12 +133,11 @@ class LocalGraph:
 def operands(node: Node) -> list[Node]:
     """Every node `node` reads, in argument order, lists opened, repeats kept."""
     found: list[Node] = []
-
-    def take(given: Node) -> Node:
-        found.append(given)
-        return given
-
-    map_arg((node.args, node.kwargs), take)
+    for given in (*node.args, *node.kwargs.values()):
+        if isinstance(given, Node):
+            found.append(given)
+        elif isinstance(given, (list, tuple, dict, slice)):
+            map_arg(given, found.append)
     return found
 
 

@@ -100,7 +100,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.name, human(found.rest_bytes), about + human(found.peak_bytes), human(found.sent_bytes),
         str(found.collectives), about + seconds(found.step_s),
-        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches), about + seconds(row.batch_s),
+        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches),
+        about + seconds(row.batch_s),
     )  # fmt: skip
 
 
