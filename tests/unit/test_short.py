@@ -12,7 +12,6 @@ from wholestep.auto.search import FEWEST, SURE, SURE_BYTES, Found, Search
 from wholestep.auto.short import Short, shortened
 from wholestep.auto.templates import Template, templates
 from wholestep.graph.repeats import find_repeats
-from wholestep.plan.make import layouts_at_rest
 from wholestep.plan.strategy import compose
 
 LAYERS = 16
@@ -102,7 +101,7 @@ def test_extrapolated_costs_are_near(machine: str) -> None:
     for template in templates(MESH, PAIRS):
         assert not isinstance(template.strategies, ws.WholestepError)
         strategies = compose(template.strategies)
-        pair = short.blocks(MESH, strategies, layouts_at_rest(graph, MESH, strategies))
+        pair = short.blocks(MESH, strategies)
         if pair is None:
             continue
         found = [priced(short.with_blocks(n), template, speeds) for n in pair]
@@ -154,8 +153,8 @@ def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
     strategies = compose(ws.DataParallel("zero1"))
     wide = Short(GRAPHS["wide"], find_repeats(GRAPHS["wide"]), FAST)  # pyright: ignore[reportArgumentType]
     narrow = Short(graph, find_repeats(graph), FAST)  # pyright: ignore[reportArgumentType]
-    assert wide.blocks(MESH, strategies, layouts_at_rest(wide.graph, MESH, strategies)) == FEWEST
-    assert narrow.blocks(MESH, strategies, layouts_at_rest(graph, MESH, strategies)) is None
+    assert wide.blocks(MESH, strategies) == FEWEST
+    assert narrow.blocks(MESH, strategies) is None
 
 
 def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:

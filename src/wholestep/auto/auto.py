@@ -106,7 +106,7 @@ class Auto:
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
         candidates = self.candidates(mesh, same_batches, speeds)
-        short = shortened(graph, speeds)
+        short = shortened(graph, speeds, placed)
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
         return run.run(candidates)
 

@@ -14,7 +14,7 @@ from ..graph.text import human
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make import bytes_of_rest, layouts_at_rest, plan
+from ..plan.make import bytes_at_rest, plan
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from .costs import Costs, costs_of, fingerprint, least
@@ -159,9 +159,11 @@ class Search:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
         strategies = compose(template.strategies)
         try:
-            layouts = layouts_at_rest(self.graph, mesh, strategies, self.placed)
-            rest = bytes_of_rest(self.graph, mesh, layouts)
-            blocks = self.short.blocks(mesh, strategies, layouts) if self.short else None
+            blocks = self.short.blocks(mesh, strategies) if self.short else None
+            if self.short and blocks:
+                rest = self.short.bytes_at_rest(mesh, strategies, self.placed)
+            else:
+                rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
             row = Considered(
                 template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, blocks=blocks
             )
@@ -233,8 +235,7 @@ class Search:
         assert row.strategies is not None, "it has a plan"
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
-        placed = self.placed and {i.name: self.placed[i.name] for i in graph.inputs if i.name in self.placed}
-        planned = plan(graph, row.mesh, row.strategies, placed)
+        planned = plan(graph, row.mesh, row.strategies, self.placed)
         return planned, partition(graph, planned)
 
     def _priced(self, row: Considered, found: Costs) -> Considered:

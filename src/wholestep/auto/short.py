@@ -11,9 +11,11 @@ from ..errors import GraphError
 from ..graph.fold import folded
 from ..graph.graph import Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
-from ..layout import Layout
+from ..layout import Layout, replicated
 from ..mesh import Mesh
-from ..plan.strategy import Strategies, Strategy
+from ..plan.data_parallel import DataParallel
+from ..plan.make import bytes_at_rest
+from ..plan.strategy import Resting, Strategies, Strategy
 from .costs import Costs, Least
 
 FEWEST = (2, 3)
@@ -31,7 +33,7 @@ class Short:
     repeats: Repeats
     machine: Speeds
     graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
-    pinned: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
+    alike: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
     @property
     def count(self) -> int:
@@ -44,9 +46,9 @@ class Short:
             self.graphs[blocks] = folded(self.graph, self.repeats, blocks)
         return self.graphs[blocks]
 
-    def blocks(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> tuple[int, int] | None:
-        """How many blocks to simulate; None where that is not much less than all of them, or where `strategies`, by
-        which inputs rest as in `rest`, do not treat them alike.
+    def blocks(self, mesh: Mesh, strategies: Strategies) -> tuple[int, int] | None:
+        """How many blocks to simulate; None where that is not much less than all of them, or where `strategies` do not
+        treat them alike.
 
         A collective carries `machine.bucket_bytes` at least. So many layers fill a few buckets in the first step, and a
         few more in the second, with parameters cut as tensor parallelism does: then it matters little where in a layer
@@ -59,7 +61,17 @@ class Short:
         several = ceil(_BUCKETS * self.machine.bucket_bytes * cut / max(sum(owned), 1))
         few = max(FEWEST[0], several)
         more = few + max(FEWEST[1] - FEWEST[0], several)
-        return (few, more) if few + more <= self.count * _WORTH and self._alike(mesh, strategies, rest) else None
+        alike = few + more <= self.count * _WORTH and all(self._alike(mesh, part) for part in strategies.parts)
+        return (few, more) if alike else None
+
+    def bytes_at_rest(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
+        """As `plan.make.bytes_at_rest` of the whole step.
+
+        Raises:
+            PlanError, MeshError: the strategies do not fit the mesh or the graph.
+        """
+        few, more = (bytes_at_rest(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
+        return round(self.whole(FEWEST, (few, more)))
 
     def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
         """What grows evenly with the number of blocks, for all of them."""
@@ -78,42 +90,47 @@ class Short:
         sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
         return Least(self.whole(pair, (a.computed_us, b.computed_us)), sent)
 
-    def _alike(self, mesh: Mesh, strategies: Strategies, rest: Mapping[str, Layout]) -> bool:
-        names = {node: given.name for given, node in self.graph.placeholders()}
-        first = self.repeats.blocks[0]
-        alike = all(
-            rest[name] == rest[names[first[self.repeats.places[node][1]]]]
-            for node, name in names.items()
-            if node in self.repeats.places
-        )
-        return alike and all(self._pins_alike(mesh, part) for part in strategies.parts)
-
-    def _pins_alike(self, mesh: Mesh, part: Strategy) -> bool:
+    def _alike(self, mesh: Mesh, part: Strategy) -> bool:
+        """True where `part` treats equal layers alike, in where parameters rest and in what it pins."""
+        if isinstance(part, DataParallel):
+            return True  # it goes by shapes
         key = repr(part), tuple(mesh.axis_size(axis) for axis in part.axes(mesh))
-        if key not in self.pinned:
+        if key not in self.alike:
             slots = {node.name: slot for node, (_, slot) in self.repeats.places.items()}
-            pins, found = part.pins(self.graph, mesh), dict[object, list[object]]()
+            found: dict[object, list[object]] = {}
+            params = [(i, slots.get(n.name)) for i, n in self.graph.placeholders() if i.role is Role.PARAM]
+            whole = {i.name: replicated(len(i.meta.shape)) for i, _ in params}
+            rest = part.resting(self.graph, mesh, {name: Resting(layout, layout) for name, layout in whole.items()})
+            for given, slot in params:
+                found.setdefault(("rest", given.name if slot is None else slot), []).append(rest[given.name])
+            pins = part.pins(self.graph, mesh)
             for name, states in pins.results.items():
                 found.setdefault(slots.get(name, name), []).append(states)
             for (reader, given), states in pins.reads.items():
                 if reader in slots and given in slots:
                     found.setdefault((slots[reader], slots[given]), []).append(states)
             numbers = {len(states) for states in found.values()}
-            self.pinned[key] = numbers <= {1, self.count - 1, self.count} and all(
+            self.alike[key] = numbers <= {1, self.count - 1, self.count} and all(
                 state == states[0] for states in found.values() for state in states
             )
-        return self.pinned[key]
+        return self.alike[key]
 
     def __str__(self) -> str:
         by = f" by {self.repeats.period}" if self.repeats.period > 1 else ""
         return f"{self.count} equal layers{by} ({self.repeats.prefix})"
 
 
-def shortened(graph: TrainGraph, machine: Speeds) -> Short | None:
-    """`graph` as what can be made short; None where it has no equal layers, or too few to be worth it."""
+def shortened(graph: TrainGraph, machine: Speeds, placed: Mapping[str, Layout] | None = None) -> Short | None:
+    """`graph` as what can be made short; None where it has no equal layers, too few to be worth it, or where they are
+    not `placed` alike.
+    """
     repeats = find_repeats(graph)
     if repeats is None or sum(FEWEST) > repeats.count * _WORTH:
         return None
+    names = {node: given.name for given, node in graph.placeholders()}
+    for columns in zip(*repeats.blocks, strict=True):
+        if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
+            return None
     short = Short(graph, repeats, machine)
     try:
         short.with_blocks(FEWEST[0])

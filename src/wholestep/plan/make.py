@@ -75,23 +75,8 @@ def bytes_at_rest(
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
-    return bytes_of_rest(graph, mesh, layouts_at_rest(graph, mesh, parallel, placed))
-
-
-def layouts_at_rest(
-    graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
-) -> dict[str, Layout]:
-    """Where a plan would have every input rest; nothing is planned.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
-    """
     parallel.axes(mesh)
-    return _placed(graph, mesh, parallel, placed)[1]
-
-
-def bytes_of_rest(graph: TrainGraph, mesh: Mesh, rest: Mapping[str, Layout]) -> int:
-    """What the first rank holds between calls, of all inputs but the batch."""
+    _, rest = _placed(graph, mesh, parallel, placed)
     first = mesh.coordinate(0)
     held = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
     return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in held)

@@ -18,7 +18,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make import layouts_at_rest, plan
+from ..plan.make import plan
 from ..plan.strategy import compose
 
 __all__ = ["Costs", "Row", "Template", "as_json", "compare", "costs", "show", "templates"]
@@ -73,7 +73,7 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
         return Row(template.name, 1, None, first_line(template.strategies))
     strategies, layers = compose(template.strategies), None
     try:
-        layers = short.blocks(mesh, strategies, layouts_at_rest(graph, mesh, strategies)) if short else None
+        layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
         found: list[Costs] = []
         for one in graphs:
