@@ -104,8 +104,9 @@ def test_extrapolated_costs_are_near(machine: str) -> None:
         pair = short.blocks(MESH, strategies)
         if pair is None:
             continue
-        found = [priced(short.with_blocks(n), template, speeds) for n in pair]
-        made, real = short.costs(pair, found), priced(graph, template, speeds)
+        plans = [(ws.plan(g, MESH, strategies), g) for g in map(short.with_blocks, pair)]
+        programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
+        made, real = short.priced(pair, programs, finish_of(speeds)), priced(graph, template, speeds)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
         assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=SURE_BYTES), template.name
         assert made.rest_bytes == real.rest_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
@@ -39,6 +39,12 @@ class Finish:
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """What runs."""
         return run_passes(local, self._ways()[0])
+
+    def with_buckets(self, again: int) -> Finish:
+        """The same for part of a step that gathers so many bytes of parameters `again`: with its size of buckets."""
+        if self.schedule is None or self.schedule.bucket_bytes is not None:
+            return self
+        return replace(self, schedule=replace(self.schedule, bucket_bytes=self.schedule.sized(again)))
 
     def fit(self, local: LocalGraph, budget_bytes: int, machine: Speeds, gathers: bool) -> Fitted:
         """`local` within the budget, in the shortest simulated step. `gathers`: parameters may be gathered again too.

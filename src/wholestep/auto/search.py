@@ -207,8 +207,10 @@ class Search:
         self.programs[mark] = row.name
         if row.blocks not in (None, FEWEST):
             made = self._made(row, row.blocks)
-        found = [costs_of(self.finish(local), planned, self.machine) for planned, local in made]
-        row = self._priced(row, short.costs(row.blocks, found) if short and row.blocks else found[0])
+        if short and row.blocks:
+            row = self._priced(row, short.priced(row.blocks, made, self.finish))
+        else:
+            row = self._priced(row, costs_of(self.finish(made[0][1]), made[0][0], self.machine))
         return replace(row, fate="peak") if self._over(row.needs_bytes) else self._compared(row, made[-1][0])
 
     def _made(self, row: Considered, blocks: tuple[int, int] | None) -> list[tuple[Plan, LocalGraph]]:

@@ -9,14 +9,17 @@ from math import ceil, prod
 from ..cost.speeds import Speeds
 from ..errors import GraphError
 from ..graph.fold import folded
-from ..graph.graph import Role, TrainGraph
+from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
 from ..layout import Layout, replicated
 from ..mesh import Mesh
+from ..passes.bucket import gathered_again
 from ..plan.data_parallel import DataParallel
 from ..plan.make import bytes_at_rest
+from ..plan.plan import Plan
 from ..plan.strategy import Resting, Strategies, Strategy
-from .costs import Costs, Least
+from .costs import Costs, Least, costs_of
+from .fit import Finish
 
 FEWEST = (2, 3)
 _BUCKETS = 3
@@ -83,6 +86,12 @@ class Short:
         a, b = (astuple(one) for one in found)
         rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
         return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
+
+    def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], finish: Finish) -> Costs:
+        """What the whole step costs, from plans and programs of those with so many blocks, finished as it would be."""
+        few, more = (gathered_again(local) for _, local in made)
+        finish = finish.with_buckets(round(self.whole(pair, (few, more))))
+        return self.costs(pair, [costs_of(finish(local), planned, self.machine) for planned, local in made])
 
     def least(self, pair: tuple[int, int], found: Sequence[Least]) -> Least:
         """The bound of the whole step, from the parts of those with so many blocks; what is sent is exact."""

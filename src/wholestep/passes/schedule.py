@@ -65,12 +65,12 @@ class Schedule:
         ]  # fmt: skip
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
-        """As the link wants it; but where parameters are gathered again to hold less, the buckets that are in flight
-        hold a quarter of them at most.
+        return self.sized(gathered_again(local)) if self.bucket_bytes is None else self.bucket_bytes
+
+    def sized(self, again: int) -> int:
+        """Bytes of a bucket as the link wants it; but where so many bytes of parameters are gathered `again` to hold
+        less, the buckets that are in flight hold a quarter of them at most.
         """
-        if self.bucket_bytes is not None:
-            return self.bucket_bytes
-        again = gathered_again(local)
         few = max(again // (4 * _IN_FLIGHT), _LEAST_BUCKET) if again else self.machine.bucket_bytes
         return min(few, self.machine.bucket_bytes)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from ..auto.costs import Costs, costs
+from ..auto.fit import Finish
 from ..auto.search import first_line
 from ..auto.short import Short, shortened
 from ..auto.templates import Template, batches, templates
@@ -18,6 +19,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
+from ..passes.schedule import Schedule
 from ..plan.make import plan
 from ..plan.strategy import compose
 
@@ -75,14 +77,15 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        found: list[Costs] = []
-        for one in graphs:
-            planned = plan(one, mesh, strategies)
-            found.append(costs(partition(one, planned), planned, machine))
+        plans = [plan(one, mesh, strategies) for one in graphs]
+        made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
+        if short and layers:
+            found = short.priced(layers, made, Finish(Schedule(machine)))
+        else:
+            found = costs(made[0][1], made[0][0], machine)
     except WholestepError as error:
         return _row(graph, mesh, template, machine) if layers else Row(template.name, 1, None, first_line(error))
-    made = short.costs(layers, found) if short and layers else found[0]
-    return Row(template.name, batches(strategies, mesh), made, layers=layers)
+    return Row(template.name, batches(strategies, mesh), found, layers=layers)
 
 
 def show(rows: Sequence[Row], what: str = "template") -> str:
