@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal
 
 from ..cost.compute import peak_us
+from ..cost.memory import peak_memory
 from ..cost.speeds import Speeds
 from ..errors import PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -21,6 +23,7 @@ from .costs import Costs, costs_of, fingerprint, least
 from .fit import Finish
 from .guess import guess_us
 from .short import FEWEST, Short
+from .short_fit import Fit, ShortFit
 from .templates import Template, batches
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
@@ -37,7 +40,8 @@ class Considered:
     program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
 
     `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
-    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all.
+    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all;
+    `made_again` says then that values are, of which `again` has no names.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Considered:
     again: tuple[str, ...] = ()
     why: str = ""
     blocks: tuple[int, int] | None = None
+    made_again: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -130,8 +135,10 @@ class Search:
         if self.short is not None:
             rows = self._confirmed(rows)
         if self.best is None and self.budget_bytes is not None:
+            if self.recompute and self.short is not None:
+                rows = self._fitted_short(rows, self.short, self.budget_bytes)
             for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
-                if self.recompute and rows[i].fate == "peak":
+                if self.recompute and rows[i].fate == "peak" and rows[i].blocks is None:
                     rows[i] = self._fitted(rows[i], self.budget_bytes)
         if self.best is None or self.plan is None:
             raise self._nothing(rows)
@@ -213,8 +220,48 @@ class Search:
             row = self._priced(row, costs_of(self.finish(made[0][1]), made[0][0], self.machine))
         return replace(row, fate="peak") if self._over(row.needs_bytes) else self._compared(row, made[-1][0])
 
-    def _made(self, row: Considered, blocks: tuple[int, int] | None) -> list[tuple[Plan, LocalGraph]]:
+    def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
+        """With values made again in all equal layers alike: on short steps, then with all layers those that may win."""
+        found: list[tuple[float, int, ShortFit, Fit]] = []
+        best_s = _INFINITE
+        for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
+            row = rows[i]
+            if row.fate == "peak" and row.blocks and max(row.batch_s, row.bound_s) < best_s * (1 + SURE):
+                fitting = self._fitting(row, short, "made to fit: ")
+                fit = fitting.best(budget_bytes)
+                if fit is None:
+                    rows[i] = replace(row, needs_bytes=round(fitting.least().peak_bytes))
+                else:
+                    batch_s = fit.step_us / 1e6 / row.batches
+                    found.append((batch_s, i, fitting, fit))
+                    best_s = min(best_s, batch_s)
+        for batch_s, i, fitting, fit in sorted(found, key=lambda one: one[:2]):
+            peak = round(fit.peak_bytes)
+            rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, made_again=True)
+            if self.best is None or batch_s < self.best.batch_s * (1 + SURE):
+                rows[i] = self._fitted_whole(rows[i], fitting, fit, budget_bytes)
+        return rows
+
+    def _fitting(self, row: Considered, short: Short, doing: str) -> ShortFit:
+        assert row.blocks is not None, "it is simulated with few layers"
+        (_, few), (_, more) = self._made(row, row.blocks, doing)
+        return ShortFit(short, row.blocks, (few, more), self.finish, row.gathers)
+
+    def _fitted_whole(self, row: Considered, fitting: ShortFit, fit: Fit, budget_bytes: int) -> Considered:
+        """All layers with what was chosen on short steps made again; by the whole step's own choice if that fails."""
+        planned, local = self._planned(row, self.graph, "all layers: ")
+        row = replace(row, blocks=None, made_again=False)
+        for tried in (fit, replace(fit, kinds=(*fit.kinds, *fit.partly), partly=(), blocks=0)):
+            made = fitting.whole(local, tried)
+            found = costs_of(made[0], planned, self.machine) if made else None
+            if made and found and found.peak_bytes <= budget_bytes:
+                return self._compared(replace(self._priced(row, found), again=made[1]), planned)
+        return self._fitted(replace(row, fate="peak"), budget_bytes)
+
+    def _made(self, row: Considered, blocks: tuple[int, int] | None, doing: str = "") -> list[tuple[Plan, LocalGraph]]:
         """Plans and programs of the steps with so many equal layers, or of that with all."""
+        if self.watch is not None and doing:
+            self.watch(f"{doing}{row.name}")
         short = self.short
         graphs = [short.with_blocks(n) for n in blocks] if short and blocks else [self.graph]
         return [self._planned(row, graph) for graph in graphs]
@@ -275,7 +322,9 @@ class Search:
             if done and row.needs_bytes >= min(other.needs_bytes for other in done):
                 break
             done.append(self._least(row))
-        return min(done, key=lambda row: row.needs_bytes)
+        while (nearest := min(done, key=lambda row: row.needs_bytes)).blocks and nearest.fate == "peak":
+            done = [replace(self._least(nearest), blocks=None) if row is nearest else row for row in done]
+        return nearest
 
     def _least(self, row: Considered) -> Considered:
         """The same with the bytes that it takes at least."""
@@ -285,6 +334,12 @@ class Search:
             return replace(row, needs_bytes=1 << 62)
         if not self.recompute:
             return replace(row, needs_bytes=self.finish.least_bytes(local))
+        if self.short is not None and row.blocks:
+            fitting = self._fitting(row, self.short, "")
+            least = fitting.least()
+            made = fitting.whole(local, least)
+            if made is not None:
+                return replace(row, needs_bytes=max(peak_memory(made[0]).size_bytes, ceil(least.peak_bytes)))
         return replace(row, needs_bytes=self.finish.fit(local, 0, self.machine, row.gathers).peak_bytes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, cast
@@ -46,9 +46,11 @@ class Bucket:
         """Merge the collectives of `local`."""
         graph = copy_graph(local.graph)
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
-        for group in self._groups(graph):
+        groups = self._groups(graph)
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for group in groups:
             if len(group) > 1:
-                _merge(graph, group, fixed)
+                _merge(graph, group, fixed, place)
         return replace(local, graph=graph)
 
     def _groups(self, graph: Graph) -> list[list[Node]]:
@@ -58,7 +60,7 @@ class Bucket:
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
-            after[node] = frozenset({node}) if is_wait(node) else frozenset().union(*(after[n] for n in operands(node)))
+            after[node] = frozenset({node}) if is_wait(node) else together([after[n] for n in operands(node)])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.nodes and not g.ahead]:
                     done.append(open_groups.pop(key).nodes)
@@ -82,6 +84,12 @@ class _Group:
     ahead: bool
     nodes: list[Node] = field(default_factory=list[Node])
     bytes: int = 0
+
+
+def together(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
+    """Their union: the largest itself where it has all of the others, so that many nodes share one set."""
+    largest = max(sets, key=len, default=frozenset[Node]())
+    return largest if all(one <= largest for one in sets) else largest.union(*sets)
 
 
 def _ahead(node: Node) -> bool:
@@ -122,8 +130,10 @@ def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] 
     return (node.target, *node.args[1:], made_by(node).dtype)
 
 
-def _merge(graph: Graph, group: Sequence[Node], fixed: bool) -> None:
-    """One collective in place of several, and a piece of it at each wait. `fixed`: shapes are alike on all ranks."""
+def _merge(graph: Graph, group: Sequence[Node], fixed: bool, place: Mapping[Node, int]) -> None:
+    """One collective in place of several, and a piece of it at each wait. `fixed`: shapes are alike on all ranks;
+    `place` has an order in which waits stand.
+    """
     kind, first = cast(Any, group[0].target), group[0]
     ahead = _ahead(first)
     at = first if ahead else group[-1]
@@ -142,8 +152,7 @@ def _merge(graph: Graph, group: Sequence[Node], fixed: bool) -> None:
         ]
         whole = add_call(graph, kind, (joined, *first.args[1:]), contiguous([length], like), first)
     waits = [next(u for u in node.users if is_wait(u)) for node in group]
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    with graph.inserting_before(min(waits, key=order.__getitem__)):
+    with graph.inserting_before(min(waits, key=place.__getitem__)):
         waited = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), first)
     cut = part_of_gather if kind is GATHER else part_of_scatter
     for number, (node, wait) in enumerate(zip(group, waits, strict=True)):

@@ -12,6 +12,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, copy_graph, operands
 from ..graph.verify import is_wait
+from .bucket import together
 
 Waits = frozenset[Node]
 
@@ -64,7 +65,7 @@ class _Work:
                 self._visit(node)
 
     def _visit(self, node: Node) -> None:
-        after = frozenset[Node]().union(*(self.after.get(n, frozenset()) for n in operands(node)))
+        after = together([self.after.get(n, frozenset()) for n in operands(node)])
         if self.by is not None:
             named = node.name in self.by
             self.marker = self.marker or (node if named else None)
@@ -74,7 +75,9 @@ class _Work:
         lists = _lists(node)
         if lists:
             waits = [self._of_item(lists, i) for i in range(len(lists[0]))]
-            groups = {w: [i for i, other in enumerate(waits) if other == w] for w in dict.fromkeys(waits)}
+            groups: dict[Waits, list[int]] = {}
+            for i, wait in enumerate(waits):
+                groups.setdefault(wait, []).append(i)
             self.items[node] = waits
             if len(groups) > 1:
                 self._split(node, list(groups.values()))
@@ -93,7 +96,7 @@ class _Work:
         return self.items[whole][index] if index < len(self.items[whole]) else frozenset()
 
     def _of_item(self, lists: Sequence[Sequence[Node]], index: int) -> Waits:
-        return frozenset[Node]().union(*(self.after.get(given[index], frozenset()) for given in lists))
+        return together([self.after.get(given[index], frozenset()) for given in lists])
 
     def _split(self, node: Node, groups: list[list[int]]) -> None:
         """One op for each group of positions, and every pick of an item from the op that makes it."""

@@ -1,0 +1,189 @@
+"""Fits a deep step into a budget of memory by short ones: what is made again of a layer is made again of its equals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+
+from torch.fx import Node
+
+from ..cost.memory import peak_memory
+from ..cost.schedule import simulate
+from ..graph import meta
+from ..graph.graph import LocalGraph, operands
+from ..passes.again import made_again
+from ..passes.base import Pass, run_passes
+from ..passes.bucket import gathered_again
+from ..passes.choose import choices
+from ..passes.recompute import held_by
+from ..passes.saved import Saved
+from ..passes.schedule import Schedule, schedules
+from .fit import Finish
+from .short import Short
+
+_NEARLY = 0.99
+Kind = int
+
+
+@dataclass
+class Values:
+    """The saved values of one program by kind: values of equal layers that are equals are of one kind."""
+
+    short: Short
+    local: LocalGraph
+    gathers: bool
+    saved: Saved = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saved = Saved(self.local, gathers=self.gathers)
+
+    @cached_property
+    def kinds(self) -> dict[Kind, list[tuple[int, str]]]:
+        """Of each kind, the block (-1 outside) and the name of every value."""
+        known = _kinds(self.local, self.short)
+        found: dict[Kind, list[tuple[int, str]]] = {}
+        for value in self.saved.candidates:
+            block, kind = known[value.storage.node]
+            found.setdefault(hash((kind, value.storage.index)), []).append((block, value.name))
+        return found
+
+    @cached_property
+    def of(self) -> dict[str, Kind]:
+        """The kind of each value."""
+        return {name: kind for kind, values in self.kinds.items() for _, name in values}
+
+    def names(self, kinds: Sequence[Kind], partly: Sequence[Kind] = (), blocks: int = 0) -> list[str]:
+        """Of all values of `kinds`, and of those of `partly` in the first so many blocks."""
+        found = [name for kind in kinds for _, name in self.kinds.get(kind, ())]
+        return found + [name for kind in partly for block, name in self.kinds.get(kind, ()) if block < blocks]
+
+
+def _kinds(local: LocalGraph, short: Short) -> dict[Node, tuple[int, Kind]]:
+    """Block and kind of each node: of the captured step by slot, of what partitioning made by what it reads."""
+    places = {node.name: at for node, at in short.repeats.places.items()}
+    found: dict[Node, tuple[int, Kind]] = {}
+    seen: dict[tuple[int, Kind], int] = {}
+    for node in local.graph.nodes:
+        if node.op == "output":
+            break
+        whole, _, part = node.name.partition("__")
+        at = places.get(node.name) or places.get(whole)
+        reads = [found[n] for n in operands(node)]
+        if at is not None:
+            block, kind = at[0], hash((at[1], part))
+        else:
+            block = next((b for b, _ in reads if b >= 0), -1)
+            kind = hash((str(node.target), *(k for _, k in reads), meta.tensors(node), meta.is_backward(node)))
+        number = seen[block, kind] = seen.get((block, kind), -1) + 1
+        found[node] = block, hash((kind, number))
+    return found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is made again: all values of `kinds`, and those of `partly` in the first `blocks` of all equal layers; in
+    the order of `schedule`. `step_us` and `peak_bytes` are extrapolated.
+    """
+
+    schedule: Schedule | None
+    kinds: tuple[Kind, ...]
+    partly: tuple[Kind, ...]
+    blocks: int
+    step_us: float
+    peak_bytes: float
+
+
+@dataclass
+class ShortFit:
+    """Looks for the values to be made again on two short programs, with so many blocks each."""
+
+    short: Short
+    pair: tuple[int, int]
+    programs: tuple[LocalGraph, LocalGraph]
+    finish: Finish
+    gathers: bool
+    known: dict[object, tuple[float, float]] = field(default_factory=dict[object, tuple[float, float]])
+
+    def __post_init__(self) -> None:
+        few, more = self.programs
+        self.few, self.more = Values(self.short, few, self.gathers), Values(self.short, more, self.gathers)
+
+    def best(self, budget_bytes: int) -> Fit | None:
+        """The shortest step of those that fit, one for each way to schedule; None where none does."""
+        ways = schedules(self.finish.schedule)
+        if self.least().peak_bytes > budget_bytes:
+            return None
+        found = [self._within(way, budget_bytes) for way in ways]
+        return min((one for one in found if one is not None), key=lambda one: one.step_us, default=None)
+
+    def least(self) -> Fit:
+        """All made again that helps, in the order that holds the least."""
+        way = schedules(self.finish.schedule)[-1]
+        us, peak = self._costs(way, self.chain[-1])
+        return Fit(way, self.chain[-1], (), 0, us, peak)
+
+    @cached_property
+    def chain(self) -> list[tuple[Kind, ...]]:
+        """Sets of kinds, each with more than the one before, in the order in which a search on the longer one goes."""
+        path = choices(self.more.saved, held_by(self.more.local), self.short.machine)
+        found: list[tuple[Kind, ...]] = [()]
+        for name in path[-1].names:
+            kind = self.more.of[name]
+            if kind not in found[-1] and kind in self.few.kinds:
+                found.append((*found[-1], kind))
+        return found
+
+    def _within(self, schedule: Schedule | None, budget_bytes: int) -> Fit | None:
+        """The first of `chain` that fits; of what it has more than the one before, as many layers as must be."""
+        chain, low, high = self.chain, -1, len(self.chain) - 1
+        if self._costs(schedule, chain[high])[1] > budget_bytes:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._costs(schedule, chain[middle])[1] <= budget_bytes
+            low, high = (low, middle) if fits else (middle, high)
+        us, peak = self._costs(schedule, chain[high])
+        if low < 0:
+            return Fit(schedule, chain[high], (), 0, us, peak)
+        before_us, before = self._costs(schedule, chain[low])
+        wanted = (before - budget_bytes * _NEARLY) / max(before - peak, 1.0)
+        blocks = min(ceil(wanted * self.short.count), self.short.count)
+        part = blocks / self.short.count
+        more = tuple(kind for kind in chain[high] if kind not in chain[low])
+        us, peak = before_us + part * (us - before_us), before + part * (peak - before)
+        return Fit(schedule, chain[low], more, blocks, us, peak)
+
+    def _costs(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
+        """Microseconds and peak of the whole step with these made again."""
+        key = schedule, kinds
+        if key not in self.known:
+            self.known[key] = self._simulated(schedule, kinds)
+        return self.known[key]
+
+    def _simulated(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
+        made = [made_again(v.local, v.names(kinds), gathers=self.gathers) for v in (self.few, self.more)]
+        if schedule is not None and schedule.bucket_bytes is None:
+            again = self.short.whole(self.pair, (gathered_again(made[0]), gathered_again(made[1])))
+            schedule = replace(schedule, bucket_bytes=schedule.sized(round(again)))
+        done = [run_passes(local, self.passes(schedule)) for local in made]
+        took, peaks = [simulate(p, self.short.machine).step_us for p in done], [peak_memory(p).size_bytes for p in done]
+        return self.short.whole(self.pair, (took[0], took[1])), self.short.whole(self.pair, (peaks[0], peaks[1]))
+
+    def passes(self, schedule: Schedule | None) -> list[Pass]:
+        """All passes to the end."""
+        return [*([schedule] if schedule else []), *self.finish.after]
+
+    def whole(self, local: LocalGraph, fit: Fit) -> tuple[LocalGraph, tuple[str, ...]] | None:
+        """The whole step `local` with what `fit` says made again, and the names of that; None where its values are not
+        those of the short ones, as many times as there are layers.
+        """
+        values = Values(self.short, local, self.gathers)
+        for kind in (*fit.kinds, *fit.partly):
+            sizes = [len(one.kinds.get(kind, ())) for one in (self.few, self.more, values)]
+            if sizes[2] != round(self.short.whole(self.pair, (sizes[0], sizes[1]))):
+                return None
+        names = values.names(fit.kinds, fit.partly, fit.blocks)
+        made = made_again(local, names, gathers=self.gathers)
+        return run_passes(made, self.passes(fit.schedule)), tuple(names)
