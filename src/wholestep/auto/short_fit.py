@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
+import numpy as np
 from torch.fx import Node
 
 from ..cost.memory import peak_memory
@@ -40,12 +41,16 @@ class Values:
         self.saved = Saved(self.local, gathers=self.gathers)
 
     @cached_property
+    def places(self) -> dict[Node, tuple[int, Kind]]:
+        """Block and kind of each node."""
+        return _kinds(self.local, self.short)
+
+    @cached_property
     def kinds(self) -> dict[Kind, list[tuple[int, str]]]:
         """Of each kind, the block (-1 outside) and the name of every value."""
-        known = _kinds(self.local, self.short)
         found: dict[Kind, list[tuple[int, str]]] = {}
         for value in self.saved.candidates:
-            block, kind = known[value.storage.node]
+            block, kind = self.places[value.storage.node]
             found.setdefault(hash((kind, value.storage.index)), []).append((block, value.name))
         return found
 
@@ -126,8 +131,19 @@ class ShortFit:
 
     @cached_property
     def chain(self) -> list[tuple[Kind, ...]]:
-        """Sets of kinds, each with more than the one before, in the order in which a search on the longer one goes."""
-        path = choices(self.more.saved, held_by(self.more.local), self.short.machine)
+        """Sets of kinds, each with more than the one before, in the order in which a search on the longer one goes in
+        which the second block stands for all that are left out: what it keeps weighs as much as what they keep.
+        """
+        saved, times = self.more.saved, self.short.count - self.pair[1] + 1
+        held = np.array(held_by(self.more.local), dtype=np.int64)
+        for storage in saved.storages:
+            node, last = storage.node, storage.last
+            kept = saved.last_stretch[id(storage)] > saved.stretch.get(node, 0)
+            if self.more.places[node][0] == 1 and kept and storage.first >= 0 and last is not None:
+                held[storage.first : last + 1] += storage.size_bytes * (times - 1)
+                storage.size_bytes *= times
+        alike = {node: times for node, (block, _) in self.more.places.items() if block == 1}
+        path = choices(saved, held.tolist(), self.short.machine, times=alike)
         found: list[tuple[Kind, ...]] = [()]
         for name in path[-1].names:
             kind = self.more.of[name]

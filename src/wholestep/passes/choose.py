@@ -6,7 +6,7 @@ made of counts once, however many dropped values need it, and is held from its f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -38,12 +38,14 @@ class Choice:
     peak_bytes: int
 
 
-def choices(saved: Saved, held: Sequence[int], machine: Speeds, wire_price: float = 1.0) -> list[Choice]:
+def choices(
+    saved: Saved, held: Sequence[int], machine: Speeds, wire_price: float = 1.0, times: Mapping[Node, int] | None = None
+) -> list[Choice]:
     """The path, cheapest first; `held` is what the step holds at each call now.
 
-    A gather costs `wire_price` of the time for which it keeps the wire.
+    A gather costs `wire_price` of the time for which it keeps the wire. `times`: calls that stand for several.
     """
-    search = _Search(saved, machine, wire_price, np.array(held, dtype=np.int64))
+    search = _Search(saved, machine, wire_price, np.array(held, dtype=np.int64), times or {})
     found = [search.choice()]
     first, rest = int(search.held.max(initial=0)), sum(s.size_bytes for s in saved.storages if s.first < 0)
     for stage in range(1, _STAGES + 1):
@@ -60,6 +62,7 @@ class _Search:
     machine: Speeds
     wire_price: float
     held: Array
+    times: Mapping[Node, int]
     us: float = 0.0
     names: list[str] = field(default_factory=list[str])
     dropped: set[int] = field(default_factory=set[int])
@@ -106,10 +109,11 @@ class _Search:
         if is_wait(node):
             return 0.0
         if is_collective(node):
-            return self.machine.launch_us + self.wire_price * sent_us(node, self.machine, self.saved.local.mesh)
+            sent = self.wire_price * sent_us(node, self.machine, self.saved.local.mesh)
+            return (self.machine.launch_us + sent) * self.times.get(node, 1)
         here = self.saved.stretch[node]
         moves = all(user.op == "call_function" and self.saved.stretch[user] > here for user in node.users)
-        return 0.0 if moves else node_us(node, self.machine)
+        return 0.0 if moves else node_us(node, self.machine) * self.times.get(node, 1)
 
 
 @dataclass
