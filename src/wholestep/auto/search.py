@@ -222,24 +222,24 @@ class Search:
 
     def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
         """With values made again in all equal layers alike: on short steps, then with all layers those that may win."""
-        found: list[tuple[float, int, ShortFit, Fit]] = []
-        best_s = _INFINITE
+        fitting: dict[int, ShortFit] = {}
+        most_s = _INFINITE
         for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
             row = rows[i]
-            if row.fate == "peak" and row.blocks and max(row.batch_s, row.bound_s) < best_s * (1 + SURE):
-                fitting = self._fitting(row, short, "made to fit: ")
-                fit = fitting.best(budget_bytes)
-                if fit is None:
-                    rows[i] = replace(row, needs_bytes=round(fitting.least().peak_bytes))
+            if row.fate == "peak" and row.blocks and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
+                one = self._fitting(row, short, "made to fit: ")
+                longest_us = one.longest_us(budget_bytes)
+                if longest_us is None:
+                    rows[i] = replace(row, needs_bytes=round(one.least().peak_bytes))
                 else:
-                    batch_s = fit.step_us / 1e6 / row.batches
-                    found.append((batch_s, i, fitting, fit))
-                    best_s = min(best_s, batch_s)
-        for batch_s, i, fitting, fit in sorted(found, key=lambda one: one[:2]):
+                    fitting[i], most_s = one, min(most_s, longest_us / 1e6 / row.batches)
+        near = {i: one.best(budget_bytes) for i, one in fitting.items() if rows[i].batch_s < most_s * (1 + SURE)}
+        found = [(fit.step_us / 1e6 / rows[i].batches, i, fit) for i, fit in near.items()]
+        for batch_s, i, fit in sorted(found, key=lambda one: one[0]):
             peak = round(fit.peak_bytes)
             rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, made_again=True)
             if self.best is None or batch_s < self.best.batch_s * (1 + SURE):
-                rows[i] = self._fitted_whole(rows[i], fitting, fit, budget_bytes)
+                rows[i] = self._fitted_whole(rows[i], fitting[i], fit, budget_bytes)
         return rows
 
     def _fitting(self, row: Considered, short: Short, doing: str) -> ShortFit:

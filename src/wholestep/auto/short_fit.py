@@ -115,13 +115,20 @@ class ShortFit:
         few, more = self.programs
         self.few, self.more = Values(self.short, few, self.gathers), Values(self.short, more, self.gathers)
 
-    def best(self, budget_bytes: int) -> Fit | None:
-        """The shortest step of those that fit, one for each way to schedule; None where none does."""
-        ways = schedules(self.finish.schedule)
-        if self.least().peak_bytes > budget_bytes:
-            return None
-        found = [self._within(way, budget_bytes) for way in ways]
-        return min((one for one in found if one is not None), key=lambda one: one.step_us, default=None)
+    def longest_us(self, budget_bytes: int) -> float | None:
+        """What a step that fits takes at most: with all made again that helps; None where that does not fit either."""
+        for way in (schedules(self.finish.schedule)[0], self.least().schedule):
+            us, peak = self._costs(way, self.chain[-1])
+            if peak <= budget_bytes:
+                return us
+        return None
+
+    def best(self, budget_bytes: int) -> Fit:
+        """The shortest step that fits, where one does, in the first order that allows one: others hold less and wait
+        longer.
+        """
+        found = (self._within(way, budget_bytes) for way in schedules(self.finish.schedule))
+        return next(one for one in found if one is not None)
 
     def least(self) -> Fit:
         """All made again that helps, in the order that holds the least."""
