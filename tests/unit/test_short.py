@@ -1,5 +1,6 @@
 """A deep step is searched on short ones: the same winner as with all layers, and what it costs within a few percent."""
 
+import re
 from typing import Any
 
 import pytest
@@ -143,6 +144,30 @@ def test_memory_as_with_all_layers() -> None:
     long, short = search(graph, FAST, None, budget), search(graph, FAST, short_of(graph, FAST), budget)
     assert short.best.name == long.best.name
     assert short.best.needs_bytes == long.best.needs_bytes <= budget
+
+
+def test_values_are_made_again_alike_in_equal_layers() -> None:
+    """Where nothing fits as it is; what the whole step then holds is within the budget, in about the time of a search
+    with all layers.
+    """
+    graph = GRAPHS["wide"]
+    least = min(row.costs.peak_bytes for row in search(graph, FAST, None).rows if row.costs is not None)
+    short = short_of(graph, FAST)
+    budget = least - least // 20
+    found = search(graph, FAST, short, budget)
+    assert found.best.again
+    assert found.best.blocks is None
+    assert found.best.needs_bytes <= budget
+    assert found.best.batch_s <= search(graph, FAST, None, budget).best.batch_s * (1 + SURE)
+
+
+def test_a_refusal_tells_the_truth() -> None:
+    graph = GRAPHS["wide"]
+    with pytest.raises(ws.PlanError) as refused:
+        search(graph, FAST, short_of(graph, FAST), 1_000_000)
+    said = re.search(r"memory_bytes=(\d+) or more", str(refused.value))
+    assert said is not None
+    assert search(graph, FAST, short_of(graph, FAST), int(said[1])).best.needs_bytes <= int(said[1])
 
 
 def test_shallow_steps_are_left_whole() -> None:

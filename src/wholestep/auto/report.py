@@ -87,7 +87,7 @@ def _batch(row: Considered) -> str:
 
 
 def _about(row: Considered) -> str:
-    return "about " if row.blocks and row.costs else ""
+    return "about " if row.blocks and row.batch_s < float("inf") else ""
 
 
 def _name(row: Considered, several: bool) -> str:

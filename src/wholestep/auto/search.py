@@ -40,8 +40,7 @@ class Considered:
     program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
 
     `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
-    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all;
-    `made_again` says then that values are, of which `again` has no names.
+    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Considered:
     again: tuple[str, ...] = ()
     why: str = ""
     blocks: tuple[int, int] | None = None
-    made_again: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -237,8 +235,8 @@ class Search:
         found = [(fit.step_us / 1e6 / rows[i].batches, i, fit) for i, fit in near.items()]
         for batch_s, i, fit in sorted(found, key=lambda one: one[0]):
             peak = round(fit.peak_bytes)
-            rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, made_again=True)
-            if self.best is None or batch_s < self.best.batch_s * (1 + SURE):
+            rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, costs=None)
+            if self.best is None or batch_s < self.best.batch_s:
                 rows[i] = self._fitted_whole(rows[i], fitting[i], fit, budget_bytes)
         return rows
 
@@ -250,7 +248,7 @@ class Search:
     def _fitted_whole(self, row: Considered, fitting: ShortFit, fit: Fit, budget_bytes: int) -> Considered:
         """All layers with what was chosen on short steps made again; by the whole step's own choice if that fails."""
         planned, local = self._planned(row, self.graph, "all layers: ")
-        row = replace(row, blocks=None, made_again=False)
+        row = replace(row, blocks=None)
         for tried in (fit, replace(fit, kinds=(*fit.kinds, *fit.partly), partly=(), blocks=0)):
             made = fitting.whole(local, tried)
             found = costs_of(made[0], planned, self.machine) if made else None
