@@ -15,9 +15,9 @@ from wholestep.auto.templates import Template, templates
 from wholestep.graph.repeats import find_repeats
 from wholestep.plan.strategy import compose
 
-LAYERS = 16
+LAYERS = 12
 FAST = ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
-MACHINES = {"slow": ws.Machine(link_bytes_per_us=12.0), "fast": FAST, "dgx-h100": ws.Topology.preset("dgx-h100")}
+MACHINES = {"slow": ws.Machine(link_bytes_per_us=12.0), "dgx-h100": ws.Topology.preset("dgx-h100")}
 PAIRS = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 MESH = ws.Mesh("dp=4,tp=2")
 
@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, words: Tensor) -> 
 
 def deep(width: int, layers: int = LAYERS) -> ws.TrainGraph:
     with torch.device("meta"):
-        model, words = Deep(width, layers), torch.empty(8, 128, dtype=torch.int64)
+        model, words = Deep(width, layers), torch.empty(8, 64, dtype=torch.int64)
     return ws.capture(train, model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), words)
 
 
@@ -83,8 +83,7 @@ def short_of(graph: ws.TrainGraph, machine: Any) -> Short:
     return short
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize(("kind", "machine"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
 def test_the_winner_is_that_of_all_layers(kind: str, machine: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
     graph, speeds = GRAPHS[kind], MACHINES[machine]
