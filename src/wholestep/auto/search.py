@@ -15,6 +15,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..plan.make import bytes_at_rest, plan
+from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from .costs import Costs, costs_of, fingerprint, least_us
@@ -57,12 +58,13 @@ class Considered:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: the winner's plan, and every candidate, the best first."""
+    """What a search found: the winner's plan, every candidate, the best first, and the first program that was solved."""
 
     plan: Plan
     best: Considered
     rows: tuple[Considered, ...]
     budget_bytes: int | None
+    solved: Solved | None = None
 
     @property
     def bound_s(self) -> float:
