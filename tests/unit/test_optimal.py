@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import wholestep as ws
 from tests import tp_models as models
@@ -26,6 +27,7 @@ from wholestep.plan.optimal.build import Asked, Build
 from wholestep.plan.optimal.chains import joined
 from wholestep.plan.optimal.find import find, written_out
 from wholestep.plan.optimal.highs import solve
+from wholestep.plan.optimal.mixed import Mixed
 from wholestep.plan.optimal.prices import Prices
 from wholestep.plan.optimal.problem import Choice, Load, Need, Option, Problem, Value, evaluate, fits
 from wholestep.plan.optimal.storage import STORAGES
@@ -234,3 +236,88 @@ def test_options_that_say_nothing_are_refused() -> None:
         TensorParallel("auto", loss_parallel=True)
     with pytest.raises(ws.PlanError, match="topology with a plan by module"):
         TensorParallel(models.MLP_PLAN, topology=Machine())
+
+
+# -- what a user asks for ----------------------------------------------------------------------------
+
+
+def small() -> TrainGraph:
+    model = MLP()
+    return capture_step(step_of(squares), (model, torch.optim.SGD(model.parameters()), *floats(6, 12)[0]), {}).graph
+
+
+def test_pins_are_kept() -> None:
+    free = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK)).rest["net1.weight"]
+    assert free.show((32, 12)) == "32@tp 12"
+    for placement, shown in ((Shard(1), "32 12@tp"), (Replicate(), "32 12")):
+        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net1.weight": placement})
+        assert ws.plan(small(), "tp=2", tensor).rest["net1.weight"].show((32, 12)) == shown
+
+
+def test_results_of_modules_can_be_pinned() -> None:
+    for placement, shown in ((Shard(0), "6@tp 12"), (Shard(-1), "6 12@tp"), (Replicate(), "6 12")):
+        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net2": placement})
+        planned = ws.plan(small(), "tp=2", tensor)
+        made = [d for name, d in planned.decisions.items() if name.startswith("addmm_1")][-1]
+        assert made.given[0].show((6, 12)) == shown
+
+
+def test_modules_can_be_left_whole() -> None:
+    tensor = TensorParallel("auto", topology=QUICK_LINK, whole=("net1",))
+    planned = ws.plan(small(), "tp=2", tensor)
+    assert planned.rest["net1.weight"].is_replicated
+    assert planned.rest["net1.bias"].is_replicated
+    assert not any(x.is_sharded for x in planned.decisions["addmm"].operands)
+
+
+@pytest.mark.usefixtures("double")
+def test_what_is_asked_for_computes_the_same() -> None:
+    one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
+    for options in ({"pinned": {"net1.weight": Shard(1), "net2": Shard(0)}}, {"whole": ("net2",)}):
+        assert compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK, **options)).worst < TOLERANCE
+
+
+def test_patterns_that_name_nothing() -> None:
+    for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
+        with pytest.raises(ws.PlanError, match=r"names no module and no parameter\n  needed: those of the step, as '.*net"):
+            ws.plan(small(), "tp=2", TensorParallel("auto", **options))
+
+
+def test_a_pin_that_cannot_be() -> None:
+    with pytest.raises(ws.PlanError, match=r"'net1.weight' is to be cut along dim 2: %net1.weight has no such layout"):
+        ws.plan(small(), "tp=2", TensorParallel("auto", pinned={"net1.weight": Shard(2)}))
+
+
+# -- in Auto ------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_only_a_mixed_plan_meets() -> None:
+    """Neither any template nor anything that recomputes: some parameters in parts, others not, fit and are faster."""
+    machine, (graph, model), mesh = Topology.preset("dgx-h100"), llama(2), "dp=32,tp=8"
+    auto = ws.Auto("2GB", machine, tensor=TensorParallel.of(model), recompute=False)
+    with pytest.raises(ws.PlanError, match="no plan fits"):
+        replace(auto, solve=False).search(graph, mesh)
+    found, slack = auto.search(graph, mesh), replace(auto, memory_bytes="4GB")
+    assert "each parameter by itself" in found.plan.strategy
+    assert found.best.needs_bytes <= 2_000_000_000
+    templates = replace(slack, solve=False, styles=("replicate", "zero1", "zero2", "fully_shard")).search(graph, mesh)
+    assert found.best.batch_s < templates.best.batch_s
+    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)] if found.best.strategies else []
+    assert len(set(stored[0].values())) > 1
+
+
+def test_the_objective_tells_the_program_s_bound() -> None:
+    planned = ws.plan(small(), "dp=4", ws.Auto(topology=QUICK_LINK))
+    made = planned.objective
+    assert made is not None
+    assert 0 < made.model_bound_s <= made.model_s
+    assert made.model_gap <= 0.01
+    assert any(note.startswith("solved: ") for note in planned.notes)
+    assert Plan.from_json(planned.to_json()) == planned
+
+
+def test_a_plan_that_was_solved_for_can_be_applied() -> None:
+    planned = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK))
+    read = Plan.from_json(planned.to_json())
+    assert read.strategies is not None
+    assert ws.plan(small(), "tp=2", read.strategies).decisions == planned.decisions

@@ -141,7 +141,8 @@ class Auto:
     ) -> _Solved:
         """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
-        if is_open(mesh) or not (self.solve or is_asked):
+        by_hand = self.tensor is not None and not self.tensor.is_open
+        if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
             return _Solved()
         axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
         tensor = self.tensor if is_asked else TensorParallel("auto", axis) if axis else None

@@ -11,12 +11,15 @@ import torch
 from ..capture.precision import MixedPrecision
 from ..layout import AxisState
 from .data_parallel import DataParallel
-from .strategy import Strategies, Strategy
+from .optimal.cuts import Cuts
+from .optimal.mixed import Mixed
+from .strategy import Pins, Strategies, Strategy
 from .styles import Style
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState)
+    kind.__name__: kind
+    for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState, Mixed, Cuts, Pins)
 }
 
 
@@ -37,7 +40,8 @@ def decode(values: Sequence[Any] | None) -> Strategies | None:
 
 
 def _plain(part: Strategy) -> Strategy:
-    return replace(part, plan=dict(part.styles())) if isinstance(part, TensorParallel) else part
+    given = isinstance(part, TensorParallel) and not part.is_open
+    return replace(part, plan=dict(part.styles())) if given else part
 
 
 def _encoded(value: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.fx import Node
 
@@ -49,6 +50,9 @@ class TensorParallel:
         strict: every pattern must name a module.
         topology: the machine that `"auto"` solves for, the same on all ranks; by default `Machine()`, a slow CPU and a
             slow link.
+        pinned: what `"auto"` may not choose: layouts along the axis of parameters, and of the results of modules, by
+            glob: `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
+        whole: globs of modules (and parameters) whose forward and parameters `"auto"` leaves whole along the axis.
 
     Example:
         >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
@@ -62,15 +66,20 @@ class TensorParallel:
     input_dim: BatchDim | None = None
     strict: bool = True
     topology: Speeds | None = None
+    pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
+    whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.is_open:
             unread = [name for name in ("loss_parallel",) if getattr(self, name)]
             if unread:
-                raise PlanError(f'{unread[0]} with TensorParallel("auto")', "nothing: it solves for that", f"drop {unread[0]}")
+                found = f'{unread[0]} with TensorParallel("auto")'
+                raise PlanError(found, "nothing: it solves for that", f"drop {unread[0]}")
             return
-        if self.topology is not None:
-            raise PlanError("topology with a plan by module", 'TensorParallel("auto", topology=...)', "drop topology")
+        unread = [name for name in ("topology", "pinned", "whole") if getattr(self, name)]
+        if unread:
+            needed = f'TensorParallel("auto", {unread[0]}=...)'
+            raise PlanError(f"{unread[0]} with a plan by module", needed, f"drop {unread[0]}")
         if not isinstance(self.plan, Mapping) or not self.plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
                 f"TensorParallel({self.plan!r})",

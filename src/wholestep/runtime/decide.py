@@ -14,8 +14,10 @@ from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import Layout
 from ..passes.schedule import Schedule
-from ..plan.optimal.file import decode, encode, is_solved
+from ..plan.optimal.cuts import Cuts
+from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
+from ..plan.strategy_file import decode, encode
 from ..plan.strategy import Strategies, compose
 from .agree import from_first_rank
 from .finish import Finisher
@@ -64,16 +66,18 @@ def decide(
     said = from_first_rank(label, own, timeout_s, "which plan it chose")
     if said[0] == _FAILED:
         raise PlanError(*said[1:])
-    strategies, told = _strategies(said[0], candidates, auto), json.loads(said[1])
+    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
     return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
 
 
-def _strategies(said: str, candidates: Candidates, auto: Auto) -> Strategies:
+def _strategies(said: str, candidates: Candidates) -> Strategies:
     """Those of the candidate with that number, or what the first rank solved for."""
     if not said.isdecimal():
-        return decode(said, auto.data)
+        found = decode(json.loads(said))
+        assert found is not None, "what is solved for can be written"
+        return found
     template = candidates[int(said)][1]
     assert isinstance(template.strategies, tuple), "a plan was made with them"
     return compose(template.strategies)
@@ -93,8 +97,8 @@ def _chosen(
     assert best is not None, "it has a plan"
     made, before = explained(found), len(found.plan.notes)
     assert made.objective is not None, "it was chosen for one"
-    if is_solved(best):
-        which = encode(best)
+    if any(isinstance(part, (Cuts, Mixed)) for part in best.parts):
+        which = json.dumps(encode(best))
     else:
         names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
         which = str(names.index(found.best.name))

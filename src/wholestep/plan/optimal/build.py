@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -22,21 +22,20 @@ from .prices import Move, Prices
 from .problem import Choice, Load, Need, Option, Phases, Problem, Value
 from .storage import Sizes, Storage, share_of
 from .units import Unit, settled, states_of, units
-
-Allow = Callable[[Node, Option], bool]
+from .wishes import Wishes
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a problem is made for: prices along the axis that is solved for, data-parallel `axes` with the ways to store
-    parameters over them, states in which inputs `rest` that are not free, what of the options is `allowed`.
+    parameters over them, states in which inputs `rest` that are not free, what the user `wishes`.
     """
 
     prices: Prices
     axes: tuple[str, ...] = ()
     storages: tuple[Storage, ...] = ()
     rest: Mapping[str, AxisState] = field(default_factory=dict[str, AxisState])
-    allowed: Allow = lambda node, option: True
+    wishes: Wishes = field(default_factory=Wishes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Build:
         marks: dict[Node, Hashable] = {n: self._mark(name) for name, n in self.params.items()}
         marks |= {n: ("gradient", self._mark(str(n.args[1]))) for n in self.grads}
         cut = {n: i for n, i in self.inputs.items() if i.role is not Role.PARAM and i.name in self.asked.rest}
-        marks |= {n: i.name for n, i in cut.items()}
+        marks |= {n: i.name for n, i in cut.items()} | {n: self.asked.wishes.of(n.name) for n in self.calls}
         self.number = classes([*self.params.values(), *cut, *self.calls, *self.grads], marks)
         self.members: dict[int, list[Node]] = {}
         for node in [*self.params.values(), *cut, *self.calls]:
@@ -99,9 +98,7 @@ class Build:
         return found | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
-        node = self.params[param]
-        allowed = [s for s in self._states(param) if self.asked.allowed(node, _at_rest(s))]
-        return starred(param), tuple(map(str, allowed))
+        return starred(param), tuple(map(str, self._states(param))), self.asked.wishes.of(param)
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis that a parameter may rest in."""
@@ -130,7 +127,10 @@ class Build:
         return Problem(tuple(self.choices), tuple(values), fixed=Load(rest=float(fixed)))
 
     def _add(self, node: Node, unit: Unit) -> None:
-        allowed = tuple(o for o in unit.options if self.asked.allowed(node, o)) or unit.options
+        name = self.inputs[node].name if node in self.inputs else node.name
+        allowed = tuple(o for o in unit.options if self.asked.wishes.allows(node, name, o))
+        if not allowed:
+            raise self.asked.wishes.refused(name)
         self.choices.append(Choice(node.name, allowed, len(self.members[self.number[node]])))
         self.of_class.setdefault(self.number[node], []).append((len(self.choices) - 1, unit))
 
@@ -257,10 +257,6 @@ class Build:
             rests[name] = options[choice].gives[0]
             storage |= {name: s for s in self.asked.storages if options[choice].name == f"{rests[name]} {s.name}"}
         return Found(Pins(results, {}, ways), rests, storage)
-
-
-def _at_rest(state: AxisState) -> Option:
-    return Option(str(state), {0: state}, {})
 
 
 def _load(move: Move, later: bool, hidden: bool) -> Load:

@@ -18,6 +18,7 @@ from .cuts import Cuts
 from .find import Solved, find
 from .prices import Prices
 from .storage import of_style
+from .wishes import wishes
 
 
 def solved(
@@ -78,4 +79,4 @@ def asked(
             rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
     storages = (of_style(data.style, data.reshard_after_forward),) if data is not None and axes else ()
     prices = Prices(tensor.topology or Machine(), mesh, tensor.axis, share)
-    return Asked(prices, axes, storages, rest)
+    return Asked(prices, axes, storages, rest, wishes(graph, tensor.pinned, tensor.whole))
