@@ -228,7 +228,13 @@ def test_styles_limit_the_choice() -> None:
     found = ws.Auto(styles=("zero1", "hybrid")).search(GRAPHS["wide"], "a=2,b=2")
     names = {row.name.split(",")[0].split(" ")[0] for row in found.rows}
     assert names == {"zero1", "hybrid", "solved"}
-    stored = {how for row in found.rows for part in (row.strategies.parts if row.strategies else ()) if isinstance(part, Mixed) for how in part.storage.values()}
+    stored = {
+        how
+        for row in found.rows
+        for part in (row.strategies.parts if row.strategies else ())
+        if isinstance(part, Mixed)
+        for how in part.storage.values()
+    }
     assert stored <= {"zero1", "hybrid, kept", "hybrid, gathered again"}
 
 

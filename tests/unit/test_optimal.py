@@ -83,7 +83,9 @@ def random_problem(seed: int) -> Problem:
         moves = {(a, b): load() if a != b else Load() for a in STATES for b in STATES[:2] if a == b or r.random() < 0.9}
         kept = {state: 1e9 * r.random() for state in STATES}
         values += [Value(maker, 0, needs, moves, r.randint(1, 2), kept, r.randint(0, 2))] if needs else []
-    return Problem(tuple(choices), tuple(values), r.choice([None, None, 2e10 * r.random()]), load(), r.choice([0.0, 0.5]))
+    return Problem(
+        tuple(choices), tuple(values), r.choice([None, None, 2e10 * r.random()]), load(), r.choice([0.0, 0.5])
+    )
 
 
 def test_the_program_finds_the_best_of_all_assignments() -> None:
@@ -125,7 +127,9 @@ def asked(mesh: str, machine: Any, **options: Any) -> Asked:
 @pytest.mark.parametrize("name", MACHINES)
 def test_of_a_layer_every_assignment_is_tried(name: str) -> None:
     model = nn.Linear(8, 12, bias=False)
-    graph = capture_step(product_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8)), {}).graph
+    graph = capture_step(
+        product_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8)), {}
+    ).graph
     problem = Build(graph, asked("tp=2", MACHINES[name])).problem()
     short = joined(problem)
     size = prod(len(choice.options) for choice in problem.choices)
@@ -279,7 +283,9 @@ def test_what_is_asked_for_computes_the_same() -> None:
 
 def test_patterns_that_name_nothing() -> None:
     for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
-        with pytest.raises(ws.PlanError, match=r"names no module and no parameter\n  needed: those of the step, as '.*net"):
+        with pytest.raises(
+            ws.PlanError, match=r"names no module and no parameter\n  needed: those of the step, as '.*net"
+        ):
             ws.plan(small(), "tp=2", TensorParallel("auto", **options))
 
 
@@ -302,7 +308,11 @@ def test_a_budget_that_only_a_mixed_plan_meets() -> None:
     assert found.best.needs_bytes <= 2_000_000_000
     templates = replace(slack, solve=False, styles=("replicate", "zero1", "zero2", "fully_shard")).search(graph, mesh)
     assert found.best.batch_s < templates.best.batch_s
-    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)] if found.best.strategies else []
+    stored = (
+        [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)]
+        if found.best.strategies
+        else []
+    )
     assert len(set(stored[0].values())) > 1
 
 

@@ -77,8 +77,14 @@ class Programs:
 
     def _asked(self) -> Asked:
         if self.tensor is not None:
-            beside = Strategies((replace(self.data, axis=self.axes), self.tensor)) if self.axes else Strategies((self.tensor,))
-            made = asked_of(replace(self.tensor, topology=self.machine), beside, self.graph, self.mesh, self.placed or {})
+            beside = (
+                Strategies((replace(self.data, axis=self.axes), self.tensor))
+                if self.axes
+                else Strategies((self.tensor,))
+            )
+            made = asked_of(
+                replace(self.tensor, topology=self.machine), beside, self.graph, self.mesh, self.placed or {}
+            )
             return replace(made, storages=self.storages)
         ranks = prod(self.mesh.axis_size(a) for a in self.axes)
         share = 1 / ranks if self.data.semantics == "global" else 1.0

@@ -18,8 +18,7 @@ from .styles import Style
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState, Mixed, Cuts, Pins)
+    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState, Mixed, Cuts, Pins)
 }
 
 

@@ -17,8 +17,8 @@ from ..passes.schedule import Schedule
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
-from ..plan.strategy_file import decode, encode
 from ..plan.strategy import Strategies, compose
+from ..plan.strategy_file import decode, encode
 from .agree import from_first_rank
 from .finish import Finisher
 from .launch import World

@@ -66,7 +66,7 @@ def joined(problem: Problem) -> Joined:
 def _link(maker: _Part, taker: _Part, value: Value, made: list[Value]) -> _Part | None:
     """Both as one choice; None where something could be lost by that."""
     at = value.needs[0].at
-    apart = maker.choice.count != taker.choice.count or value.needs[0].later and value.kept
+    apart = maker.choice.count != taker.choice.count or (value.needs[0].later and value.kept)
     if apart or any(set(o.takes) != {at} for o in taker.choice.options) or any(v.size > value.size for v in made):
         return None
     states = {o.gives[value.output] for o in maker.choice.options}

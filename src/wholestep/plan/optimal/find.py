@@ -39,7 +39,9 @@ class Solved:
         )
 
 
-def find(graph: TrainGraph, asked: Asked, budgets: Sequence[float | None] = (None,), gap: float = 0.005) -> list[Solved]:
+def find(
+    graph: TrainGraph, asked: Asked, budgets: Sequence[float | None] = (None,), gap: float = 0.005
+) -> list[Solved]:
     """For each budget of bytes the layouts with the shortest step by the problem's model, to `gap`; budgets that
     nothing fits are left out.
 

@@ -169,10 +169,10 @@ class _Build:
         flow = {pair: self.program.add() for pair in pairs}
         for g, terms in given.items():
             into = {flow[pair]: 1.0 for pair in pairs if pair[0] == g}
-            self.program.row(0.0, 0.0, {**into, **{column: -1.0 for column in terms}})
+            self.program.row(0.0, 0.0, {**into, **dict.fromkeys(terms, -1.0)})
         for w, terms in wanted.items():
             out = {flow[pair]: 1.0 for pair in pairs if pair[1] == w}
-            self.program.row(0.0, 0.0, {**out, **{column: -1.0 for column in terms}})
+            self.program.row(0.0, 0.0, {**out, **dict.fromkeys(terms, -1.0)})
         return {pair: {column: 1.0} for pair, column in flow.items()}
 
     def _any(self, several: list[Terms]) -> Terms:
@@ -202,9 +202,7 @@ class _Build:
             self.program.row(-_INF, (self.problem.budget_bytes - fixed.rest - amount) / _GIB, both)
 
 
-def _run(
-    program: _Program, gap: float, most_nodes: int, most_seconds: float
-) -> tuple[list[float], float] | None:
+def _run(program: _Program, gap: float, most_nodes: int, most_seconds: float) -> tuple[list[float], float] | None:
     """The values of all columns and the bound, or None where there is no solution."""
     import highspy
 

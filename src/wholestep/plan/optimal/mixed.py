@@ -13,7 +13,6 @@ from ..strategy import Resting
 from .storage import STORAGES
 
 
-
 @dataclass(frozen=True)
 class Mixed(DataParallel):
     """`DataParallel` whose `style` holds for parameters that `storage` does not name. It names others with the way they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -134,5 +134,3 @@ def bulk_us(machine: Speeds, kind: str, size: float, mesh: Mesh, axis: str) -> f
         return 0.0
     bucket = max(size, float(machine.bucket_bytes))
     return machine.launch_us + machine.collective_us(kind, bucket, mesh, axis) * size / bucket
-
-

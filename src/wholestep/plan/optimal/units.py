@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -59,7 +59,10 @@ def _options(
 ) -> Iterator[Option]:  # fmt: skip
     made = meta.tensors(node)
     for way in _worth_it(node, group, prices):
-        takes = {**dict.fromkeys(beside[0], REPLICATED), **{i: s for i, s in way.takes.items() if i not in rule.by_shape}}
+        takes = {
+            **dict.fromkeys(beside[0], REPLICATED),
+            **{i: s for i, s in way.takes.items() if i not in rule.by_shape},
+        }
         gives = {**dict.fromkeys(beside[1], REPLICATED), **way.gives}
         share = 1 / len(rule.groups)
         us = prices.op_us(node, way.takes, way.gives) * share
@@ -106,5 +109,3 @@ def _outputs(group: Group, beside: frozenset[int]) -> frozenset[int]:
 
 def _phase(us: float, later: bool) -> tuple[float, float, float]:
     return (0.0, us, 0.0) if later else (us, 0.0, 0.0)
-
-
