@@ -308,11 +308,8 @@ def test_a_budget_that_only_a_mixed_plan_meets() -> None:
     assert found.best.needs_bytes <= 2_000_000_000
     templates = replace(slack, solve=False, styles=("replicate", "zero1", "zero2", "fully_shard")).search(graph, mesh)
     assert found.best.batch_s < templates.best.batch_s
-    stored = (
-        [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)]
-        if found.best.strategies
-        else []
-    )
+    assert found.best.strategies is not None
+    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)]
     assert len(set(stored[0].values())) > 1
 
 

@@ -67,7 +67,7 @@ class Programs:
         return [replace(t, name=f"{t.name}, {n + 1}") if n else t for n, t in enumerate(made)]
 
     def layouts(self) -> Cuts | None:
-        """The layouts along the axis of `tensor` alone, to be used beside any style; None where there is no solution."""
+        """The layouts along the axis of `tensor` beside which any style may be used; None without a solution."""
         assert self.tensor is not None, "asked where there is an axis"
         found = find(self.graph, self._asked())
         return self._cuts(found[0]) if found else None
@@ -77,14 +77,9 @@ class Programs:
 
     def _asked(self) -> Asked:
         if self.tensor is not None:
-            beside = (
-                Strategies((replace(self.data, axis=self.axes), self.tensor))
-                if self.axes
-                else Strategies((self.tensor,))
-            )
-            made = asked_of(
-                replace(self.tensor, topology=self.machine), beside, self.graph, self.mesh, self.placed or {}
-            )
+            beside = (replace(self.data, axis=self.axes),) if self.axes else ()
+            tensor = replace(self.tensor, topology=self.machine)
+            made = asked_of(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
             return replace(made, storages=self.storages)
         ranks = prod(self.mesh.axis_size(a) for a in self.axes)
         share = 1 / ranks if self.data.semantics == "global" else 1.0

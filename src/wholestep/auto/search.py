@@ -58,7 +58,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: the winner's plan, every candidate, the best first, and the first program that was solved."""
+    """What a search found: the winner's plan, every candidate, the best first, and the first program solved."""
 
     plan: Plan
     best: Considered

@@ -106,7 +106,9 @@ def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], sour
         return min(b[1] - a[1] for a, b in pairwise(points) if a[0] != b[0])
 
     again = asked & set(several)
-    for param in sorted(set(several) - again, key=idle) if budget is not None else ():
+    if budget is None:
+        return again
+    for param in sorted((p for p in several if p not in again), key=idle):
         if held[param] > budget:
             again.add(param)
         else:

@@ -50,8 +50,8 @@ class Options:
     """Choices of a plan that are not layouts.
 
     `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are
-    gathered again (0: all are, None: none is), and so are those that `again` names. `reduce_dtype` is the dtype of gradient reductions, None for the
-    gradient's own.
+    gathered again (0: all are, None: none is), and so are those that `again` names. `reduce_dtype` is the dtype of
+    gradient reductions, None for the gradient's own.
     """
 
     keep_gathered_bytes: int | None = None

@@ -39,8 +39,9 @@ def decode(values: Sequence[Any] | None) -> Strategies | None:
 
 
 def _plain(part: Strategy) -> Strategy:
-    given = isinstance(part, TensorParallel) and not part.is_open
-    return replace(part, plan=dict(part.styles())) if given else part
+    if not isinstance(part, TensorParallel) or part.is_open:
+        return part
+    return replace(part, plan=dict(part.styles()))
 
 
 def _encoded(value: Any) -> Any:

@@ -227,9 +227,9 @@ class Build:
         early = moves and not meta.is_backward(node)
         kept = {s: self._bytes(made, s) for s in dict.fromkeys(wanted)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
-        if all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(wanted)):
-            if not any(need.later for need in needs) or not kept:
-                return None
+        free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(wanted))
+        if free and not (kept and any(need.later for need in needs)):
+            return None
         return Value(maker, output, needs, loads, count, kept, memory, made.size_bytes)
 
     @property
@@ -255,7 +255,9 @@ class Build:
         rests, storage = dict[str, AxisState](), dict[str, Storage]()
         for name, choice in self.of_param.items():
             rests[name] = options[choice].gives[0]
-            storage |= {name: s for s in self.asked.storages if options[choice].name == f"{rests[name]} {s.name}"}
+            stored = [s for s in self.asked.storages if options[choice].name == f"{rests[name]} {s.name}"]
+            if stored:
+                storage[name] = stored[0]
         return Found(Pins(results, {}, ways), rests, storage)
 
 

@@ -16,8 +16,8 @@ from .storage import STORAGES
 @dataclass(frozen=True)
 class Mixed(DataParallel):
     """`DataParallel` whose `style` holds for parameters that `storage` does not name. It names others with the way they
-    are stored: replicate, zero1, fully_shard or hybrid; gathered parameters of the last two are kept or gathered again. `said`: what was
-    solved for that, in words.
+    are stored: replicate, zero1, fully_shard or hybrid; gathered parameters of the last two are kept or gathered again.
+    `said`: what was solved for that, in words.
     """
 
     storage: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)

@@ -5,9 +5,9 @@ Nothing here knows a graph or a solver: a problem can be handed to HiGHS (`highs
 
 A step takes the sum over its phases (forward, backward, update) of the longest of three: what a rank computes and waits
 for, what the axis that is solved for carries, and what the data-parallel axes carry meanwhile. All three add up over
-choices. Of what could be hidden behind computing, a part (`EXPOSED`) counts as waited for: how much really is depends on
-the order, which is not part of the problem. A little of all three (`BESIDE`) is added, so that of plans whose longest are
-as long, the one that does less wins.
+choices. Of what could be hidden behind computing, a part (`EXPOSED`) counts as waited for: how much really is depends
+on the order, which is not part of the problem. A little of all three (`BESIDE`) is added, so that of plans whose
+longest are as long, the one that does less wins.
 """
 
 from __future__ import annotations

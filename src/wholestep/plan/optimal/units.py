@@ -1,4 +1,4 @@
-"""The choices that a call of an op leaves along one axis: for each group of its rule a way, and where sums are reduced."""
+"""The choices that a call of an op leaves along one axis: for each group of its rule a way, and where sums end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def _options(
     node: Node, rule: BoundRule, group: Group, prices: Prices, later: bool, settles: bool,
     beside: tuple[frozenset[int], frozenset[int]],
 ) -> Iterator[Option]:  # fmt: skip
-    made = meta.tensors(node)
     for way in _worth_it(node, group, prices):
         takes = {
             **dict.fromkeys(beside[0], REPLICATED),
@@ -67,8 +66,8 @@ def _options(
         share = 1 / len(rule.groups)
         us = prices.op_us(node, way.takes, way.gives) * share
         yield Option(way.name, gives, takes, Load(_phase(us, later)))
-        whole = made[0]
-        if not settles or len(made) > 1 or whole is None or gives[0].kind != "P":
+        whole = meta.tensor(node)
+        if not settles or whole is None or gives[0].kind != "P":
             continue
         for state in states_of(whole, prices.parts):
             move = prices.move(whole, gives[0], state)
@@ -82,7 +81,7 @@ def _worth_it(node: Node, group: Group, prices: Prices) -> Iterator[Way]:
     given, heavy = operands(node), flops(node) > 0
     for way in ways(group, prices.parts):
         if way.factor and any(
-            s.kind == "S" and found is not None and found.shape[s.dim] < prices.parts
+            s.kind == "S" and found.shape[s.dim] < prices.parts
             for i, s in way.takes.items() if (found := meta.tensor(given[i])) is not None
         ):  # fmt: skip
             continue

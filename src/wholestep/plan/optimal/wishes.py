@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import cast
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx import Node
@@ -20,7 +21,7 @@ from .problem import Option
 
 @dataclass(frozen=True)
 class Wishes:
-    """States that parameters and results must have, by name, each with the pattern that asked; names that stay whole."""
+    """States that parameters and results must have, by name, with the pattern that asked; names that stay whole."""
 
     states: Mapping[str, tuple[AxisState, str]] = field(default_factory=dict[str, tuple[AxisState, str]])
     whole: frozenset[str] = frozenset()
@@ -61,7 +62,7 @@ def wishes(graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iter
     """
     modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), set[str]()
     for pattern, placement in pins.items():
-        state = AxisState("S", placement.dim) if isinstance(placement, Shard) else REPLICATED
+        state = AxisState("S", cast(int, placement.dim)) if isinstance(placement, Shard) else REPLICATED
         for path in _matching(modules, pattern):
             if path in modules.params:
                 states[path] = state, pattern
