@@ -11,6 +11,7 @@ from wholestep.auto.costs import costs, least_us
 from wholestep.auto.fit import Finish
 from wholestep.auto.meshes import meshes
 from wholestep.auto.search import Found, Search, sends_less
+from wholestep.plan.optimal.mixed import Mixed
 from wholestep.report.compare import compare, templates
 
 SLOW, FAST = ws.Machine(link_bytes_per_us=12.0), ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -71,10 +72,13 @@ GRAPHS = {kind: graph_of(kind) for kind in ("blocks", "wide", "convolutions")}
 def test_never_worse_than_any_template(kind: str, machine: str) -> None:
     """By the same simulator, each template planned and simulated on its own."""
     mesh, tensor = ws.Mesh("dp=4,tp=2"), PAIRS if kind == "blocks" else None
-    found = ws.Auto(topology=MACHINES[machine], tensor=tensor).search(GRAPHS[kind], mesh)
+    found = ws.Auto(topology=MACHINES[machine], tensor=tensor, solve=False).search(GRAPHS[kind], mesh)
     rows = compare(GRAPHS[kind], mesh, templates(mesh, tensor), MACHINES[machine])
     assert found.best.batch_s == pytest.approx(rows[0].batch_s, rel=1e-12)
     assert len(found.rows) == len(rows)
+    solved = ws.Auto(topology=MACHINES[machine], tensor=tensor).search(GRAPHS[kind], mesh)
+    assert solved.best.batch_s <= rows[0].batch_s * (1 + 1e-12)
+    assert {row.name for row in found.rows} < {row.name for row in solved.rows}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -95,7 +99,7 @@ def test_bounds_are_bounds(kind: str, machine: str) -> None:
 
 # -- what it chooses ---------------------------------------------------------------------------
 def test_a_slow_link_gets_the_fewest_bytes() -> None:
-    best = ws.Auto(topology=SLOW).search(GRAPHS["wide"], "dp=8").best
+    best = ws.Auto(topology=SLOW, solve=False).search(GRAPHS["wide"], "dp=8").best
     rows = compare(GRAPHS["wide"], ws.Mesh("dp=8"), templates(ws.Mesh("dp=8")), SLOW)
     sent = {row.name: row.costs.sent_bytes for row in rows if row.costs is not None}
     assert sent[best.name] == min(sent.values())
@@ -167,10 +171,10 @@ def fates(found: Found) -> dict[str, str]:
 def test_counts_add_up_and_pruning_happens() -> None:
     seen: list[str] = []
     found = ws.Auto(topology=SLOW, tensor=PAIRS).search(GRAPHS["blocks"], "dp=4,tp=2", watch=seen.append)
-    assert found.simulated + found.pruned == len(found.rows) == 12
+    assert found.simulated + found.pruned == len(found.rows) == 14  # twelve templates, two that are solved for
     assert found.simulated == sum(row.costs is not None for row in found.rows)
     assert "bounded" in fates(found).values()
-    assert len(seen) == 12
+    assert len(seen) == 14
     bounded = [row for row in found.rows if row.fate == "bounded"]
     assert all(row.costs is None and row.bound_s >= found.best.batch_s for row in bounded)
 
@@ -199,7 +203,7 @@ def test_what_rests_is_too_much_before_anything_is_planned() -> None:
 
 
 def test_the_plan_says_why() -> None:
-    plan = ws.plan(GRAPHS["wide"], "dp=8", ws.Auto(topology=SLOW))
+    plan = ws.plan(GRAPHS["wide"], "dp=8", ws.Auto(topology=SLOW, solve=False))
     text = str(plan)
     assert "  chosen by Auto: " in text
     assert "  note: Auto chose " in text
@@ -222,7 +226,16 @@ def test_the_plan_is_that_of_the_template() -> None:
 
 def test_styles_limit_the_choice() -> None:
     found = ws.Auto(styles=("zero1", "hybrid")).search(GRAPHS["wide"], "a=2,b=2")
-    assert {row.name.split(",")[0].split(" ")[0] for row in found.rows} == {"zero1", "hybrid"}
+    names = {row.name.split(",")[0].split(" ")[0] for row in found.rows}
+    assert names == {"zero1", "hybrid", "solved"}
+    stored = {
+        how
+        for row in found.rows
+        for part in (row.strategies.parts if row.strategies else ())
+        if isinstance(part, Mixed)
+        for how in part.storage.values()
+    }
+    assert stored <= {"zero1", "hybrid, kept", "hybrid, gathered again"}
 
 
 def test_options_that_are_not_searched_are_kept() -> None:

@@ -15,11 +15,14 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.data_parallel import DataParallel, Style
+from ..plan.optimal.cuts import Cuts
+from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies
 from ..plan.tensor_parallel import TensorParallel
 from .fit import Finish
 from .meshes import is_open, meshes
+from .program import Programs
 from .report import explained
 from .search import Found, Search, Watch
 from .short import shortened
@@ -34,18 +37,21 @@ class Auto:
     fit into `memory_bytes`. Give it as `parallel=` to `plan` and `compile`.
 
     `plan` compares all uses of a mesh, by time for each captured batch. `compile` compares those that give each rank
-    the batch that it is given: data parallelism over all axes, or over those that `tensor` leaves. Other assignments of
-    layouts to single operations are not searched.
+    the batch that it is given: data parallelism over all axes, or over those that `tensor` leaves.
+
+    Beside these templates stand solutions of an integer program (HiGHS): the storage of each parameter by itself, and,
+    on a mesh of several axes, layouts of all operations along the axis of `tensor`, or else `tp` or the last one.
 
     Args:
         memory_bytes: what the tensors of a rank may take at most, activations included, as "80GiB"; None for no bound.
         topology: the machine, a `Topology` or a `Machine`. By default `compile` measures it, and `plan` takes
             `Machine()`, a slow CPU and a slow link.
-        tensor: tensor parallelism that may be used along its axis.
+        tensor: tensor parallelism that may be used along its axis; `TensorParallel("auto")` is solved for.
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
         styles: the styles that may be used; all if None.
         recompute: where nothing fits, values may be made again in the backward.
+        solve: False compares templates alone.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Topology.preset("dgx-h100")))
@@ -60,6 +66,7 @@ class Auto:
     data: DataParallel = field(default_factory=DataParallel)
     styles: Sequence[Style] | None = None
     recompute: bool = True
+    solve: bool = True
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
@@ -105,18 +112,22 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
-        candidates = self.candidates(mesh, same_batches, speeds)
         short = shortened(graph, speeds, placed)
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
-        return run.run(candidates)
+        solved = self._solved(graph, mesh, same_batches, speeds, placed)
+        found = run.run([*self.candidates(mesh, same_batches, speeds, solved.layouts), *solved.candidates])
+        return replace(found, solved=solved.program)
 
     def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
         axis = self.tensor.axis if self.tensor else None
         return meshes(ranks, topology or self.topology or Machine(), axis)
 
-    def candidates(self, mesh: Mesh, same_batches: bool = False, machine: Speeds | None = None) -> Candidates:
-        """What is compared on `mesh`, as templates; those of `base` alone with `same_batches`.
+    def candidates(
+        self, mesh: Mesh, same_batches: bool = False, machine: Speeds | None = None, layouts: Cuts | None = None
+    ) -> Candidates:
+        """The templates that are compared on `mesh`; those of `base` alone with `same_batches`. `layouts` are what
+        `TensorParallel("auto")` stands for.
 
         Raises:
             MeshError: the mesh has no axis for `tensor`.
@@ -124,8 +135,25 @@ class Auto:
         if is_open(mesh):
             return [row for one in self.meshes(mesh.size, machine) for row in self._open(one)]
         tensor = self.tensor.axis if self.tensor else "tp"
-        found = templates(mesh, self.tensor, tensor, base=self.data, alone=not same_batches)
+        found = templates(mesh, layouts or self.tensor, tensor, base=self.data, alone=not same_batches)
         return [(mesh, template) for template in found if self._allows(template)]
+
+    def _solved(
+        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, placed: Mapping[str, Layout] | None
+    ) -> _Solved:
+        """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
+        is_asked = self.tensor is not None and self.tensor.is_open
+        by_hand = self.tensor is not None and not self.tensor.is_open
+        if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
+            return _Solved()
+        axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
+        tensor = self.tensor if is_asked else TensorParallel("auto", axis) if axis else None
+        programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed)
+        found = programs.templates() if self.solve and (programs.storages or tensor) else []
+        if self.solve and tensor is not None and not same_batches:
+            found += replace(programs, tensor=None).templates()
+        made = next((t.solved for t in found if t.solved is not None), None)
+        return _Solved(programs.layouts() if is_asked else None, [(mesh, t) for t in found], made)
 
     def _open(self, mesh: Mesh) -> Candidates:
         """On one of several meshes: all of its axes are used, and groups for `hybrid` by that alone."""
@@ -162,6 +190,20 @@ class Auto:
         others = tuple(name for name in mesh.names if name != self.tensor.axis)
         data = replace(self.data, style="replicate", axis=others)
         return Strategies((data, self.tensor) if others else (self.tensor,))
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """What was solved for: layouts that any style may be used beside, candidates, and the program of the first."""
+
+    layouts: Cuts | None = None
+    candidates: Candidates = field(default_factory=list[tuple[Mesh, Template]])
+    program: Solved | None = None
+
+
+def _compute_axis(mesh: Mesh) -> str | None:
+    """The axis along which ranks compute together, if any is left beside it."""
+    return None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
 
 
 def _style(template: Template) -> Style | None:

@@ -13,7 +13,8 @@ from .search import Considered, Found
 def explained(found: Found) -> Plan:
     """The winner's plan, with what it was chosen for and, as notes, why each of the others was not."""
     best = found.best
-    objective = Objective(best.batch_s, found.bound_s, best.needs_bytes, found.budget_bytes, best.again)
+    model = (found.solved.solution.step_us / 1e6, found.solved.solution.bound_us / 1e6) if found.solved else (0.0, 0.0)
+    objective = Objective(best.batch_s, found.bound_s, best.needs_bytes, found.budget_bytes, best.again, *model)
     return replace(found.plan, objective=objective).with_notes(*notes(found))
 
 
@@ -27,7 +28,8 @@ def notes(found: Found) -> tuple[str, ...]:
         f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
         f"less than {shown_seconds(found.bound_s)}"
     )
-    lines = [head, *(f"{_name(row, several)}: {_lost(row, found)}" for row in found.rows if row.fate != "chosen")]
+    lines = [head, *([f"solved: {found.solved}"] if found.solved else [])]
+    lines += [f"{_name(row, several)}: {_lost(row, found)}" for row in found.rows if row.fate != "chosen"]
     if found.extrapolated:
         lines.append(_extrapolated(found))
     if best.again:

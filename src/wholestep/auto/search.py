@@ -17,6 +17,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..plan.make import bytes_at_rest, plan
+from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
 from .costs import Costs, costs_of, fingerprint, least
@@ -66,7 +67,7 @@ class Considered:
 @dataclass(frozen=True)
 class Found:
     """What a search found: the winner's plan, and every candidate, the best first. `short` says how those that were not
-    simulated with all layers were extrapolated.
+    simulated with all layers were extrapolated, `solved` is the first program that was solved.
     """
 
     plan: Plan
@@ -74,6 +75,7 @@ class Found:
     rows: tuple[Considered, ...]
     budget_bytes: int | None
     short: Short | None = None
+    solved: Solved | None = None
 
     @property
     def bound_s(self) -> float:

@@ -10,15 +10,19 @@ from typing import Literal
 from ..errors import WholestepError
 from ..mesh import Mesh
 from ..plan.data_parallel import DataParallel
+from ..plan.optimal.find import Solved
 from ..plan.strategy import Strategies, Strategy
 
 
 @dataclass(frozen=True)
 class Template:
-    """A named way to use a mesh. `strategies` is an error where the model allows none."""
+    """A named way to use a mesh. `strategies` is an error where the model allows none; `solved` is set where it is the
+    solution of a program.
+    """
 
     name: str
     strategies: tuple[Strategy, ...] | WholestepError
+    solved: Solved | None = None
 
 
 def templates(

@@ -76,10 +76,13 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
 
 
 def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
-    """Parameters gathered for several stretches that do not fit the budget; first served is who is needed first."""
-    budget = plan.options.keep_gathered_bytes
-    if budget is None:
+    """Parameters gathered for several stretches that do not fit the budget, first served is who is needed first; and
+    those that the plan names.
+    """
+    budget, named = plan.options.keep_gathered_bytes, frozenset(plan.options.again)
+    if budget is None and not named:
         return set()
+    asked = {node for given, node in graph.placeholders() if given.name in named}
     rest = {node: plan.rest[given.name] for given, node in graph.placeholders()}
     uses, held = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
     for order, node in enumerate(graph.graph.nodes):
@@ -102,8 +105,10 @@ def _beyond_budget(graph: TrainGraph, plan: Plan, stretch: dict[Node, int], sour
         points = sorted(several[param])
         return min(b[1] - a[1] for a, b in pairwise(points) if a[0] != b[0])
 
-    again: set[Node] = set()
-    for param in sorted(several, key=idle):
+    again = asked & set(several)
+    if budget is None:
+        return again
+    for param in sorted((p for p in several if p not in again), key=idle):
         if held[param] > budget:
             again.add(param)
         else:

@@ -134,8 +134,17 @@ class DataParallel:
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        how = "global" if self.semantics == "global" else f"{self.reduce} over ranks"
-        return f"{self.style} on {', '.join(self.axes(mesh))}, {how}"
+        return f"{self.style} on {', '.join(self.axes(mesh))}, {self.how}"
+
+    @property
+    def how(self) -> str:
+        """What becomes of gradients, in words."""
+        return "global" if self.semantics == "global" else f"{self.reduce} over ranks"
+
+    @property
+    def gathered_again(self) -> tuple[str, ...]:
+        """Parameters that are gathered again for the backward, whatever is kept of others: none by name."""
+        return ()
 
 
 def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:

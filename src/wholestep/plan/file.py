@@ -42,6 +42,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "keep_gathered_bytes": plan.options.keep_gathered_bytes,
         "reduce_dtype": plan.options.reduce_dtype,
         "broadcast_buffers": plan.options.broadcast_buffers,
+        "again": list(plan.options.again),
     }
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
     head |= {"objective": None if plan.objective is None else vars(plan.objective)}
@@ -79,7 +80,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         rest=_field(data, "rest", lambda v: {str(k): layouts[i] for k, i in v.items()}),
         created=_field(data, "created", lambda v: {str(k): layouts[i] for k, i in v.items()}),
         decisions=_field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
-        options=_field(data, "options", lambda v: Options(**v)),
+        options=_field(data, "options", _options),
         objective=_field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
         notes=_field(data, "notes", lambda v: tuple(map(str, v))),
         expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
@@ -99,6 +100,11 @@ def _field(data: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> An
         raise PlanError(
             f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again"
         ) from error
+
+
+def _options(value: Mapping[str, Any]) -> Options:
+    given: dict[str, Any] = {**value, "again": tuple(map(str, value.get("again", ())))}
+    return Options(**given)
 
 
 def _layout(value: Any) -> Layout:

@@ -14,6 +14,7 @@ from ..graph.quiet import collector_paused
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
+from .optimal.tensor import solved
 from .plan import Decision, Options, Plan
 from .propagate import propagate, would_gather
 from .semantics import differences
@@ -43,6 +44,7 @@ def plan(
         return parallel.choose(graph, mesh, placed)
     strategies = compose(parallel)
     axes, options = strategies.axes(mesh), strategies.options
+    strategies = solved(strategies, graph, mesh, placed)
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
     _check_batch_dim(graph, options)
@@ -54,7 +56,7 @@ def plan(
     precision = options.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers)
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.gathered_again)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, homes)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
@@ -95,11 +97,12 @@ def _placed(
 
 def _propagate(start: Situation, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
     """Decisions, and the ops written out on the way: those that would need an operand whole that is cut."""
-    expanded: list[str] = []
+    expanded = list(strategies.pins(start.graph, start.mesh).expanded)
+    start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start, scout=True)
-        more = expandable(would_gather(start, decisions))
+        more = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.ways]
         if not more:
             break
         expanded += [n.name for n in more]

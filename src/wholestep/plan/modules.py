@@ -57,6 +57,10 @@ class Modules:
         users = [u for u in self.params[param].users if not meta.is_backward(u)]
         return [u for u in users if u in self._inside.get(path, {})] or users
 
+    def inside(self, path: str) -> list[Node]:
+        """Forward nodes of a module and of those in it, in order."""
+        return list(self._inside.get(path, {}))
+
     def outputs(self, path: str) -> list[Node]:
         """Tensors made in a module that its surroundings read in the forward, in order."""
         inside = self._inside.get(path, {})

@@ -50,13 +50,14 @@ class Options:
     """Choices of a plan that are not layouts.
 
     `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are
-    gathered again (0: all are, None: none is). `reduce_dtype` is the dtype of gradient reductions, None for the
-    gradient's own.
+    gathered again (0: all are, None: none is), and so are those that `again` names. `reduce_dtype` is the dtype of
+    gradient reductions, None for the gradient's own.
     """
 
     keep_gathered_bytes: int | None = None
     reduce_dtype: str | None = None
     broadcast_buffers: bool = False
+    again: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class Objective:
     """What a plan was chosen for: simulated seconds for each captured batch, and what no schedule of any plan that was
     considered takes less than; bytes that a rank holds at most, of those that it may; values to be made `again` in the
     backward for that, by name.
+
+    Where layouts were solved for, `model_s` is the shortest step that the program found by its own model of time, and
+    `model_bound_s` what it proved that no assignment of layouts takes less than, by that model.
     """
 
     batch_s: float
@@ -71,6 +75,8 @@ class Objective:
     peak_bytes: int
     budget_bytes: int | None = None
     again: tuple[str, ...] = ()
+    model_s: float = 0.0
+    model_bound_s: float = 0.0
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Objective:
@@ -79,12 +85,18 @@ class Objective:
         return Objective(
             float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
             None if budget is None else int(budget), tuple(map(str, values["again"])),
+            float(values.get("model_s", 0)), float(values.get("model_bound_s", 0)),
         )  # fmt: skip
 
     @property
     def gap(self) -> float:
         """The part of `batch_s` that is above the bound: 0 where nothing could be faster."""
         return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
+
+    @property
+    def model_gap(self) -> float:
+        """The part of `model_s` that is above its bound; 0 where nothing was solved for."""
+        return max(0.0, 1 - self.model_bound_s / self.model_s) if self.model_s else 0.0
 
     def __str__(self) -> str:
         return (

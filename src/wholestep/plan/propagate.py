@@ -33,6 +33,8 @@ from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .plan import Decision
 from .readers import reads, shrinks
 from .situation import Situation, moving
+from .ways import Way, named, through, whole
+from .ways import cut as cut_by
 
 _PRODUCER = "producer"
 _KEEP_CUT = 8.0  # work stays where parameters are cut, unless moving the activations costs so many times more
@@ -115,10 +117,11 @@ class _Propagation:
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], int] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
+        asked = self.situation.pins.ways.get(node.name, {})
         for axis in in_order(list(self._active()), have, [n in self.moving for n in given]):
             states = [layout.state(axis) for layout in have]
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            if all(s == REPLICATED for s in states) and not varies:
+            if all(s == REPLICATED for s in states) and not varies and axis not in asked:
                 continue
             if varies:
                 why = "varies"
@@ -233,17 +236,10 @@ class _Propagation:
             return takes, gives, "whole: the op has no rule"
         for i in rule.by_shape:
             takes[i] = states[i]
-        parts, moves = self.situation.mesh.axis_size(axis), node in self.moving
+        parts = self.situation.mesh.axis_size(axis)
         for number, group in enumerate(rule.groups):
-            free = [
-                o
-                for o in self._options(group, given, states, axis, moves)
-                if all(
-                    self._allowed(given[i], states[i], s, axis) for i, s in o.takes.items() if i not in rule.by_shape
-                )
-                and (not o.factor or group.splits(o.factor, parts * cut.get((number, o.factor), 1)))
-            ]
-            best = min(free, key=lambda o: (moves and o.whole, self._price(o, given, states, axis, rule, node)))
+            best = self._asked(node, axis, number, group, states, cut)
+            best = best or self._cheapest(node, axis, given, states, rule, number, cut)
             if best.factor:
                 cut[number, best.factor] = parts * cut.get((number, best.factor), 1)
             for i, state in best.takes.items():
@@ -252,9 +248,35 @@ class _Propagation:
             why = why or _reason(best, group, given, states)
         return takes, gives, why
 
+    def _asked(
+        self, node: Node, axis: str, number: int, group: Group, states: Sequence[AxisState],
+        cut: Mapping[tuple[int, str], int],
+    ) -> Way | None:  # fmt: skip
+        """The way that the strategy asks for; None where it asks for none, or for one that there is not."""
+        names = self.situation.pins.ways.get(node.name, {}).get(axis, ())
+        way = named(group, names[number]) if number < len(names) else None
+        if way is None or any(_lost(states[i], s) for i, s in way.takes.items()):
+            return None
+        parts = self.situation.mesh.axis_size(axis) * cut.get((number, way.factor), 1)
+        return way if not way.factor or group.splits(way.factor, parts) else None
+
+    def _cheapest(
+        self, node: Node, axis: str, given: Sequence[Node], states: Sequence[AxisState], rule: BoundRule, number: int,
+        cut: Mapping[tuple[int, str], int],
+    ) -> Way:  # fmt: skip
+        """The way that takes least to bring the operands together."""
+        group, moves, parts = rule.groups[number], node in self.moving, self.situation.mesh.axis_size(axis)
+        free = [
+            o
+            for o in self._options(group, given, states, axis, moves)
+            if all(self._allowed(given[i], states[i], s, axis) for i, s in o.takes.items() if i not in rule.by_shape)
+            and (not o.factor or group.splits(o.factor, parts * cut.get((number, o.factor), 1)))
+        ]
+        return min(free, key=lambda o: (moves and o.whole, self._price(o, given, states, axis, rule, node)))
+
     def _price(
         self,
-        option: _Option,
+        option: Way,
         given: Sequence[Node],
         states: Sequence[AxisState],
         axis: str,
@@ -280,26 +302,20 @@ class _Propagation:
 
     def _options(
         self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
-    ) -> Iterator[_Option]:
+    ) -> Iterator[Way]:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
-        for through in group.partial:
-            ops = {states[i].op for i in through.operands if states[i].kind == "P"}
+        for number, passing in enumerate(group.partial):
+            ops = {states[i].op for i in passing.operands if states[i].kind == "P"}
             rests = frozenset(i for i in group.operands if moves and given[i] not in self.moving)
             if (
                 len(ops) == 1
-                and ops <= through.ops
-                and all(_is_free(states[i], i, through, rests) for i in group.operands)
+                and ops <= passing.ops
+                and all(_is_free(states[i], i, passing, rests) for i in group.operands)
             ):
-                partial = AxisState("P", op=ops.pop())
-                takes = {i: partial if i in through.operands else REPLICATED for i in group.operands}
-                yield _Option(takes, dict.fromkeys(group.outputs, partial))
+                yield through(group, number, ops.pop())
         for factor in self._factors(group, given, states, axis, moves):
-            takes = {i: _at(term, factor) for i, term in group.operands.items()}
-            left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
-            gives = {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
-            yield _Option(takes, gives, factor)
-        whole = dict.fromkeys(group.operands, REPLICATED)
-        yield _Option(whole, dict.fromkeys(group.outputs, REPLICATED), whole=True)
+            yield cut_by(group, factor)
+        yield whole(group)
 
     def _factors(
         self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
@@ -354,17 +370,7 @@ class _Propagation:
                 )
 
 
-@dataclass(frozen=True)
-class _Option:
-    """One way to run a group along an axis: what it takes and gives, the factor it cuts, whether it cuts nothing."""
-
-    takes: dict[int, AxisState]
-    gives: dict[int, AxisState]
-    factor: str = ""
-    whole: bool = False
-
-
-def _reason(option: _Option, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+def _reason(option: Way, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
     if option.factor:
         return cut_reason(group, option.factor, given, states)
     return whole_reason(group) if option.whole else partial_reason(given, option.takes)
@@ -394,5 +400,6 @@ def _is_free(state: AxisState, operand: int, through: PassThrough, rests: frozen
     return state == REPLICATED and (through.mixed or operand not in through.operands or operand in rests)
 
 
-def _at(term: Sequence[str | None], factor: str) -> AxisState:
-    return AxisState("S", list(term).index(factor)) if factor in term else REPLICATED
+def _lost(have: AxisState, want: AxisState) -> bool:
+    """True where a value cannot become partial: it is cut, or partial otherwise."""
+    return want.kind == "P" and have.kind != "R" and have != want

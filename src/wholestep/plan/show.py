@@ -73,7 +73,8 @@ def _movement(plan: Plan) -> list[str]:
         if kept
         else "gathered again for the backward"
     )
-    return [f"gathered parameters are {text}"]
+    named = f"; {len(plan.options.again)} of them are gathered again" if plan.options.again and kept is None else ""
+    return [f"gathered parameters are {text}{named}"]
 
 
 def _bytes(plan: Plan, given: Input) -> int:

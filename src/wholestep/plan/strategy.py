@@ -22,10 +22,15 @@ States = Mapping[str, AxisState]
 class Pins:
     """Layouts that a strategy fixes along its axes: of `results`, by node, and of what a node `reads`, by reader and
     what it reads (whatever layout that was made in).
+
+    `ways` says how a node runs along an axis: for each group of its rule the name of a way (`ways.Way`). `expanded`
+    names ops that are written out in smaller ones first; nodes with ways are not written out.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])
     reads: Mapping[tuple[str, str], States] = field(default_factory=dict[tuple[str, str], States])
+    ways: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict[str, Mapping[str, tuple[str, ...]]])
+    expanded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,11 +140,14 @@ class Strategies:
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""
         results, reads = dict[str, States](), dict[tuple[str, str], States]()
+        ways, expanded = dict[str, Mapping[str, tuple[str, ...]]](), dict[str, None]()
         for part in self.parts:
             pins = part.pins(graph, mesh)
+            ways |= {name: {**ways.get(name, {}), **asked} for name, asked in pins.ways.items()}
+            expanded |= dict.fromkeys(pins.expanded)
             results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
             reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
-        return Pins(results, reads)
+        return Pins(results, reads, ways, tuple(expanded))
 
     @property
     def shares_batches(self) -> bool:

@@ -11,12 +11,14 @@ import torch
 from ..capture.precision import MixedPrecision
 from ..layout import AxisState
 from .data_parallel import DataParallel
-from .strategy import Strategies, Strategy
+from .optimal.cuts import Cuts
+from .optimal.mixed import Mixed
+from .strategy import Pins, Strategies, Strategy
 from .styles import Style
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState)
+    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState, Mixed, Cuts, Pins)
 }
 
 
@@ -37,7 +39,9 @@ def decode(values: Sequence[Any] | None) -> Strategies | None:
 
 
 def _plain(part: Strategy) -> Strategy:
-    return replace(part, plan=dict(part.styles())) if isinstance(part, TensorParallel) else part
+    if not isinstance(part, TensorParallel) or part.is_open:
+        return part
+    return replace(part, plan=dict(part.styles()))
 
 
 def _encoded(value: Any) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.fx import Node
 
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
@@ -33,8 +35,11 @@ class TensorParallel:
     `"rowwise"`, `"sequence"`, the classes of `torch.distributed.tensor.parallel`, or the words that transformers
     models carry in their plans. What is not named follows by propagation.
 
+    `"auto"` in place of a plan solves for the layouts of all operations along the axis at once: those of the shortest
+    step by a model of time, an integer program for HiGHS. It needs no names, and finds sequence parallelism too.
+
     Args:
-        plan: styles by module.
+        plan: styles by module, or `"auto"`.
         axis: the mesh axis.
         sequence_dim: the dim that `"sequence"` cuts.
         loss_parallel: leave the results of the last column-cut layer cut (torch's `loss_parallel`): the loss is
@@ -43,25 +48,43 @@ class TensorParallel:
             for a sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`.
             None: all are given the same.
         strict: every pattern must name a module.
+        topology: the machine that `"auto"` solves for, the same on all ranks; by default `Machine()`, a slow CPU and a
+            slow link.
+        pinned: what `"auto"` may not choose: layouts along the axis of parameters, and of the results of modules, by
+            glob: `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
+        whole: globs of modules (and parameters) whose forward and parameters `"auto"` leaves whole along the axis.
 
     Example:
         >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
         'tp'
     """
 
-    plan: Mapping[str, str | ParallelStyle | Style]
+    plan: Mapping[str, str | ParallelStyle | Style] | Literal["auto"]
     axis: str = "tp"
     sequence_dim: int = 1
     loss_parallel: bool = False
     input_dim: BatchDim | None = None
     strict: bool = True
+    topology: Speeds | None = None
+    pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
+    whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.is_open:
+            unread = [name for name in ("loss_parallel",) if getattr(self, name)]
+            if unread:
+                found = f'{unread[0]} with TensorParallel("auto")'
+                raise PlanError(found, "nothing: it solves for that", f"drop {unread[0]}")
+            return
+        unread = [name for name in ("topology", "pinned", "whole") if getattr(self, name)]
+        if unread:
+            needed = f'TensorParallel("auto", {unread[0]}=...)'
+            raise PlanError(f"{unread[0]} with a plan by module", needed, f"drop {unread[0]}")
         if not isinstance(self.plan, Mapping) or not self.plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
                 f"TensorParallel({self.plan!r})",
                 'styles by module path, as {"layers.*.wq": "colwise"}',
-                "give such a plan, or TensorParallel.of(model) for a model that carries its own",
+                'give such a plan, TensorParallel.of(model) for a model that carries its own, or "auto"',
             )
         self.styles()
 
@@ -78,12 +101,19 @@ class TensorParallel:
             raise PlanError(
                 f"{type(model).__name__} carries no tensor-parallel plan",
                 "a model with tp_plan, or config.base_model_tp_plan",
-                'give a plan by module: TensorParallel({"layers.*.wq": "colwise", ...})',
+                'give a plan by module, as TensorParallel({"layers.*.wq": "colwise", ...}), or TensorParallel("auto")',
             )
         return TensorParallel(dict(found), axis, strict=False, **options)
 
+    @property
+    def is_open(self) -> bool:
+        """True for `"auto"`: what it stands for is solved for on a graph and a mesh (`plan.optimal`)."""
+        return self.plan == "auto"
+
     def styles(self) -> dict[str, Style]:
-        """The style of each pattern."""
+        """The style of each pattern; none of `"auto"`."""
+        if isinstance(self.plan, str):
+            return {}
         return {pattern: style_of(given, pattern, self.sequence_dim) for pattern, given in self.plan.items()}
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -144,7 +174,8 @@ class TensorParallel:
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"tensor parallel on {self.axis}" + (", loss parallel" if self.loss_parallel else "")
+        more = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
+        return f"tensor parallel on {self.axis}{more}"
 
     def _head(self, modules: Modules, named: Mapping[str, Style]) -> str:
         """With `loss_parallel`, the last layer that is cut by columns: its results stay cut."""

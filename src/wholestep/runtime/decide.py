@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from ..auto.auto import Auto
+from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
 from ..auto.report import explained
 from ..cost.speeds import Speeds
@@ -14,8 +14,11 @@ from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import Layout
 from ..passes.schedule import Schedule
+from ..plan.optimal.cuts import Cuts
+from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
 from ..plan.strategy import Strategies, compose
+from ..plan.strategy_file import decode, encode
 from .agree import from_first_rank
 from .finish import Finisher
 from .launch import World
@@ -63,25 +66,40 @@ def decide(
     said = from_first_rank(label, own, timeout_s, "which plan it chose")
     if said[0] == _FAILED:
         raise PlanError(*said[1:])
-    template = candidates[int(said[0])][1]
-    assert isinstance(template.strategies, tuple), "a plan was made with them"
-    strategies, told = compose(template.strategies), json.loads(said[1])
+    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
     return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+
+
+def _strategies(said: str, candidates: Candidates) -> Strategies:
+    """Those of the candidate with that number, or what the first rank solved for."""
+    if not said.isdecimal():
+        found = decode(json.loads(said))
+        assert found is not None, "what is solved for can be written"
+        return found
+    template = candidates[int(said)][1]
+    assert isinstance(template.strategies, tuple), "a plan was made with them"
+    return compose(template.strategies)
 
 
 def _chosen(
     auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Speeds,
     schedule: Schedule | None,
 ) -> list[str]:  # fmt: skip
-    """The number of the candidate, what it was chosen for, and why; or why there is none."""
+    """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
     speeds = auto.topology or measured
     try:
         found = auto.search(graph, world.mesh, placed, same_batches=True, machine=speeds, finish=Finish(schedule))
     except PlanError as error:
         return [_FAILED, error.found, error.needed, error.next_step]
-    names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
+    best = found.best.strategies
+    assert best is not None, "it has a plan"
     made, before = explained(found), len(found.plan.notes)
     assert made.objective is not None, "it was chosen for one"
-    return [str(names.index(found.best.name)), json.dumps(asdict(made.objective)), *made.notes[before:]]
+    if any(isinstance(part, (Cuts, Mixed)) for part in best.parts):
+        which = json.dumps(encode(best))
+    else:
+        names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
+        which = str(names.index(found.best.name))
+    return [which, json.dumps(asdict(made.objective)), *made.notes[before:]]

@@ -1,0 +1,116 @@
+"""Candidates that a solver finds: layouts of all operations and the storage of each parameter, chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from ..cost.speeds import Speeds
+from ..errors import WholestepError
+from ..graph.graph import TrainGraph
+from ..layout import AxisState, Layout
+from ..mesh import Mesh
+from ..plan.data_parallel import DataParallel
+from ..plan.optimal.build import Asked
+from ..plan.optimal.cuts import Cuts
+from ..plan.optimal.find import Solved, find
+from ..plan.optimal.mixed import Mixed
+from ..plan.optimal.prices import Prices
+from ..plan.optimal.storage import AGAIN, GROUPED, GROUPED_AGAIN, KEPT, REPLICATE, STORAGES, ZERO1, Storage
+from ..plan.optimal.tensor import asked as asked_of
+from ..plan.strategy import Strategies, Strategy
+from ..plan.tensor_parallel import TensorParallel
+from .templates import Template
+
+_OF_STYLE: dict[str, tuple[Storage, ...]] = {
+    "replicate": (REPLICATE,), "zero1": (ZERO1,), "zero2": (ZERO1,), "fully_shard": (KEPT, AGAIN),
+    "hybrid": (GROUPED, GROUPED_AGAIN),
+}  # fmt: skip
+_TIGHTER = (1.0, 0.8)
+"""Parts of the budget that are solved for: the model does not count what ops hold while they run."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What is solved for on one mesh: layouts along the axis of `tensor`, if any, and over the other axes the storage
+    of each parameter, by those of `styles`.
+    """
+
+    graph: TrainGraph
+    mesh: Mesh
+    machine: Speeds
+    data: DataParallel
+    tensor: TensorParallel | None = None
+    styles: Sequence[str] | None = None
+    budget_bytes: int | None = None
+    placed: Mapping[str, Layout] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Data-parallel axes."""
+        return tuple(a for a in self.mesh.names if self.tensor is None or a != self.tensor.axis)
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Ways in which parameters may be stored."""
+        allowed = {s for style in self.styles or _OF_STYLE for s in _OF_STYLE.get(style, ())}
+        return tuple(s for s in STORAGES if s in allowed and (len(self.axes) > 1 or not s.grouped)) if self.axes else ()
+
+    def templates(self) -> list[Template]:
+        """Candidates, the best by the model first; those that differ from each other."""
+        try:
+            found = find(self.graph, self._asked(), self._budgets())
+        except WholestepError as error:
+            return [Template(f"solved for {self._over}", error)]
+        made = [self._template(one) for one in self._distinct(found)]
+        return [replace(t, name=f"{t.name}, {n + 1}") if n else t for n, t in enumerate(made)]
+
+    def layouts(self) -> Cuts | None:
+        """The layouts along the axis of `tensor` beside which any style may be used; None without a solution."""
+        assert self.tensor is not None, "asked where there is an axis"
+        found = find(self.graph, self._asked())
+        return self._cuts(found[0]) if found else None
+
+    def _budgets(self) -> list[float | None]:
+        return [None] if self.budget_bytes is None else [self.budget_bytes * part for part in _TIGHTER]
+
+    def _asked(self) -> Asked:
+        if self.tensor is not None:
+            beside = (replace(self.data, axis=self.axes),) if self.axes else ()
+            tensor = replace(self.tensor, topology=self.machine)
+            made = asked_of(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
+            return replace(made, storages=self.storages)
+        ranks = prod(self.mesh.axis_size(a) for a in self.axes)
+        share = 1 / ranks if self.data.semantics == "global" else 1.0
+        axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
+        return Asked(Prices(self.machine, self.mesh, "", share), axes, self.storages, dict[str, AxisState]())
+
+    def _distinct(self, found: Sequence[Solved]) -> Iterator[Solved]:
+        seen: list[tuple[object, ...]] = []
+        for one in found:
+            mark = (one.found.params, one.found.storage, one.found.pins)
+            if mark not in seen:
+                seen.append(mark)
+                yield one
+
+    @property
+    def _over(self) -> str:
+        if self.tensor is None:
+            return f"each parameter on {','.join(self.axes)}"
+        return f"each op on {self.tensor.axis}" + (f" and parameter on {','.join(self.axes)}" if self.axes else "")
+
+    def _template(self, made: Solved) -> Template:
+        parts: list[Strategy] = []
+        if self.axes:
+            fields = {name: getattr(self.data, name) for name in self.data.__dataclass_fields__}
+            fields |= {"style": "fully_shard", "axis": self.axes, "reshard_after_forward": False}
+            storage = {name: how.name for name, how in made.found.storage.items()}
+            parts.append(Mixed(**fields, storage=storage, said=str(made)))
+        if self.tensor is not None:
+            parts.append(self._cuts(made))
+        return Template(f"solved for {self._over}", tuple(parts), made)
+
+    def _cuts(self, made: Solved) -> Cuts:
+        assert self.tensor is not None, "asked where there is an axis"
+        return Cuts(self.tensor.axis, made.found.params, made.found.pins, str(made), self.tensor.input_dim)

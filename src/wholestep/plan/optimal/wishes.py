@@ -1,0 +1,105 @@
+"""What a user wants of a solution along its axis: layouts of parameters and results by name, modules left whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import cast
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.fx import Node
+
+from ... import _torch
+from ...errors import PlanError
+from ...graph import meta
+from ...graph.graph import TrainGraph, node_at
+from ...layout import REPLICATED, AxisState
+from ..modules import Modules
+from .problem import Option
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """States that parameters and results must have, by name, with the pattern that asked; names that stay whole."""
+
+    states: Mapping[str, tuple[AxisState, str]] = field(default_factory=dict[str, tuple[AxisState, str]])
+    whole: frozenset[str] = frozenset()
+
+    def of(self, name: str) -> object:
+        """What tells a node or parameter of this name from others that are like it."""
+        return self._state(name), self._is_whole(name)
+
+    def allows(self, node: Node, name: str, option: Option) -> bool:
+        """True for an option that a node (or the parameter called `name`) may have."""
+        asked = self._state(name)
+        if asked is not None and not any(user.name.startswith(f"{_first(name)}__") for user in node.users):
+            return option.gives.get(0) == asked[0]
+        states = (*option.gives.values(), *option.takes.values())
+        return not self._is_whole(name) or all(s.kind != "S" for s in states)
+
+    def _state(self, name: str) -> tuple[AxisState, str] | None:
+        return self.states.get(name) or self.states.get(_first(name))
+
+    def _is_whole(self, name: str) -> bool:
+        return name in self.whole or _first(name) in self.whole
+
+    def refused(self, name: str) -> PlanError:
+        """What to say where nothing is left of a choice."""
+        state, pattern = self._state(name) or (REPLICATED, name)
+        return PlanError(
+            f"{pattern!r} is to be {_shown(state)}: %{name} has no such layout",
+            "a dim that the op's rule, or the parameter, can cut over the axis",
+            "drop this pin, or give another dim or another axis size",
+        )
+
+
+def wishes(graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iterable[str]) -> Wishes:
+    """Those of patterns: globs of parameters and modules, as `TensorParallel` takes them.
+
+    Raises:
+        PlanError: a pattern names nothing; says which names are near.
+    """
+    modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), set[str]()
+    for pattern, placement in pins.items():
+        state = AxisState("S", cast(int, placement.dim)) if isinstance(placement, Shard) else REPLICATED
+        for path in _matching(modules, pattern):
+            if path in modules.params:
+                states[path] = state, pattern
+            for node in modules.outputs(path) if path not in modules.params else ():
+                made = meta.tensor(node)
+                ndim = len(made.shape) if made else 0
+                at = AxisState("S", state.dim % max(ndim, 1)) if state.kind == "S" else state
+                states[_source(node).name] = at, pattern
+    for pattern in whole:
+        for path in _matching(modules, pattern):
+            kept |= {n.name for n in modules.inside(path)}
+            kept |= {name for name in modules.params if name == path or name.startswith(f"{path}.")}
+    return Wishes(states, frozenset(kept))
+
+
+def _matching(modules: Modules, pattern: str) -> list[str]:
+    found = modules.matching(pattern)
+    if found:
+        return found
+    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
+    raise PlanError(
+        f"the pattern {pattern!r} names no module and no parameter",
+        f"those of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        "correct the pattern: one glob for each name between dots",
+    )
+
+
+def _source(node: Node) -> Node:
+    while _torch.is_getitem(node.target):
+        node = node_at(node, 0)
+    return node
+
+
+def _first(name: str) -> str:
+    """The name of the op that one of its smaller ops stands for."""
+    return name.partition("__")[0]
+
+
+def _shown(state: AxisState) -> str:
+    return f"cut along dim {state.dim}" if state.kind == "S" else "whole"

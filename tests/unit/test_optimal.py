@@ -1,0 +1,330 @@
+"""Layouts solved for: the program against every assignment, its plans against one device and against plans by hand."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import wholestep as ws
+from tests import tp_models as models
+from tests.together import OneDevice, compare
+from tests.tp_models import MLP, Llama, Normed, next_token, squares, step_of
+from tests.unit.test_tensor_parallel import builder, dp, floats, tokens
+from wholestep import DataParallel, Machine, TensorParallel, Topology
+from wholestep.auto.costs import costs
+from wholestep.capture import capture_step
+from wholestep.cli.hf import Wanted, build
+from wholestep.graph.graph import TrainGraph
+from wholestep.layout import REPLICATED, AxisState
+from wholestep.plan.optimal.build import Asked, Build
+from wholestep.plan.optimal.chains import joined
+from wholestep.plan.optimal.find import find, written_out
+from wholestep.plan.optimal.highs import solve
+from wholestep.plan.optimal.mixed import Mixed
+from wholestep.plan.optimal.prices import Prices
+from wholestep.plan.optimal.problem import Choice, Load, Need, Option, Problem, Value, evaluate, fits
+from wholestep.plan.optimal.storage import STORAGES
+from wholestep.plan.plan import Plan
+
+TOLERANCE = 1e-10
+STATES = (REPLICATED, AxisState("S", 0), AxisState("P", op="sum"))
+QUICK_LINK = Machine(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
+SLOW_MEMORY = Machine(flops_per_us=1e6, memory_bytes_per_us=10, launch_us=0.01, link_us=1, link_bytes_per_us=100)
+MACHINES = {"quick link": QUICK_LINK, "slow memory": SLOW_MEMORY}
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# -- the program and every assignment ---------------------------------------------------------
+
+
+def best_of_all(problem: Problem) -> float | None:
+    found = (evaluate(problem, picked) for picked in product(*(range(len(c.options)) for c in problem.choices)))
+    return min((load.step_us(problem.exposed) for load in found if load and fits(problem, load)), default=None)
+
+
+def random_problem(seed: int) -> Problem:
+    r = Random(seed)
+
+    def phases(often: float) -> tuple[float, float, float]:
+        a, b, c = (1000 * r.random() if r.random() < often else 0.0 for _ in range(3))
+        return a, b, c
+
+    def load() -> Load:
+        bytes_ = [1e9 * r.random() for _ in range(3)]
+        return Load(phases(0.8), phases(0.3), phases(0.3), phases(0.3), *bytes_)
+
+    size = r.randint(3, 6)
+    edges = [(i, j) for i in range(size) for j in range(i + 1, size) if r.random() < 0.5]
+    choices: list[Choice] = []
+    for number in range(size):
+        takes = [at for at, (_, taker) in enumerate(edges) if taker == number]
+        options = [
+            Option(f"{k}", {0: r.choice(STATES)}, {at: r.choice(STATES[:2]) for at in takes}, load())
+            for k in range(r.randint(1, 4))
+        ]
+        choices.append(Choice(f"{number}", tuple(options), r.randint(1, 3)))
+    values: list[Value] = []
+    for maker in range(size):
+        needs = tuple(Need(taker, at, r.random() < 0.4) for at, (m, taker) in enumerate(edges) if m == maker)
+        moves = {(a, b): load() if a != b else Load() for a in STATES for b in STATES[:2] if a == b or r.random() < 0.9}
+        kept = {state: 1e9 * r.random() for state in STATES}
+        values += [Value(maker, 0, needs, moves, r.randint(1, 2), kept, r.randint(0, 2))] if needs else []
+    return Problem(
+        tuple(choices), tuple(values), r.choice([None, None, 2e10 * r.random()]), load(), r.choice([0.0, 0.5])
+    )
+
+
+def test_the_program_finds_the_best_of_all_assignments() -> None:
+    feasible = 0
+    for seed in range(100):
+        problem = random_problem(seed)
+        expected, found = best_of_all(problem), solve(problem, gap=0.0)
+        assert (expected is None) == (found is None), seed
+        if found is not None:
+            feasible += 1
+            assert found.step_us == pytest.approx(expected, rel=1e-6), seed
+            assert found.bound_us == pytest.approx(expected, rel=1e-5), seed
+            assert found.gap < 1e-5
+    assert feasible > 50
+
+
+def test_solutions_can_be_left_out() -> None:
+    problem = next(p for p in map(random_problem, range(100)) if p.budget_bytes is None and solve(p, gap=0.0))
+    seen: list[tuple[int, ...]] = []
+    for _ in range(3):
+        found = solve(problem, gap=0.0, without=seen)
+        assert found is not None
+        assert found.picked not in seen
+        seen.append(found.picked)
+
+
+def product_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def asked(mesh: str, machine: Any, **options: Any) -> Asked:
+    return Asked(Prices(machine, ws.Mesh(mesh), "tp"), **options)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_of_a_layer_every_assignment_is_tried(name: str) -> None:
+    model = nn.Linear(8, 12, bias=False)
+    graph = capture_step(
+        product_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8)), {}
+    ).graph
+    problem = Build(graph, asked("tp=2", MACHINES[name])).problem()
+    short = joined(problem)
+    size = prod(len(choice.options) for choice in problem.choices)
+    assert 100 < size < 200_000, "small enough to try, large enough to mean something"
+    best, found, whole = best_of_all(problem), solve(short.problem, gap=0.0), solve(problem, gap=0.0)
+    assert found is not None
+    assert whole is not None
+    assert whole.step_us == pytest.approx(best, rel=1e-6)
+    assert found.step_us == pytest.approx(best, rel=1e-6), "joined chains lose nothing here"
+    again = evaluate(problem, short.opened(found.picked))
+    assert again is not None
+    assert again.step_us() == pytest.approx(best, rel=1e-6)
+
+
+# -- layers that repeat -----------------------------------------------------------------------------
+
+
+def llama(layers: int) -> tuple[TrainGraph, nn.Module]:
+    target = build(Wanted("llama-3-8b", layers=layers))
+    return capture_step(target.step, target.args, target.kwargs).graph, target.models()[0]
+
+
+def test_layers_that_repeat_are_solved_once() -> None:
+    few, many = (
+        len(Build(llama(layers)[0], asked("tp=8", Topology.preset("dgx-h100"))).problem().choices) for layers in (8, 11)
+    )
+    assert few == many
+
+
+def test_the_optimum_of_many_layers() -> None:
+    machine = Topology.preset("dgx-h100")
+    found = find(llama(9)[0], replace(asked("dp=32,tp=8", machine), axes=("dp",), storages=STORAGES))[0]
+    assert found.solution.gap < 0.01
+    assert found.solution.binaries < 3000
+
+
+# -- beside plans by hand -------------------------------------------------------------------------
+
+
+def step_s(graph: TrainGraph, planned: Plan, machine: Topology) -> float:
+    return costs(ws.partition(graph, planned), planned, machine).step_s
+
+
+def test_no_slower_than_the_plans_that_llama_carries() -> None:
+    machine, (graph, model) = Topology.preset("dgx-h100"), llama(2)
+    found = ws.plan(graph, "tp=8", TensorParallel("auto", topology=machine))
+    for by_hand in (TensorParallel.of(model), TensorParallel.of(model, loss_parallel=True)):
+        assert step_s(graph, found, machine) <= step_s(graph, ws.plan(graph, "tp=8", by_hand), machine)
+    assert found.rest["model.layers.0.mlp.gate_proj.weight"].show((14336, 4096)) == "14336@tp 4096"
+    assert found.rest["model.layers.1.mlp.down_proj.weight"].show((4096, 14336)) == "4096 14336@tp"
+    assert "layouts solved for" in found.strategy
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_no_slower_than_a_plan_for_gpt() -> None:
+    target = build(Wanted("gpt2", layers=2, batch=4))
+    graph, machine = capture_step(target.step, target.args, target.kwargs).graph, Topology.preset("dgx-h100")
+    styles = {"attn.c_attn": "colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+    by_hand = TensorParallel({"transformer.wte": "rowwise"} | {f"transformer.h.*.{n}": s for n, s in styles.items()})
+    found = ws.plan(graph, "tp=4", TensorParallel("auto", topology=machine))
+    assert step_s(graph, found, machine) <= step_s(graph, ws.plan(graph, "tp=4", by_hand), machine)
+
+
+# -- the numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("kind", ["mlp", "normed", "llama", "by hand"])
+def test_what_is_found_computes_the_same(kind: str, mesh: str, name: str) -> None:
+    one = {
+        "mlp": lambda: OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12)),
+        "normed": lambda: OneDevice(builder(Normed, bias=True), step_of(squares), floats(4, 6, 10)),
+        "llama": lambda: OneDevice(builder(Llama, layers=1), step_of(next_token), tokens()),
+        "by hand": lambda: OneDevice(builder(Llama, layers=1, by_hand=True, tied=True), step_of(next_token), tokens()),
+    }[kind]()
+    tensor = TensorParallel("auto", topology=MACHINES[name])
+    found = compare(one, mesh, [dp("fully_shard"), tensor] if "dp" in mesh else tensor)
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.usefixtures("double")
+def test_ranks_may_be_given_parts_of_a_sequence() -> None:
+    one = OneDevice(builder(Normed), step_of(squares), floats(4, 6, 10))
+    found = compare(one, "tp=2", TensorParallel("auto", input_dim=1, topology=QUICK_LINK))
+    assert found.worst < TOLERANCE
+    assert any("6@tp" in layout.show((4, 6, 10)) for layout in found.plan.rest.values() if len(layout.dims) == 3)
+
+
+def test_what_is_placed_stays() -> None:
+    model = MLP()
+    graph = capture_step(step_of(squares), (model, torch.optim.SGD(model.parameters()), *floats(6, 12)[0]), {}).graph
+    tensor, strange = TensorParallel("auto", topology=QUICK_LINK), {"net1.weight": ws.Layout(((), ("tp",)))}
+    assert ws.plan(graph, "tp=2", tensor).rest["net1.weight"] != strange["net1.weight"]
+    assert ws.plan(graph, "tp=2", tensor, placed=strange).rest["net1.weight"] == strange["net1.weight"]
+
+
+def test_one_rank_solves_nothing() -> None:
+    graph = llama(1)[0]
+    assert written_out(graph)
+    planned = ws.plan(graph, "dp=2,tp=1", [DataParallel("zero1", axis="dp"), TensorParallel("auto")])
+    assert planned.expanded == ()
+
+
+def test_options_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ws.PlanError, match=r'loss_parallel with TensorParallel\("auto"\)'):
+        TensorParallel("auto", loss_parallel=True)
+    with pytest.raises(ws.PlanError, match="topology with a plan by module"):
+        TensorParallel(models.MLP_PLAN, topology=Machine())
+
+
+# -- what a user asks for ----------------------------------------------------------------------------
+
+
+def small() -> TrainGraph:
+    model = MLP()
+    return capture_step(step_of(squares), (model, torch.optim.SGD(model.parameters()), *floats(6, 12)[0]), {}).graph
+
+
+def test_pins_are_kept() -> None:
+    free = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK)).rest["net1.weight"]
+    assert free.show((32, 12)) == "32@tp 12"
+    for placement, shown in ((Shard(1), "32 12@tp"), (Replicate(), "32 12")):
+        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net1.weight": placement})
+        assert ws.plan(small(), "tp=2", tensor).rest["net1.weight"].show((32, 12)) == shown
+
+
+def test_results_of_modules_can_be_pinned() -> None:
+    for placement, shown in ((Shard(0), "6@tp 12"), (Shard(-1), "6 12@tp"), (Replicate(), "6 12")):
+        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net2": placement})
+        planned = ws.plan(small(), "tp=2", tensor)
+        made = [d for name, d in planned.decisions.items() if name.startswith("addmm_1")][-1]
+        assert made.given[0].show((6, 12)) == shown
+
+
+def test_modules_can_be_left_whole() -> None:
+    tensor = TensorParallel("auto", topology=QUICK_LINK, whole=("net1",))
+    planned = ws.plan(small(), "tp=2", tensor)
+    assert planned.rest["net1.weight"].is_replicated
+    assert planned.rest["net1.bias"].is_replicated
+    assert not any(x.is_sharded for x in planned.decisions["addmm"].operands)
+
+
+@pytest.mark.usefixtures("double")
+def test_what_is_asked_for_computes_the_same() -> None:
+    one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
+    for options in ({"pinned": {"net1.weight": Shard(1), "net2": Shard(0)}}, {"whole": ("net2",)}):
+        assert compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK, **options)).worst < TOLERANCE
+
+
+def test_patterns_that_name_nothing() -> None:
+    for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
+        with pytest.raises(
+            ws.PlanError, match=r"names no module and no parameter\n  needed: those of the step, as '.*net"
+        ):
+            ws.plan(small(), "tp=2", TensorParallel("auto", **options))
+
+
+def test_a_pin_that_cannot_be() -> None:
+    with pytest.raises(ws.PlanError, match=r"'net1.weight' is to be cut along dim 2: %net1.weight has no such layout"):
+        ws.plan(small(), "tp=2", TensorParallel("auto", pinned={"net1.weight": Shard(2)}))
+
+
+# -- in Auto ------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_only_a_mixed_plan_meets() -> None:
+    """Neither any template nor anything that recomputes: some parameters in parts, others not, fit and are faster."""
+    machine, (graph, model), mesh = Topology.preset("dgx-h100"), llama(2), "dp=32,tp=8"
+    auto = ws.Auto("2GB", machine, tensor=TensorParallel.of(model), recompute=False)
+    with pytest.raises(ws.PlanError, match="no plan fits"):
+        replace(auto, solve=False).search(graph, mesh)
+    found, slack = auto.search(graph, mesh), replace(auto, memory_bytes="4GB")
+    assert "each parameter by itself" in found.plan.strategy
+    assert found.best.needs_bytes <= 2_000_000_000
+    templates = replace(slack, solve=False, styles=("replicate", "zero1", "zero2", "fully_shard")).search(graph, mesh)
+    assert found.best.batch_s < templates.best.batch_s
+    assert found.best.strategies is not None
+    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)]
+    assert len(set(stored[0].values())) > 1
+
+
+def test_the_objective_tells_the_program_s_bound() -> None:
+    planned = ws.plan(small(), "dp=4", ws.Auto(topology=QUICK_LINK))
+    made = planned.objective
+    assert made is not None
+    assert 0 < made.model_bound_s <= made.model_s
+    assert made.model_gap <= 0.01
+    assert any(note.startswith("solved: ") for note in planned.notes)
+    assert Plan.from_json(planned.to_json()) == planned
+
+
+def test_a_plan_that_was_solved_for_can_be_applied() -> None:
+    planned = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK))
+    read = Plan.from_json(planned.to_json())
+    assert read.strategies is not None
+    assert ws.plan(small(), "tp=2", read.strategies).decisions == planned.decisions
