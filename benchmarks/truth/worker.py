@@ -4,7 +4,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import wholestep as ws
 from benchmarks.peers import machine, models
 from benchmarks.peers.sizes import CONFIGS
 from wholestep.cost.machine import Machine
+from wholestep.passes.schedule import Schedule
 from wholestep.runtime.step import CompiledStep
 
 from .results import Scene, Style, Turn
@@ -36,14 +37,20 @@ class Trained:
 
 
 def parallel(name: str) -> Any:
-    """The strategy of `STYLE`, `STYLE,keep`, `STYLE,reshard`, `auto` or `auto=BYTES`."""
-    style, _, word = name.partition(",")
+    """The strategy of a style, `auto` or `auto=BYTES`; words behind a comma: keep, reshard, bucket=MB."""
+    style, *words = name.split(",")
     if style.startswith("auto"):
         _, _, size = style.partition("=")
         return ws.Auto(size or None)
-    again = {"keep": False, "reshard": True}.get(word)
+    again = True if "reshard" in words else False if "keep" in words else None
     given: Any = style
     return ws.DataParallel(given, reshard_after_forward=again)
+
+
+def scheduled(name: str, known: Schedule | None) -> Any:
+    """As what was measured says, with the bucket that the name has."""
+    sizes = [float(word.partition("=")[2]) for word in name.split(",") if word.startswith("bucket=")]
+    return "auto" if known is None else replace(known, bucket_bytes=int(sizes[0] * (1 << 20)) if sizes else None)
 
 
 def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str]) -> None:
@@ -57,7 +64,7 @@ def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str
     y = x if config.kind == "gpt" else x[:, 0].contiguous()
     trained: list[Trained] = []
     for name in names:
-        known = trained[0].step.schedule if trained else "auto"  # measured once: styles are ranked on the same figures
+        known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once: styles are ranked on the same figures
         trained.append(_built(name, size, known, x, y))
     for _ in range(turns):
         for one in trained:

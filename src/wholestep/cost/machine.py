@@ -11,12 +11,16 @@ from .speeds import Work
 
 
 @dataclass(frozen=True)
-class Toll:
-    """What one collective of a `kind` takes from computing: microseconds of a rank's processors, and for each byte sent."""
+class Wire:
+    """What collectives of one kind take, in microseconds: to start, and for each byte that a rank sends; and what they
+    take from computing beside them, likewise.
+    """
 
     kind: str
     start_us: float
     byte_us: float
+    busy_us: float = 0.0
+    busy_byte_us: float = 0.0
 
 
 def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
@@ -38,7 +42,8 @@ class Machine:
             dim); 0 for as many as others.
         attention_flops_per_us: of fused attention, what a mask leaves out counted too; 0 for those of products.
         view_us: of a view, which moves nothing; only where the host that calls ops computes them too.
-        tolls: what collectives take from computing, by kind; nothing where a rank has processors to spare for them.
+        wires: what collectives take, by kind; what has none takes `link_us`, `link_bytes_per_us` and nothing from
+            computing.
     """
 
     flops_per_us: float = 50_000.0
@@ -49,12 +54,12 @@ class Machine:
     math_bytes_per_us: float = 0.0
     attention_flops_per_us: float = 0.0
     view_us: float = 0.0
-    tolls: tuple[Toll, ...] = ()
+    wires: tuple[Wire, ...] = ()
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Machine:
         """The inverse of `dataclasses.asdict`."""
-        return Machine(**{**fields, "tolls": tuple(Toll(**toll) for toll in fields["tolls"])})
+        return Machine(**{**fields, "wires": tuple(Wire(**wire) for wire in fields["wires"])})
 
     @property
     def bucket_bytes(self) -> int:
@@ -84,9 +89,14 @@ class Machine:
 
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """One collective by the ring algorithm."""
-        return self.link_us + sent_bytes(kind, whole_bytes, mesh.axis_size(axis)) / self.link_bytes_per_us
+        wire = self._wire(kind)
+        return wire.start_us + wire.byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
 
     def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
-        """By the tolls."""
-        sent = sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
-        return sum(toll.start_us + toll.byte_us * sent for toll in self.tolls if toll.kind == kind)
+        """What it takes from computing."""
+        wire = self._wire(kind)
+        return wire.busy_us + wire.busy_byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+
+    def _wire(self, kind: str) -> Wire:
+        found = (wire for wire in self.wires if wire.kind == kind)
+        return next(found, None) or Wire(kind, self.link_us, 1 / self.link_bytes_per_us)

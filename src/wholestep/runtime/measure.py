@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..cost.machine import Machine, Toll
+from ..cost.machine import Machine, Wire
 from .launch import World
-from .measure_link import Link, crowded, measure_link
+from .measure_link import crowded, measure_link
 
 _ROUNDS = 6
 
@@ -20,23 +21,27 @@ _ROUNDS = 6
 def measure(world: World) -> Machine:
     """The Machine that the slowest rank and the slowest axis make."""
     times = list(_computing(world.device).values())
-    link = Link(0.0, 0.0, ())
+    wires: tuple[Wire, ...] = ()
     for axis in world.mesh.axes:
         if axis.size > 1 and world.devices is not None:
             found = measure_link(world, axis.name)
-            link = found if found.byte_us >= link.byte_us else link
-    figures = [*times, link.start_us, link.byte_us, *(us for toll in link.tolls for us in (toll.start_us, toll.byte_us))]
-    share = 0.0
+            wires = found if not wires or found[0].byte_us > wires[0].byte_us else wires
     if world.mesh.size > 1:
-        slowest = torch.tensor([*figures, crowded(world)], dtype=torch.float64).to(world.device)
+        figures = [(w.start_us, w.byte_us, w.busy_us, w.busy_byte_us) for w in wires]
+        slowest = torch.tensor([*times, crowded(world), *chain(*figures)], dtype=torch.float64).to(world.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        *figures, share = (float(v) for v in slowest)
-    product, attention, math, moved, launch, view, start, each, *taken = figures
-    tolls = tuple(Toll(t.kind, share * taken[2 * i], share * taken[2 * i + 1]) for i, t in enumerate(link.tolls))
+        *times, share = (float(v) for v in slowest[: len(times) + 1])
+        rows = slowest[len(times) + 1 :].view(len(wires), 4).tolist()
+        wires = tuple(
+            Wire(w.kind, start, each, share * busy, share * busy_each)
+            for w, (start, each, busy, busy_each) in zip(wires, rows, strict=True)
+        )
+    product, attention, math, moved, launch, view = times
     return Machine(
-        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch, link_us=start,
-        link_bytes_per_us=1 / each if each else 1.0, math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
-        view_us=0.0 if world.device.startswith("cuda") else view, tolls=tolls if share else (),
+        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
+        link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
+        math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
+        view_us=0.0 if world.device.startswith("cuda") else view, wires=wires,
     )  # fmt: skip
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from ..backend.bind import add_parts, gather, swap
-from ..cost.machine import Toll, sent_bytes
+from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
-_LITTLE, _MUCH = 64 << 10, 4 << 20
-_FEW_US = 8_000.0  # what takes longer is run but twice
-_OFTEN = 12
+_FEW, _MANY = 4 << 10, 4 << 20
+_ROWS, _LONG_US = 4, 20_000.0  # a row that takes longer is run but once
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[[], object]
@@ -33,31 +31,22 @@ class Timed:
     busy_us: float
 
 
-@dataclass(frozen=True)
-class Link:
-    """Microseconds of a collective of a few bytes, and of each byte that a rank sends; what each kind takes of computing."""
+def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
+    """What each kind of collective takes along `axis`.
 
-    start_us: float
-    byte_us: float
-    tolls: tuple[Toll, ...]
-
-
-def measure_link(world: World, axis: str) -> Link:
-    """That along `axis`. An all-reduce is timed with 32 bytes and with 4 MiB: their difference is the link's rate."""
+    Each is timed with few bytes and with many: their difference is the rate. Several follow each other without a
+    pause, so that no rank counts a time in which it came late to what others had sent before.
+    """
     group, ranks = world.groups[axis], world.mesh.axis_size(axis)
-    start = _timed(_runner("all_reduce", 32, ranks, group, world.device), world.device, _OFTEN)
-    tolls: list[Toll] = []
-    byte_us = 0.0
-    for kind in KINDS:
-        little, much = (
-            _timed(_runner(kind, size, ranks, group, world.device), world.device) for size in (_LITTLE, _MUCH)
-        )
-        sent = sent_bytes(kind, _MUCH, ranks)
-        if kind == "all_reduce":
-            byte_us = max(much.us - start.us, 1.0) / sent
-        each = max(much.busy_us - little.busy_us, 0.0) / (sent - sent_bytes(kind, _LITTLE, ranks))
-        tolls.append(Toll(kind, max(little.busy_us - each * sent_bytes(kind, _LITTLE, ranks), 0.0), each))
-    return Link(start.us, byte_us, tuple(tolls))
+    return tuple(_wire(kind, ranks, group, world.device) for kind in KINDS)
+
+
+def _wire(kind: str, ranks: int, group: str, device: str) -> Wire:
+    few, many = sent_bytes(kind, _FEW, ranks), sent_bytes(kind, _MANY, ranks)
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, 6)
+    long = _timed(_runner(kind, _MANY, ranks, group, device), device, 3)
+    each, busy = (max(b - a, 1e-6) / (many - few) for a, b in ((short.us, long.us), (short.busy_us, long.busy_us)))
+    return Wire(kind, max(short.us - each * few, 1.0), each, max(short.busy_us - busy * few, 0.0), busy)
 
 
 def crowded(world: World) -> float:
@@ -93,17 +82,18 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     }[kind]
 
 
-def _timed(run: Run, device: str, times: int = 4) -> Timed:
-    """The fastest of a few runs, and the median of what processors did; the first does not count."""
+def _timed(run: Run, device: str, times: int) -> Timed:
+    """Of each of `times` runs in a row, the best of a few rows; a run before them does not count."""
     found: list[Timed] = []
-    for _ in range(1 + times):
+    run()
+    for _ in range(_ROWS):
         start, busy = time.perf_counter(), time.process_time() - time.thread_time()
-        run()
+        for _ in range(times):
+            run()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        us = (time.perf_counter() - start) * 1e6
-        found.append(Timed(us, (time.process_time() - time.thread_time() - busy) * 1e6))
-        if len(found) > 2 and us > _FEW_US:
+        us, busy = (time.perf_counter() - start) * 1e6, (time.process_time() - time.thread_time() - busy) * 1e6
+        found.append(Timed(us / times, busy / times))
+        if us > _LONG_US:
             break
-    counted: Sequence[Timed] = found[1:]
-    return Timed(min(one.us for one in counted), median(one.busy_us for one in counted))
+    return Timed(min(one.us for one in found), min(one.busy_us for one in found))
