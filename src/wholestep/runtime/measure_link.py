@@ -16,8 +16,8 @@ from ..backend.bind import add_parts, gather, swap
 from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
-_FEW, _MANY = 4 << 10, 4 << 20
-_ROWS, _LONG_US = 4, 20_000.0  # a row that takes longer is run but once
+_FEW, _LEAST, _MOST = 4 << 10, 1 << 20, 4 << 20
+_SLOW_US = 4_000.0  # an all-reduce of `_LEAST` bytes that takes longer is of a link that takes its time
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[[], object]
@@ -35,16 +35,25 @@ def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
     """What each kind of collective takes along `axis`.
 
     Each is timed with few bytes and with many: their difference is the rate. Several follow each other without a
-    pause, so that no rank counts a time in which it came late to what others had sent before.
+    pause, so that no rank counts a time in which it came late to what others had sent before. Many are 4 MiB, or as
+    much less as a slow link sends in a bucket.
     """
     group, ranks = world.groups[axis], world.mesh.axis_size(axis)
-    return tuple(_wire(kind, ranks, group, world.device) for kind in KINDS)
+    trial = _runner("all_reduce", _LEAST, ranks, group, world.device)
+    trial()
+    us = torch.tensor([_seconds(trial, world.device) * 1e6]).to(world.device)
+    dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
+    slow = float(us) > _SLOW_US
+    sizes, often = (_FEW, _LEAST if slow else _MOST), (2, 1) if slow else (3, 4)
+    return tuple(_wire(kind, sizes, often, ranks, group, world.device) for kind in KINDS)
 
 
-def _wire(kind: str, ranks: int, group: str, device: str) -> Wire:
-    few, many = sent_bytes(kind, _FEW, ranks), sent_bytes(kind, _MANY, ranks)
-    short = _timed(_runner(kind, _FEW, ranks, group, device), device, 6)
-    long = _timed(_runner(kind, _MANY, ranks, group, device), device, 3)
+def _wire(
+    kind: str, sizes: tuple[int, int], often: tuple[int, int], ranks: int, group: str, device: str
+) -> Wire:  # fmt: skip
+    few, many = (sent_bytes(kind, size, ranks) for size in sizes)
+    short = _timed(_runner(kind, sizes[0], ranks, group, device), device, 6, 8)
+    long = _timed(_runner(kind, sizes[1], ranks, group, device), device, *often)
     each, busy = (max(b - a, 1e-6) / (many - few) for a, b in ((short.us, long.us), (short.busy_us, long.busy_us)))
     return Wire(kind, max(short.us - each * few, 1.0), each, max(short.busy_us - busy * few, 0.0), busy)
 
@@ -82,18 +91,22 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     }[kind]
 
 
-def _timed(run: Run, device: str, times: int) -> Timed:
-    """Of each of `times` runs in a row, the best of a few rows; a run before them does not count."""
+def _timed(run: Run, device: str, times: int, rows: int) -> Timed:
+    """Of each of `times` runs in a row, the best of some rows; a run before them does not count."""
     found: list[Timed] = []
     run()
-    for _ in range(_ROWS):
-        start, busy = time.perf_counter(), time.process_time() - time.thread_time()
-        for _ in range(times):
-            run()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        us, busy = (time.perf_counter() - start) * 1e6, (time.process_time() - time.thread_time() - busy) * 1e6
+    for _ in range(rows):
+        busy = time.process_time() - time.thread_time()
+        us = _seconds(run, device, times) * 1e6
+        busy = (time.process_time() - time.thread_time() - busy) * 1e6
         found.append(Timed(us / times, busy / times))
-        if us > _LONG_US:
-            break
     return Timed(min(one.us for one in found), min(one.busy_us for one in found))
+
+
+def _seconds(run: Run, device: str, times: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
