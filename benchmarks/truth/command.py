@@ -64,7 +64,9 @@ def _run(size: str, rate: str, given: argparse.Namespace) -> Path:
     return out
 
 
-def _start(network: Network, rank: int, port: str, scene: list[str], given: argparse.Namespace) -> subprocess.Popen[bytes]:
+def _start(
+    network: Network, rank: int, port: str, scene: list[str], given: argparse.Namespace
+) -> subprocess.Popen[bytes]:
     place = {"RANK": str(rank), "WORLD_SIZE": str(given.world), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
     fixed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1",

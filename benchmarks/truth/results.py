@@ -77,7 +77,7 @@ class Scene:
         return f"{self.size}, {self.world} ranks, {link}"
 
     def swapped(self) -> list[tuple[str, str]]:
-        """Pairs of styles that are ranked the wrong way round: the first is faster as measured, by more than `ALIKE`."""
+        """Pairs of styles ranked the wrong way round: the first is faster as measured, by more than `ALIKE`."""
         found: list[tuple[str, str]] = []
         for pair in combinations([s for s in self.styles if not s.chosen], 2):
             fast, slow = sorted(pair, key=lambda style: style.measured_ms)
@@ -104,7 +104,7 @@ def read(path: Path) -> Scene:
 def markdown(scenes: Iterable[Scene]) -> str:
     """A row for each style of each scene, and what the ranking came to."""
     lines = [
-        "| model, ranks, link | style | simulated ms | measured ms | error | waits simulated, measured ms | collectives |",
+        "| model, ranks, link | style | simulated ms | measured ms | error | waits, of which | collectives |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     said: list[str] = []
@@ -114,8 +114,8 @@ def markdown(scenes: Iterable[Scene]) -> str:
             kinds = ", ".join(f"{count} {kind}" for kind, count in style.collectives.items())
             waits = "{:.0f}, {:.0f}".format(*style.waited_ms)
             lines.append(
-                f"| {scene.title} | {name} | {style.predicted_ms:.0f} | {style.measured_ms:.0f} | {style.error:+.0%} | {waits} "
-                f"| {kinds} |"
+                f"| {scene.title} | {name} | {style.predicted_ms:.0f} | {style.measured_ms:.0f} | {style.error:+.0%} "
+                f"| {waits} | {kinds} |"
             )
         wrong = [f"{fast} is faster than {slow}" for fast, slow in scene.swapped()]
         said.append(f"- {scene.title}: {'; '.join(wrong) if wrong else 'ranked as measured'}.")

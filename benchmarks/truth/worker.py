@@ -64,7 +64,7 @@ def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str
     y = x if config.kind == "gpt" else x[:, 0].contiguous()
     trained: list[Trained] = []
     for name in names:
-        known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once: styles are ranked on the same figures
+        known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once, for all
         trained.append(_built(name, size, known, x, y))
     for _ in range(turns):
         for one in trained:

@@ -107,16 +107,18 @@ PRODUCTS: set[object] = {
 """Products of matrices."""
 
 
-_PLAIN = frozenset(
-    "add sub rsub mul neg abs clone copy cat stack fill zero zeros ones zeros_like ones_like full full_like relu threshold_backward "
-    "where masked_fill clamp clamp_min clamp_max maximum minimum lerp addcmul addcdiv constant_pad_nd contiguous eq ne lt le gt ge "
-    "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not tril triu roll flip repeat index_select arange "
-    "as_strided_scatter slice_scatter slice_backward select_backward to_copy".split()
-)
+_PLAIN = frozenset({
+    "add", "sub", "rsub", "mul", "neg", "abs", "clone", "copy", "cat", "stack", "fill", "zero", "zeros", "ones",
+    "zeros_like", "ones_like", "full", "full_like", "relu", "threshold_backward", "where", "masked_fill", "clamp",
+    "clamp_min", "clamp_max", "maximum", "minimum", "lerp", "addcmul", "addcdiv", "constant_pad_nd", "contiguous",
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "tril", "triu", "roll", "flip", "repeat", "index_select", "arange", "as_strided_scatter",
+    "slice_scatter", "slice_backward", "select_backward", "to_copy",
+})  # fmt: skip
 
 
 def streams(target: object) -> bool:
-    """True for what does next to nothing with each byte that it reads: sums and copies of elements, optimizers' updates.
+    """True for what does next to nothing with each byte that it reads: sums and copies of elements, updates.
 
     Else a processor that computes takes longer for it than for the bytes: functions like exp, sums, norms, losses.
     """
