@@ -32,14 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="write the table here, between its marks if there are any")
     given = parser.parse_args(argv)
     given.dir.mkdir(parents=True, exist_ok=True)
-    paths = sorted(given.dir.glob("*.json"))
-    if not given.report:
-        scenes = [(size, rate) for size in given.size for rate in given.rate]
-        paths = [_run(size, rate, given) for size, rate in scenes]
-    found = [read(path) for path in paths]
-    for scene in found:
-        _show(scene, given.classes)
-    text = markdown(found)
+    for size in given.size if not given.report else ():
+        for rate in given.rate:
+            _show(read(_run(size, rate, given)), given.classes)
+    text = markdown([read(path) for path in sorted(given.dir.glob("*.json"))])
     print(text)
     if given.table:
         given.table.write_text(into(given.table.read_text(), text) if given.table.exists() else text)
@@ -78,7 +74,7 @@ def _start(
 
 
 def _show(scene: Scene, classes: bool) -> None:
-    print(f"\n{scene.title}")
+    print(f"\n{scene.title}", flush=True)
     for style in scene.styles:
         turns = " ".join(f"{turn.step_ms:.0f}{'' if turn.others <= 0.25 else '*'}" for turn in style.turns)
         print(f"  {style.name:22} simulated {style.predicted_ms:6.1f}  measured {style.measured_ms:6.1f}  "

@@ -111,7 +111,9 @@ def _looked_at(one: Trained, x: Tensor, y: Tensor) -> Style:
     waited = simulated.exposed_us / 1e3, found.measured.simulated.exposed_us / 1e3
     local = one.step.programs[-1].local
     kinds = {kind: total.count for kind, total in local.collectives().items()}
-    chosen = str(one.step.options.parallel) if one.name.startswith("auto") else ""
+    data = one.step.options.parallel.options
+    kept = {None: "", True: ", reshard", False: ", keep"}[data.reshard_after_forward]
+    chosen = f"{data.style}{kept}" if one.name.startswith("auto") else ""
     return Style(
         one.name, simulated.step_us / 1e3, tuple(one.turns), waited, kinds, classes,
         asdict(known) if isinstance(known, Machine) else {}, chosen,

@@ -17,6 +17,7 @@ from .speeds import Speeds
 
 _MOST_TAKEN = 0.9  # of computing, by collectives: something is left
 
+
 @dataclass
 class Clock:
     """The streams at some point of a step, in microseconds since its start. `wires` says of each axis when all of its

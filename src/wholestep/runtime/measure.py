@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..cost.machine import Machine, Wire
 from .launch import World
-from .measure_link import crowded, measure_link
+from .measure_link import measure_link
 
 _ROUNDS = 9
 
@@ -30,14 +30,11 @@ def measure(world: World) -> Machine:
             wires = found if not wires or found[0].byte_us > wires[0].byte_us else wires
     if world.mesh.size > 1:
         figures = [(w.start_us, w.byte_us, w.busy_us, w.busy_byte_us) for w in wires]
-        slowest = torch.tensor([*times, crowded(world), *chain(*figures)], dtype=torch.float64).to(world.device)
+        slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        *times, share = (float(v) for v in slowest[: len(times) + 1])
-        rows = slowest[len(times) + 1 :].view(len(wires), 4).tolist()
-        wires = tuple(
-            Wire(w.kind, start, each, share * busy, share * busy_each)
-            for w, (start, each, busy, busy_each) in zip(wires, rows, strict=True)
-        )
+        rows = slowest[len(times) :].view(len(wires), 4).tolist()
+        wires = tuple(Wire(w.kind, *row) for w, row in zip(wires, rows, strict=True))
+        times = [float(v) for v in slowest[: len(times)]]
     product, attention, math, moved, launch, view = times
     return Machine(
         flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,

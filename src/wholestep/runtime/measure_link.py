@@ -16,8 +16,9 @@ from ..backend.bind import add_parts, gather, swap
 from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
-_FEW, _LEAST, _MOST = 4 << 10, 1 << 20, 4 << 20
-_SLOW_US = 4_000.0  # an all-reduce of `_LEAST` bytes that takes longer is of a link that takes its time
+_FEW, _LEAST = 4 << 10, 1 << 20
+_SIZES = ((4_000.0, 4 << 20, (3, 4)), (16_000.0, _LEAST, (4, 2)), (float("inf"), _LEAST, (2, 1)))
+"""By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[[], object]
@@ -25,7 +26,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one collective: until its result is there, and of processors, on threads beside the caller's."""
+    """Microseconds of one collective: until its result is there, and of processors that computing lacks."""
 
     us: float
     busy_us: float
@@ -43,17 +44,15 @@ def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
     trial()
     us = torch.tensor([_seconds(trial, world.device) * 1e6]).to(world.device)
     dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
-    slow = float(us) > _SLOW_US
-    sizes, often = (_FEW, _LEAST if slow else _MOST), (2, 1) if slow else (3, 4)
-    return tuple(_wire(kind, sizes, often, ranks, group, world.device) for kind in KINDS)
+    most, often = next((size, often) for limit_us, size, often in _SIZES if float(us) <= limit_us)
+    share = crowded(world)
+    return tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
 
 
-def _wire(
-    kind: str, sizes: tuple[int, int], often: tuple[int, int], ranks: int, group: str, device: str
-) -> Wire:  # fmt: skip
-    few, many = (sent_bytes(kind, size, ranks) for size in sizes)
-    short = _timed(_runner(kind, sizes[0], ranks, group, device), device, 6, 8)
-    long = _timed(_runner(kind, sizes[1], ranks, group, device), device, *often)
+def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
+    few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, (6, 8), share)
+    long = _timed(_runner(kind, most, ranks, group, device), device, often, share)
     each, busy = (max(b - a, 1e-6) / (many - few) for a, b in ((short.us, long.us), (short.busy_us, long.busy_us)))
     return Wire(kind, max(short.us - each * few, 1.0), each, max(short.busy_us - busy * few, 0.0), busy)
 
@@ -91,16 +90,18 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     }[kind]
 
 
-def _timed(run: Run, device: str, times: int, rows: int) -> Timed:
-    """Of each of `times` runs in a row, the best of some rows; a run before them does not count."""
-    found: list[Timed] = []
+def _timed(run: Run, device: str, often: tuple[int, int], share: float) -> Timed:
+    """Of each of a row of runs, `often` being how many and how many rows: the best row, and what processors did in all.
+
+    The caller's own thread counts, of others the `share` that computing lacks; on a GPU nothing does.
+    """
+    times, rows = often
     run()
-    for _ in range(rows):
-        busy = time.process_time() - time.thread_time()
-        us = _seconds(run, device, times) * 1e6
-        busy = (time.process_time() - time.thread_time() - busy) * 1e6
-        found.append(Timed(us / times, busy / times))
-    return Timed(min(one.us for one in found), min(one.busy_us for one in found))
+    process, own = time.process_time(), time.thread_time()
+    us = min(_seconds(run, device, times) for _ in range(rows)) * 1e6
+    process, own = time.process_time() - process, time.thread_time() - own
+    busy = 0.0 if device.startswith("cuda") else own + share * (process - own)
+    return Timed(us / times, busy * 1e6 / (times * rows))
 
 
 def _seconds(run: Run, device: str, times: int = 1) -> float:
