@@ -94,11 +94,14 @@ class Scene:
 def read(path: Path) -> Scene:
     """What `Scene.to_json` wrote."""
     fields: dict[str, Any] = json.loads(path.read_text())
-    styles = tuple(
-        Style(**{**one, "turns": tuple(Turn(**turn) for turn in one["turns"]), "waited_ms": tuple(one["waited_ms"])})
-        for one in fields.pop("styles")
-    )
-    return Scene(**fields, styles=styles)
+    styles: list[dict[str, Any]] = fields.pop("styles")
+    return Scene(**fields, styles=tuple(map(_style, styles)))
+
+
+def _style(fields: dict[str, Any]) -> Style:
+    turns: list[dict[str, Any]] = fields.pop("turns")
+    waited: list[float] = fields.pop("waited_ms")
+    return Style(**fields, turns=tuple(Turn(**turn) for turn in turns), waited_ms=(waited[0], waited[1]))
 
 
 def markdown(scenes: Iterable[Scene]) -> str:

@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Turn:
     dist.all_reduce(used)
     took = time.monotonic() - begun
     others = max(machine.busy_seconds() - busy - float(used), 0.0) / took
-    return Turn(statistics.median((ends[2:] - ends[1:-1]).tolist()) * 1e3, others)
+    last = [float(end) for end in ends[1:]]
+    return Turn(statistics.median(after - before for before, after in pairwise(last)) * 1e3, others)
 
 
 def _looked_at(one: Trained, x: Tensor, y: Tensor) -> Style:
@@ -121,4 +123,4 @@ def _looked_at(one: Trained, x: Tensor, y: Tensor) -> Style:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])

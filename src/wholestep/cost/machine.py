@@ -59,7 +59,9 @@ class Machine:
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Machine:
         """The inverse of `dataclasses.asdict`."""
-        return Machine(**{**fields, "wires": tuple(Wire(**wire) for wire in fields["wires"])})
+        given = dict(fields)
+        wires = tuple(Wire(**wire) for wire in given.pop("wires"))
+        return Machine(**given, wires=wires)
 
     @property
     def bucket_bytes(self) -> int:

@@ -26,15 +26,15 @@ def measure(world: World) -> Machine:
     wires: tuple[Wire, ...] = ()
     for axis in world.mesh.axes:
         if axis.size > 1 and world.devices is not None:
-            found = measure_link(world, axis.name)
-            wires = found if not wires or found[0].byte_us > wires[0].byte_us else wires
+            its = measure_link(world, axis.name)
+            wires = its if not wires or its[0].byte_us > wires[0].byte_us else wires
     if world.mesh.size > 1:
         figures = [(w.start_us, w.byte_us, w.busy_us, w.busy_byte_us) for w in wires]
         slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        rows = slowest[len(times) :].view(len(wires), 4).tolist()
-        wires = tuple(Wire(w.kind, *row) for w, row in zip(wires, rows, strict=True))
-        times = [float(v) for v in slowest[: len(times)]]
+        found = [float(v) for v in slowest]
+        times, rest = found[: len(times)], found[len(times) :]
+        wires = tuple(Wire(wire.kind, *rest[4 * i : 4 * i + 4]) for i, wire in enumerate(wires))
     product, attention, math, moved, launch, view = times
     return Machine(
         flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
@@ -59,14 +59,14 @@ def _probes(device: str) -> Mapping[str, _Probe]:
     fill = torch.rand
 
     one, other = fill(rows, inner, device=device), fill(inner, columns, device=device)
-    queries = [fill(4, heads, length, width, device=device, requires_grad=True) for _ in range(3)]
+    q, k, v = (fill(4, heads, length, width, device=device, requires_grad=True) for _ in range(3))
     wide, made, left, right, total = (fill(rows, 1024, device=device) for _ in range(5))
     little, sums = fill(8, device=device), fill(1024, device=device)
 
     def attention() -> object:
         with torch.enable_grad():
-            out = F.scaled_dot_product_attention(*queries, is_causal=True)
-            return torch.autograd.grad(out, queries, out)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), out)
 
     def math() -> None:
         torch.exp(wide, out=made)
