@@ -21,6 +21,9 @@ absolute, as a share of what was measured; *bias* keeps the sign, above 0 where 
 """
 
 
+_OWN = "## On this machine"  # of `benchmarks.truth`, which writes the end of the page
+
+
 def main() -> None:
     """Read the files, print every table, write the page where one is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
@@ -47,7 +50,9 @@ def main() -> None:
         command = " ".join(
             ["python -m benchmarks.accuracy", *files, *(["--refit"] * given.refit), f"--table {given.table.name}"]
         )
-        given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)))
+        old = given.table.read_text() if given.table.exists() else ""
+        own = "".join(["\n", *old.partition(_OWN)[1:]]) if _OWN in old else ""
+        given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)) + own)
 
 
 def _collectives(path: Path) -> Iterator[Table]:

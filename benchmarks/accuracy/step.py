@@ -44,7 +44,7 @@ def step_s(run: Run, topology: ws.Topology, starting: Host = HOST) -> float:
     """Seconds of one step."""
     layer, ends = _layer(run, topology), _ends(run, topology)
     gather, scatter = _sharing_us(run, topology, run.layer_parameters // run.tp)
-    slower = topology.contention - 1
+    slower = topology.device.contention - 1
 
     def beside(compute: float, sent: float) -> float:
         return max(compute, sent) + slower * min(compute, sent)

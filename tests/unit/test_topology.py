@@ -14,6 +14,7 @@ from wholestep.cost.compute import node_us, work
 from wholestep.cost.curves import ALGORITHMS, Curve, Regime
 from wholestep.cost.schedule import Clock
 from wholestep.cost.topology import Level, units_of
+from wholestep.graph.verify import is_collective
 from wholestep.layout import Layout
 from wholestep.reshard import reshard_us
 
@@ -263,14 +264,15 @@ def test_a_step_is_simulated_and_scheduled_on_a_topology():
 
 
 def test_compute_beside_a_collective_takes_longer():
-    """A collective of 100 us, then compute: the part that runs beside it takes a quarter longer."""
+    """A collective, then compute: the part that runs beside it takes a quarter longer."""
     local = step_of_a_rank()
     calls = [n for n in local.graph.nodes if n.op == "call_function"]
     compute = next(n for n in calls if "mm" in str(n.target))
+    sent = next(n for n in calls if is_collective(n))
     h100 = ws.Topology.preset("dgx-h100")
     machine = replace(h100, device=replace(h100.device, contention=1.25))
     long = node_us(compute, machine)
     for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
-        clock = Clock(machine, local.mesh, wires={"dp": wire})
+        clock = Clock(machine, local.mesh, begun={sent: 0.0}, done={sent: wire}, taken={sent: 0.2 * wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)

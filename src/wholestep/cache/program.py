@@ -114,7 +114,7 @@ def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: Ste
         tuple(body["cleared_grads"]),
         _read_reads(body["reads"], reader),
     )
-    machine = Machine(**body["machine"]) if body["machine"] else None
+    machine = Machine.of(body["machine"]) if body["machine"] else None
     local = reader.local_graph(body["local"])
     ends = [reader.local_graph(one) for one in body["across"] or ()]
     across = AcrossSteps(ends[0], local, ends[1]) if ends else None

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import operands
-from ..graph.ops import FREE, PRODUCTS, READS_A_PART
+from ..graph.ops import FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, streams
 from ..graph.storage import shared_operand
 from ..graph.verify import is_mutating
 from .speeds import Speeds, Work
@@ -19,22 +19,36 @@ aten = torch.ops.aten
 
 
 def node_us(node: Node, speeds: Speeds) -> float:
-    """Microseconds of one call node on one rank, at least those of a launch; views and picks of items are free."""
+    """Microseconds of one call node on one rank, at least those of a launch or a view; picks of items are free."""
     made = work(node)
-    return speeds.work_us(made) if made else 0.0
+    if made is not None:
+        return speeds.work_us(made)
+    return speeds.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
 
 
 def work(node: Node) -> Work | None:
     """What one call node does; None for what takes no time."""
     if node.op != "call_function" or _torch.is_getitem(node.target) or _is_free(node):
         return None
-    given = operands(node)
-    read = {*given[1:]} if node.target in READS_A_PART else {*given}
-    moved = sum(map(_bytes, read)) + _bytes(node) * (2 if node.target in READS_A_PART else 1)
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
-    backward = "backward" in str(node.target)
-    return Work(moved, flops(node), dtype, _matmul(node), _attention(node), _is_causal(node), backward)
+    backward, product = "backward" in str(node.target), _matmul(node)
+    if product is not None and made is not None:
+        b, m, n, k = product
+        return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, flops(node), dtype, product)
+    return Work(
+        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), backward, streams(node.target)
+    )
+
+
+def _moved(node: Node) -> int:
+    """Bytes that are read and written."""
+    given = operands(node)
+    if node.target in WRITES_A_PART:
+        return 2 * sum(map(_bytes, {*given[1:]}))
+    if node.target in READS_A_PART:
+        return sum(map(_bytes, {*given[1:]})) + 2 * _bytes(node)
+    return sum(map(_bytes, {*given})) + _bytes(node)
 
 
 def _is_free(node: Node) -> bool:

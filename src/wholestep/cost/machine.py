@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..mesh import Mesh
 from .speeds import Work
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What collectives of one kind take, in microseconds: to start, and for each byte that a rank sends; and what they
+    take from computing beside them, likewise.
+    """
+
+    kind: str
+    start_us: float
+    byte_us: float
+    busy_us: float = 0.0
+    busy_byte_us: float = 0.0
+
+
+def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
+    """What a rank sends by the ring algorithm: 2(W-1)/W of the whole for an all-reduce, else (W-1)/W."""
+    return (2 if kind == "all_reduce" else 1) * whole_bytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -18,6 +38,12 @@ class Machine:
         launch_us: of one op, however small.
         link_us: of one collective of a few bytes.
         link_bytes_per_us: that a rank sends.
+        math_bytes_per_us: read plus written by ops that do more than a sum with each element (exp, norms, sums over a
+            dim); 0 for as many as others.
+        attention_flops_per_us: of fused attention, what a mask leaves out counted too; 0 for those of products.
+        view_us: of a view, which moves nothing; only where the host that calls ops computes them too.
+        wires: what collectives take, by kind; what has none takes `link_us`, `link_bytes_per_us` and nothing from
+            computing.
     """
 
     flops_per_us: float = 50_000.0
@@ -25,6 +51,17 @@ class Machine:
     launch_us: float = 4.0
     link_us: float = 250.0
     link_bytes_per_us: float = 1_000.0
+    math_bytes_per_us: float = 0.0
+    attention_flops_per_us: float = 0.0
+    view_us: float = 0.0
+    wires: tuple[Wire, ...] = ()
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Machine:
+        """The inverse of `dataclasses.asdict`."""
+        given = dict(fields)
+        wires = tuple(Wire(**wire) for wire in given.pop("wires"))
+        return Machine(**given, wires=wires)
 
     @property
     def bucket_bytes(self) -> int:
@@ -37,11 +74,6 @@ class Machine:
             size *= 2
         return size
 
-    @property
-    def contention(self) -> float:
-        """Compute and collectives are measured apart: they do not slow each other."""
-        return 1.0
-
     def peak_flops_per_us(self, dtype: str) -> float:
         """That of a large product, which is measured in float32 alone."""
         return self.flops_per_us
@@ -52,9 +84,21 @@ class Machine:
 
     def work_us(self, work: Work) -> float:
         """One op: its launch, and the longer of its arithmetic and its bytes."""
-        return self.launch_us + max(work.flops / self.flops_per_us, work.moved_bytes / self.memory_bytes_per_us)
+        flops_per_us = self.attention_flops_per_us if work.attention else 0.0
+        bytes_per_us = 0.0 if work.streams else self.math_bytes_per_us
+        computing = work.flops / (flops_per_us or self.flops_per_us)
+        return self.launch_us + max(computing, work.moved_bytes / (bytes_per_us or self.memory_bytes_per_us))
 
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
-        """One collective by the ring algorithm: 2(W-1)/W of the whole for an all-reduce, else (W-1)/W."""
-        ranks, rounds = mesh.axis_size(axis), 2 if kind == "all_reduce" else 1
-        return self.link_us + rounds * whole_bytes * (ranks - 1) / ranks / self.link_bytes_per_us
+        """One collective by the ring algorithm."""
+        wire = self._wire(kind)
+        return wire.start_us + wire.byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+
+    def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """What it takes from computing."""
+        wire = self._wire(kind)
+        return wire.busy_us + wire.busy_byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+
+    def _wire(self, kind: str) -> Wire:
+        found = (wire for wire in self.wires if wire.kind == kind)
+        return next(found, None) or Wire(kind, self.link_us, 1 / self.link_bytes_per_us)

@@ -15,11 +15,14 @@ from .compute import node_us, peak_us
 from .curves import KINDS
 from .speeds import Speeds
 
+_MOST_TAKEN = 0.9  # of computing, by collectives: something is left
+
 
 @dataclass
 class Clock:
     """The streams at some point of a step, in microseconds since its start. `wires` says of each axis when all of its
     collectives are complete, `done` the same of each. Those of two axes that share links get half the rate each.
+    `taken` is what those that are not complete take from computing, evenly while they are on their way.
     """
 
     machine: Speeds
@@ -30,6 +33,7 @@ class Clock:
     done: dict[Node, float] = field(default_factory=dict[Node, float])
     begun: dict[Node, float] = field(default_factory=dict[Node, float])
     flying: dict[Node, str] = field(default_factory=dict[Node, str])
+    taken: dict[Node, float] = field(default_factory=dict[Node, float])
 
     @property
     def wire(self) -> float:
@@ -50,7 +54,8 @@ class Clock:
             self._compute(node_us(node, self.machine))
 
     def _send(self, node: Node, axis: str) -> None:
-        us = sent_us(node, self.machine, self.mesh)
+        kind, whole = kind_of(node), whole_bytes(node)
+        us = self.machine.collective_us(kind, whole, self.mesh, axis)
         begin = max(self.wires.get(axis, 0.0), self.now)
         beside = 0.0
         for other, until in self.wires.items():
@@ -60,6 +65,8 @@ class Clock:
                 beside += both
         self.begun[node], self.flying[node] = begin, axis
         self.done[node] = self.wires[axis] = begin + us + beside
+        if taken := self.machine.taken_us(kind, whole, self.mesh, axis):
+            self.taken[node] = taken
 
     def _delay(self, axis: str, after: float, us: float) -> None:
         self.wires[axis] += us
@@ -68,10 +75,20 @@ class Clock:
                 self.done[node] += us
 
     def _compute(self, us: float) -> None:
-        """What runs while a wire is busy takes longer by the machine's contention."""
-        slower = self.machine.contention
-        beside = min(us, max(self.wire - self.now, 0.0) / slower) if slower != 1 else 0.0
-        self.now += us + beside * (slower - 1)
+        """What runs beside a collective takes longer by what that takes; beside several, by the first of them."""
+        for node in list(self.taken):
+            begin, done = self.begun[node], self.done[node]
+            if done <= self.now:
+                del self.taken[node]
+                continue
+            before = min(us, max(begin - self.now, 0.0))
+            self.now, us = self.now + before, us - before
+            slower = 1 / (1 - min(self.taken[node] / (done - begin), _MOST_TAKEN))
+            beside = min(us, (done - self.now) / slower)
+            self.now, us = self.now + beside * slower, us - beside
+            if us <= 0:
+                return
+        self.now += us
 
 
 @dataclass(frozen=True)
@@ -129,9 +146,13 @@ def run_all(clock: Clock, nodes: Iterable[Node]) -> None:
 
 def sent_us(node: Node, machine: Speeds, mesh: Mesh) -> float:
     """Microseconds a collective keeps the wire."""
+    return machine.collective_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
+
+
+def whole_bytes(node: Node) -> int:
+    """Of the largest buffer that a rank holds for a collective."""
     given, made = meta.tensor(node_at(node, 0)), meta.tensor(node)
-    whole = max(given.size_bytes if given else 0, made.size_bytes if made else 0)
-    return machine.collective_us(kind_of(node), whole, mesh, str(node.args[-1]))
+    return max(given.size_bytes if given else 0, made.size_bytes if made else 0)
 
 
 def kind_of(node: Node) -> str:

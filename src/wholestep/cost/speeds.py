@@ -19,6 +19,7 @@ class Work:
         matmul: (b, m, n, k) of a product.
         attention: (batch, heads, queries, keys, width) of fused attention.
         causal: of that attention; `backward`: that it is a backward.
+        streams: nothing but a sum or a product is done with each byte (`graph.ops.streams`).
     """
 
     moved_bytes: int
@@ -28,6 +29,7 @@ class Work:
     attention: tuple[int, int, int, int, int] | None = None
     causal: bool = False
     backward: bool = False
+    streams: bool = True
 
 
 class Speeds(Protocol):
@@ -39,13 +41,13 @@ class Speeds(Protocol):
         ...
 
     @property
-    def bucket_bytes(self) -> int:
-        """What a rank should send at once."""
+    def view_us(self) -> float:
+        """What a rank computes nothing for while it makes a view; 0 where a host calls ops ahead of the device."""
         ...
 
     @property
-    def contention(self) -> float:
-        """How much longer compute takes while a collective is on its way; 1 for not at all."""
+    def bucket_bytes(self) -> int:
+        """What a rank should send at once."""
         ...
 
     def work_us(self, work: Work) -> float:
@@ -62,4 +64,8 @@ class Speeds(Protocol):
 
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """One collective along `axis` on the largest buffer that a rank holds for it."""
+        ...
+
+    def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """How much less a rank has computed when that collective, beside which it computes, is complete."""
         ...

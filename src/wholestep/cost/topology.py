@@ -126,9 +126,9 @@ class Topology:
         return self.device.launch_us
 
     @property
-    def contention(self) -> float:
-        """How much longer compute takes while a collective runs beside it."""
-        return self.device.contention
+    def view_us(self) -> float:
+        """The host makes views while the device computes."""
+        return 0.0
 
     @property
     def bucket_bytes(self) -> int:
@@ -163,6 +163,10 @@ class Topology:
             return 0.0
         units = units_of(mesh, axis, tuple(level.ranks for level in self.levels))
         return self.units_us(kind, whole_bytes if largest_bytes is None else largest_bytes * units[0], units)
+
+    def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """By the device's contention: computing takes that much longer while a collective is on its way."""
+        return self.collective_us(kind, whole_bytes, mesh, axis) * (1 - 1 / self.device.contention)
 
     def group_us(self, kind: str, whole_bytes: float, ranks: int, per_node: int | None = None) -> float:
         """The same for a group of `ranks` with `per_node` of them on each node; as many as fit if None."""

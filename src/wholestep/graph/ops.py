@@ -95,7 +95,10 @@ READS_A_PART: set[object] = {
 }  # fmt: skip
 """What reads as much of its first operand as it makes, not all of it."""
 
-FREE: set[object] = {*VIEWS, _aten.detach.default, _aten.alias.default}
+WRITES_A_PART: set[object] = {_aten.copy_.default}
+"""What reads its operands but for the first, and writes as much as they hold into that one."""
+
+FREE: set[object] = {*VIEWS, _aten.detach.default, _aten.alias.default, _aten.empty.memory_format}
 """What computes nothing and moves nothing."""
 
 PRODUCTS: set[object] = {
@@ -104,8 +107,29 @@ PRODUCTS: set[object] = {
 """Products of matrices."""
 
 
+_PLAIN = frozenset({
+    "add", "sub", "rsub", "mul", "neg", "abs", "clone", "copy", "cat", "stack", "fill", "zero", "zeros", "ones",
+    "zeros_like", "ones_like", "full", "full_like", "relu", "threshold_backward", "where", "masked_fill", "clamp",
+    "clamp_min", "clamp_max", "maximum", "minimum", "lerp", "addcmul", "addcdiv", "constant_pad_nd", "contiguous",
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "tril", "triu", "roll", "flip", "repeat", "index_select", "arange", "as_strided_scatter",
+    "slice_scatter", "slice_backward", "select_backward", "to_copy",
+})  # fmt: skip
+
+
+def streams(target: object) -> bool:
+    """True for what does next to nothing with each byte that it reads: sums and copies of elements, updates.
+
+    Else a processor that computes takes longer for it than for the bytes: functions like exp, sums, norms, losses.
+    """
+    if not _torch.is_op(target):
+        return True
+    name = target.overloadpacket.__name__
+    return name.startswith(("_foreach_", "_fused_")) or name.strip("_") in _PLAIN
+
+
 def costs(like: set[object]) -> Callable[[F], F]:
-    """Says of a function that graphs call that it costs what those of READS_A_PART, FREE or PRODUCTS do."""
+    """Says of a function that graphs call that it costs what those of READS_A_PART, FREE or PRODUCTS do, or others."""
 
     def note(function: F) -> F:
         like.add(function)

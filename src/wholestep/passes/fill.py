@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, copy_graph
-from ..graph.ops import PRODUCTS, costs
+from ..graph.ops import FREE, PRODUCTS, WRITES_A_PART, costs
 from ..graph.storage import shares
 from .bucket import add_call, join_rows, made_by
 
@@ -61,6 +61,7 @@ def _fill(graph: Graph, join: Node, place: dict[Node, int]) -> None:
 
 
 # What the graph calls.
+@costs(FREE)
 def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for the pieces of a bucket."""
     return torch.empty(numel, dtype=dtype, device=device)
@@ -75,6 +76,7 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
     return bucket
 
 
+@costs(WRITES_A_PART)
 @shares("view")
 def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
     """Pieces become those parts of `bucket`, cut into `sizes`, that `numbers` name."""

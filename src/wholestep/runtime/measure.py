@@ -3,65 +3,111 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from ..cost.machine import Machine
+from ..cost.machine import Machine, Wire
 from .launch import World
+from .measure_link import measure_link
 
-_SIDE, _ELEMENTS, _SMALL = 384, 1 << 20, 8
-_OFTEN = 12  # for what takes little time itself
+_ROUNDS = 9
 
 
 def measure(world: World) -> Machine:
-    """The Machine that the slowest rank and the slowest axis make.
-
-    An all-reduce is timed with 32 bytes and with 4 MiB: their difference is the link's rate.
-    """
-    made = torch.full((_SIDE, _SIDE), 0.5, dtype=torch.float32, device=world.device)
-    flat = torch.full((_ELEMENTS,), 0.5, dtype=torch.float32, device=world.device)
-    little = torch.full((_SMALL,), 0.5, dtype=torch.float32, device=world.device)
-    times = [
-        _best(lambda: torch.mm(made, made), world.device, _OFTEN),
-        _best(lambda: torch.add(flat, 1.0), world.device, _OFTEN),
-        _best(lambda: torch.add(little, 1.0), world.device, _OFTEN),
-    ]
-    sent, start, long = 1.0, 0.0, 1.0
+    """The Machine that the slowest rank and the slowest axis make."""
+    if world.mesh.size > 1:
+        dist.barrier()  # ranks compute at once, as in a step
+    times = list(_computing(world.device).values())
+    wires: tuple[Wire, ...] = ()
     for axis in world.mesh.axes:
         if axis.size > 1 and world.devices is not None:
-            group = world.groups[axis.name]
-            small = _best(_reduce(little, group), world.device, _OFTEN)
-            large = _best(_reduce(flat, group), world.device)
-            if large >= long:
-                sent, start, long = 2.0 * flat.nbytes * (axis.size - 1) / axis.size, small, large
-    found = torch.tensor([*times, start, long], dtype=torch.float64).to(world.device)
+            its = measure_link(world, axis.name)
+            wires = its if not wires or its[0].byte_us > wires[0].byte_us else wires
     if world.mesh.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        arrived = torch.tensor([sent], dtype=torch.float64).to(world.device)
-        dist.all_reduce(arrived, dist.ReduceOp.MIN)
-        sent = float(arrived)
-    product, moved, launch, start, long = (float(v) for v in found)
+        figures = [(w.start_us, w.byte_us, w.busy_us, w.busy_byte_us) for w in wires]
+        slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        found = [float(v) for v in slowest]
+        times, rest = found[: len(times)], found[len(times) :]
+        wires = tuple(Wire(wire.kind, *rest[4 * i : 4 * i + 4]) for i, wire in enumerate(wires))
+    product, attention, math, moved, launch, view = times
     return Machine(
-        flops_per_us=2.0 * _SIDE**3 / product, memory_bytes_per_us=2.0 * flat.nbytes / moved, launch_us=launch,
-        link_us=start, link_bytes_per_us=sent / max(long - start, 1.0),
+        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
+        link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
+        math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
+        view_us=0.0 if world.device.startswith("cuda") else view, wires=wires,
     )  # fmt: skip
 
 
-def _reduce(x: torch.Tensor, group: str) -> Callable[[], object]:
-    funcol = torch.ops._c10d_functional
-    return lambda: funcol.wait_tensor.default(funcol.all_reduce_.default(x, "avg", group))
+@dataclass(frozen=True)
+class _Probe:
+    """Something to time, and how much it does: of operations, bytes or calls."""
+
+    run: Callable[[], object]
+    does: float
 
 
-def _best(run: Callable[[], object], device: str, times: int = 3) -> float:
-    """Microseconds of the fastest of a few runs, after one that does not count."""
-    on_gpu = device.startswith("cuda")
-    best = float("inf")
-    for number in range(times + 1):
-        start = time.perf_counter()
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) * 1e6) if number else best
-    return best
+def _probes(device: str) -> Mapping[str, _Probe]:
+    """What steps are made of, in sizes that a step has, of memory of their own."""
+    rows, inner, columns = (4096, 4096, 4096) if device.startswith("cuda") else (512, 384, 768)
+    heads, length, width = 4, 128, 64
+    fill = torch.rand
+
+    one, other = fill(rows, inner, device=device), fill(inner, columns, device=device)
+    q, k, v = (fill(4, heads, length, width, device=device, requires_grad=True) for _ in range(3))
+    wide, made, left, right, total = (fill(rows, 1024, device=device) for _ in range(5))
+    little, sums = fill(8, device=device), fill(1024, device=device)
+
+    def attention() -> object:
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), out)
+
+    def math() -> None:
+        torch.exp(wide, out=made)
+        torch.softmax(wide, -1, out=made)
+        torch.sum(wide, 0, out=sums)
+        torch.ops.aten.gelu.out(wide, out=made)
+
+    def launches() -> object:
+        return little + 1.0, little * 2.0, little - 1.0, little.neg()
+
+    def views() -> object:
+        return little.view(2, 4), little.unsqueeze(0), little.expand(2, 8), little.detach()
+
+    return {
+        "product": _Probe(lambda: torch.mm(one, other), 2.0 * rows * inner * columns),
+        "attention": _Probe(attention, 3.5 * 16.0 * heads * length * length * width),
+        "math": _Probe(math, 7.0 * wide.nbytes),
+        "bytes": _Probe(lambda: torch.add(left, right, out=total), 3.0 * left.nbytes),
+        "launch": _Probe(launches, 4.0),
+        "view": _Probe(views, 4.0),
+    }
+
+
+def _computing(device: str) -> dict[str, float]:
+    """Microseconds for an operation, a byte or a call of each probe.
+
+    They take turns, so that each finds caches as in a step: full of what others left. The best of a few rounds counts,
+    as other processes only make it longer.
+    """
+    probes = _probes(device)
+    times: dict[str, list[float]] = {name: [] for name in probes}
+    for _ in range(_ROUNDS):
+        for name, probe in probes.items():
+            times[name].append(_timed(probe.run, device) / probe.does)
+    return {name: min(found[1:]) for name, found in times.items()}
+
+
+def _timed(run: Callable[[], object], device: str) -> float:
+    """Microseconds of one run."""
+    start = time.perf_counter()
+    run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6

@@ -105,7 +105,7 @@ def obtain(
     if is_first():
         return _first(kept, search, compile, handed)
     said = handed.hear("key")
-    machine = Machine(**said["machine"]) if said["machine"] else None
+    machine = Machine.of(said["machine"]) if said["machine"] else None
     if _is_ours(kept, search, said):
         kept.tell("from rank 0")
         return Offer(compile, None, list(said["lines"]), kept, search, handed, machine)

@@ -1,0 +1,113 @@
+"""What collectives of a job take: time on the link, and time of the processors that compute."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from ..backend.bind import add_parts, gather, swap
+from ..cost.machine import Wire, sent_bytes
+from .launch import World
+
+_FEW, _LEAST = 4 << 10, 1 << 20
+_SIZES = ((4_000.0, 4 << 20, (3, 4)), (16_000.0, _LEAST, (4, 2)), (float("inf"), _LEAST, (2, 1)))
+"""By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+funcol = torch.ops._c10d_functional
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Microseconds of one collective: until its result is there, and of processors that computing lacks."""
+
+    us: float
+    busy_us: float
+
+
+def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
+    """What each kind of collective takes along `axis`.
+
+    Each is timed with few bytes and with many: their difference is the rate. Several follow each other without a
+    pause, so that no rank counts a time in which it came late to what others had sent before. Many are 4 MiB, or as
+    much less as a slow link sends in a bucket.
+    """
+    group, ranks = world.groups[axis], world.mesh.axis_size(axis)
+    trial = _runner("all_reduce", _LEAST, ranks, group, world.device)
+    trial()
+    us = torch.tensor([_seconds(trial, world.device) * 1e6]).to(world.device)
+    dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
+    most, often = next((size, often) for limit_us, size, often in _SIZES if float(us) <= limit_us)
+    share = crowded(world)
+    return tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
+
+
+def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
+    few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, (6, 8), share)
+    long = _timed(_runner(kind, most, ranks, group, device), device, often, share)
+    each, busy = (max(b - a, 1e-6) / (many - few) for a, b in ((short.us, long.us), (short.busy_us, long.busy_us)))
+    return Wire(kind, max(short.us - each * few, 1.0), each, max(short.busy_us - busy * few, 0.0), busy)
+
+
+def crowded(world: World) -> float:
+    """The share of a processor's time for communication that ranks of this machine lack for computing: 1 where every
+    processor computes, 0 where each rank has one to spare.
+    """
+    if world.device.startswith("cuda"):
+        return 0.0
+    mine = torch.tensor([crc32(socket.gethostname().encode())])
+    names = [torch.empty_like(mine) for _ in range(world.mesh.size)]
+    dist.all_gather(names, mine)
+    ranks = sum(bool(name == mine) for name in names)
+    spare = len(os.sched_getaffinity(0)) / ranks - torch.get_num_threads()
+    return min(max(1.0 - spare, 0.0), 1.0)
+
+
+def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
+    """One collective of `size` bytes in the whole, as a step calls it."""
+    length = max(size // 4 // ranks, 1) * ranks
+    whole = torch.full((length,), 0.5, dtype=torch.float32, device=device)
+    part = whole[: length // ranks]
+    wait = funcol.wait_tensor.default
+
+    def scatter() -> object:
+        if device.startswith("cuda"):
+            return wait(funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group))
+        return add_parts(wait(swap(whole, ranks, group)), ranks, "avg")
+
+    return {
+        "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "avg", group)),
+        "all_gather": lambda: wait(gather(part, ranks, group)),
+        "reduce_scatter": scatter,
+    }[kind]
+
+
+def _timed(run: Run, device: str, often: tuple[int, int], share: float) -> Timed:
+    """Of each of a row of runs, `often` being how many and how many rows: the best row, and what processors did in all.
+
+    The caller's own thread counts, of others the `share` that computing lacks; on a GPU nothing does.
+    """
+    times, rows = often
+    run()
+    process, own = time.process_time(), time.thread_time()
+    us = min(_seconds(run, device, times) for _ in range(rows)) * 1e6
+    process, own = time.process_time() - process, time.thread_time() - own
+    busy = 0.0 if device.startswith("cuda") else own + share * (process - own)
+    return Timed(us / times, busy * 1e6 / (times * rows))
+
+
+def _seconds(run: Run, device: str, times: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,34 @@
+"""What ranks measure at the first call: the same on all of them, of each kind of collective."""
+
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from wholestep.runtime.launch import join
+from wholestep.runtime.measure import measure
+from wholestep.runtime.measure_link import crowded
+
+
+def figures(rank: int, world: int, mesh: str) -> None:
+    joined = join(ws.Mesh(mesh), "cpu")
+    found = measure(joined)
+    said: list[object] = [None] * world
+    dist.all_gather_object(said, asdict(found))
+    assert all(one == said[0] for one in said), "ranks schedule alike"
+    assert [wire.kind for wire in found.wires] == ["all_reduce", "all_gather", "reduce_scatter"]
+    for wire in found.wires:
+        assert wire.start_us > 0
+        assert wire.byte_us > 0
+        assert wire.busy_us >= 0
+    assert 0 <= crowded(joined) <= 1
+    assert ws.Machine.of(asdict(found)) == found
+
+
+def test_ranks_measure_the_same() -> None:
+    run_ranks(figures, 2, "dp=2")
+
+
+def test_ranks_of_two_axes_measure_the_same() -> None:
+    run_ranks(figures, 4, "a=2,b=2")

@@ -1,0 +1,136 @@
+"""What a `Machine` says of ops and collectives, and what these take from computing; which ops are of which class."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import wholestep as ws
+from wholestep.cost.compute import node_us, work
+from wholestep.cost.machine import Wire
+from wholestep.cost.schedule import Clock, simulate
+from wholestep.cost.speeds import Work
+from wholestep.graph.ops import streams
+from wholestep.graph.verify import is_collective
+from wholestep.passes.fill import Fill, multiply_into, new_bucket, put_pieces
+from wholestep.runtime.launch import join
+from wholestep.runtime.measure import measure
+
+MESH = ws.Mesh("dp=2")
+PLAIN = ws.Machine(
+    flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100
+)  # fmt: skip
+aten = torch.ops.aten
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def program(passes: bool = True) -> ws.LocalGraph:
+    """The program of one of two ranks for three layers whose gradients are reduced in one bucket."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+        x = torch.empty(32, 64)
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate")))
+    return ws.run_passes(local, [ws.Schedule(PLAIN), Fill()]) if passes else local
+
+
+def test_figures_that_are_not_given_are_those_of_others() -> None:
+    attention = Work(8, 4000.0, attention=(1, 1, 10, 10, 10))
+    math = Work(8000, streams=False)
+    assert PLAIN.work_us(attention) == pytest.approx(1 + 4)
+    assert PLAIN.work_us(math) == pytest.approx(1 + 8)
+    known = replace(PLAIN, attention_flops_per_us=500, math_bytes_per_us=250)
+    assert known.work_us(attention) == pytest.approx(1 + 8)
+    assert known.work_us(math) == pytest.approx(1 + 32)
+    assert known.work_us(replace(math, streams=True)) == pytest.approx(1 + 8)
+
+
+def test_each_kind_of_collective_has_its_figures() -> None:
+    wires = (Wire("all_reduce", 20, 0.5, busy_us=3, busy_byte_us=0.25), Wire("all_gather", 5, 0.125))
+    machine = replace(PLAIN, wires=wires)
+    assert machine.collective_us("all_reduce", 1000, MESH, "dp") == pytest.approx(20 + 1000 * 0.5)
+    assert machine.collective_us("all_gather", 1000, MESH, "dp") == pytest.approx(5 + 500 * 0.125)
+    assert machine.collective_us("all_to_all", 1000, MESH, "dp") == pytest.approx(10 + 500 / 100)
+    assert machine.taken_us("all_reduce", 1000, MESH, "dp") == pytest.approx(3 + 250)
+    assert machine.taken_us("all_to_all", 1000, MESH, "dp") == 0
+    assert PLAIN.taken_us("all_reduce", 1000, MESH, "dp") == 0
+    assert ws.Machine.of(asdict(machine)) == machine
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (aten.add.Tensor, True), (aten.add_.Tensor, True), (aten.cat.default, True), (aten._to_copy.default, True),
+        (aten._foreach_add_.Scalar, True), (aten._fused_adamw_.default, True), (put_pieces, True),
+        (aten.gelu.default, False), (aten.exp_.default, False), (aten.sum.dim_IntList, False),
+        (aten.native_layer_norm.default, False), (aten._log_softmax.default, False),
+    ],
+)  # fmt: skip
+def test_what_is_bound_by_its_bytes(op: object, expected: bool) -> None:
+    assert streams(op) is expected
+
+
+def test_a_bucket_that_is_filled_is_not_read() -> None:
+    nodes = [n for n in program().graph.nodes if n.op == "call_function"]
+    product = work(next(n for n in nodes if n.target is multiply_into))
+    assert product is not None
+    assert product.moved_bytes == 4 * (64 * 32 + 32 * 64 + 64 * 64)
+    pieces = work(next(n for n in nodes if n.target is put_pieces))
+    assert pieces is not None
+    assert pieces.moved_bytes == 2 * 3 * 64 * 4, "three biases, read and written"
+    assert work(next(n for n in nodes if n.target is new_bucket)) is None
+
+
+def test_a_view_costs_its_call_where_the_host_computes() -> None:
+    local = program()
+    view = next(n for n in local.graph.nodes if n.target is aten.t.default)
+    assert node_us(view, PLAIN) == 0
+    assert node_us(view, replace(PLAIN, view_us=7.0)) == 7
+    slower = simulate(local, replace(PLAIN, view_us=7.0)).step_us
+    assert slower > simulate(local, PLAIN).step_us
+    assert node_us(view, ws.Topology.preset("dgx-h100")) == 0
+
+
+def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
+    """One of 100 us that takes 40: 60 us of arithmetic beside it take 100, what follows takes as long as ever."""
+    local = program()
+    calls = [n for n in local.graph.nodes if n.op == "call_function"]
+    sent, op = next(n for n in calls if is_collective(n)), next(n for n in calls if n.target is aten.add.Tensor)
+
+    def after(us: float, taken: float) -> float:
+        clock = Clock(replace(PLAIN, launch_us=us, memory_bytes_per_us=1e12), MESH)
+        clock.begun[sent], clock.done[sent], clock.taken[sent] = 0.0, 100.0, taken
+        clock.run(op)
+        return clock.now
+
+    assert after(30, 40) == pytest.approx(50)
+    assert after(60, 40) == pytest.approx(100)
+    assert after(90, 40) == pytest.approx(130)
+    assert after(30, 400) == pytest.approx(120), "something is left for computing"
+    assert after(5, 400) == pytest.approx(50)
+
+
+def test_steps_whose_collectives_take_processors_are_longer() -> None:
+    local = program(passes=False)
+    wire = Wire("all_reduce", PLAIN.link_us, 1 / PLAIN.link_bytes_per_us)
+    free, busy = (
+        simulate(local, replace(PLAIN, wires=(replace(wire, busy_us=us),))).step_us for us in (0.0, 5.0)
+    )  # fmt: skip
+    assert simulate(local, PLAIN).step_us == free
+    assert free < busy <= free + 6 * 5.0 + 1e-6, "three weights, three biases"
+
+
+def test_a_rank_alone_measures_no_link() -> None:
+    found = measure(join(ws.Mesh("dp=1"), "cpu"))
+    assert found.wires == ()
+    figures = asdict(found)
+    assert all(figures[name] > 0 for name in figures if name not in ("wires", "link_us"))
