@@ -30,7 +30,7 @@ Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
 Watch = Callable[[str], None]
 _INFINITE = float("inf")
-SURE, SURE_BYTES = 0.02, 0.1
+SURE, SURE_BYTES = 0.02, 0.35
 """By how much extrapolated seconds and bytes may be off: what is nearer to the best is simulated with all layers."""
 
 
@@ -164,7 +164,7 @@ class Search:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
         strategies = compose(template.strategies)
         try:
-            blocks = self.short.blocks(mesh, strategies) if self.short else None
+            blocks = self.short.blocks(mesh, strategies, self.placed) if self.short else None
             if self.short and blocks:
                 rest = self.short.bytes_at_rest(mesh, strategies, self.placed)
             else:
