@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.auto.costs import costs, least
-from wholestep.auto.search import FEWEST, SURE, SURE_BYTES, Found, Search
+from wholestep.auto.search import FEWEST, SURE, Found, Search
 from wholestep.auto.short import Short, shortened
 from wholestep.auto.short_fit import ShortFit
 from wholestep.auto.templates import Template, templates
@@ -110,7 +110,7 @@ def test_extrapolated_costs_are_near(machine: str) -> None:
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
         made, real = short.priced(pair, programs, finish_of(speeds)), priced(graph, template, speeds)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
-        assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=SURE_BYTES), template.name
+        assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=0.35), template.name
         assert made.rest_bytes == real.rest_bytes
         assert made.sent_bytes == real.sent_bytes
         seen += 1
@@ -172,7 +172,7 @@ def test_values_are_made_again_alike_in_equal_layers() -> None:
     assert made is not None
     assert len(made[1]) % LAYERS <= 3  # as many of each kind as there are layers, and a few outside
     assert len(made[1]) >= LAYERS
-    assert peak_memory(made[0]).size_bytes == pytest.approx(least.peak_bytes, rel=SURE_BYTES)
+    assert peak_memory(made[0]).size_bytes == pytest.approx(least.peak_bytes, rel=0.35)
 
 
 def test_a_refusal_tells_the_truth() -> None:
