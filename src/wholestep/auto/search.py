@@ -166,7 +166,7 @@ class Search:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
         strategies = compose(template.strategies)
         try:
-            blocks = self.short.blocks(mesh, strategies) if self.short else None
+            blocks = self.short.blocks(mesh, strategies, self.placed) if self.short else None
             if self.short and blocks:
                 rest = self.short.bytes_at_rest(mesh, strategies, self.placed)
             else:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 from math import ceil, prod
 
 from ..cost.speeds import Speeds
-from ..errors import GraphError
+from ..errors import GraphError, WholestepError
 from ..graph.fold import folded
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
@@ -49,9 +49,11 @@ class Short:
             self.graphs[blocks] = folded(self.graph, self.repeats, blocks)
         return self.graphs[blocks]
 
-    def blocks(self, mesh: Mesh, strategies: Strategies) -> tuple[int, int] | None:
+    def blocks(
+        self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None
+    ) -> tuple[int, int] | None:
         """How many blocks to simulate; None where that is not much less than all of them, or where `strategies` do not
-        treat them alike.
+        treat them alike, or do not fit fewer (a pattern names a layer).
 
         A collective carries `machine.bucket_bytes` at least. So many layers fill a few buckets in the first step, and a
         few more in the second, with parameters cut as tensor parallelism does: then it matters little where in a layer
@@ -65,7 +67,13 @@ class Short:
         few = max(FEWEST[0], several)
         more = few + max(FEWEST[1] - FEWEST[0], several)
         alike = few + more <= self.count * _WORTH and all(self._alike(mesh, part) for part in strategies.parts)
-        return (few, more) if alike else None
+        if not alike:
+            return None
+        try:
+            bytes_at_rest(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
+        except WholestepError:
+            return None
+        return few, more
 
     def bytes_at_rest(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
         """As `plan.make.bytes_at_rest` of the whole step.
