@@ -107,7 +107,7 @@ def _style(fields: dict[str, Any]) -> Style:
 def markdown(scenes: Iterable[Scene]) -> str:
     """A row for each style of each scene, and what the ranking came to."""
     lines = [
-        "| model, ranks, link | style | simulated ms | measured ms | error | waits, of which | collectives |",
+        "| model, ranks, link | style | simulated ms | measured ms | error | waits ms | collectives |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     said: list[str] = []

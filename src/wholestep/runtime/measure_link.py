@@ -35,7 +35,7 @@ class Timed:
 def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
     """What each kind of collective takes along `axis`.
 
-    Each is timed with few bytes and with many: their difference is the rate. Several follow each other without a
+    Each is timed with few bytes and with many: their difference is the rate. Those of many follow each other without a
     pause, so that no rank counts a time in which it came late to what others had sent before. Many are 4 MiB, or as
     much less as a slow link sends in a bucket.
     """
@@ -51,7 +51,7 @@ def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
 
 def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
-    short = _timed(_runner(kind, _FEW, ranks, group, device), device, (6, 8), share)
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, (1, 24), share)
     long = _timed(_runner(kind, most, ranks, group, device), device, often, share)
     each, busy = (max(b - a, 1e-6) / (many - few) for a, b in ((short.us, long.us), (short.busy_us, long.busy_us)))
     return Wire(kind, max(short.us - each * few, 1.0), each, max(short.busy_us - busy * few, 0.0), busy)
