@@ -111,14 +111,16 @@ def chain_of(node: Node) -> list[Node] | None:
 
 
 def gathered_again(local: LocalGraph) -> int:
-    """Bytes of the parameters that are gathered more than once, each counted whole and once."""
+    """Bytes of the parameters that are gathered more than once, each counted whole and once; 0 where they are less than
+    half of what is gathered: a few that are needed in several layouts are not gathered again to hold less.
+    """
     sizes, again = dict[Node, int](), dict[Node, int]()
     for node in local.graph.nodes:
         chain = chain_of(node) if node.target is GATHER else None
         if chain:
             rests = node_at(chain[0], 0)
             (again if rests in sizes else sizes)[rests] = made_by(node).size_bytes
-    return sum(again.values())
+    return sum(again.values()) if 2 * sum(again.values()) >= sum(sizes.values()) else 0
 
 
 def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:

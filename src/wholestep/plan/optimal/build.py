@@ -24,6 +24,9 @@ from .storage import Sizes, Storage, share_of
 from .units import Unit, settled, states_of, units
 from .wishes import Wishes
 
+_SMALL = 64 << 10  # bytes: cutting a norm's weight or a bias saves less than its own collectives cost
+_FREE = Wishes().of("")
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -105,6 +108,8 @@ class Build:
         made = meta.tensor(self.params[param])
         assert made is not None, "a parameter is one tensor"
         fixed = self.asked.rest.get(param)
+        if fixed is None and len(made.shape) == 1 and made.size_bytes < _SMALL and self.asked.wishes.of(param) == _FREE:
+            return [REPLICATED]
         return [fixed] if fixed is not None else states_of(made, self.asked.prices.parts)
 
     # -- choices -------------------------------------------------------------------------
