@@ -38,10 +38,10 @@ class Cuts:
         return (self.axis,)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Parameters, and their state with them."""
+        """Parameters, and their state with them; of a step with fewer layers those that it has."""
         out = dict(before)
-        for name, state in self.params.items():
-            have = before[name]
+        for name in self.params.keys() & before.keys():
+            have, state = before[name], self.params[name]
             out[name] = Resting(have.param.put(self.axis, state), have.state.put(self.axis, state))
         return out
 
