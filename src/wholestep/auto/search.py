@@ -31,7 +31,7 @@ Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
 Watch = Callable[[str], None]
 _INFINITE = float("inf")
-SURE, SURE_BYTES = 0.02, 0.1
+SURE, SURE_BYTES = 0.02, 0.35
 """By how much extrapolated seconds and bytes may be off: what is nearer to the best is simulated with all layers."""
 
 

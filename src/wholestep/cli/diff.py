@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from .screen import Screen, screen, staged
-from .target import built, from_function, machine_of, refuse
+from .target import built, from_function, machine_of, refuse, refusing
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -40,10 +40,9 @@ def diff(
     if topology is not None and target is None and hf is None:
         refuse("--topology without a model: needed MODEL or --hf, as times are those of a step")
     shown = screen(Console(stderr=True))
-    from wholestep.errors import WholestepError
     from wholestep.plan.plan import Plan
 
-    try:
+    with refusing(shown):
         plans = Plan.load(before), Plan.load(after)
         text = str(plans[0].diff(plans[1]))
         if target is not None or hf is not None:
@@ -54,12 +53,6 @@ def diff(
 
                 graph = ws.capture(found.step, *found.args, **found.kwargs)
             text += "\n\n" + _costs(shown, graph, dict(zip((before, after), plans, strict=True)), machine_of(topology))
-    except WholestepError as error:
-        shown.close()
-        refuse(str(error))
-    except BaseException:
-        shown.close()
-        raise
     shown.close()
     typer.echo(text)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from . import what_if as what_ifs
 from .screen import Screen, screen, staged
-from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse
+from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing
 
 if TYPE_CHECKING:
     from wholestep.auto.auto import Auto
@@ -56,7 +56,9 @@ def plan(
     ] = Semantics.per_rank,
     tp: Annotated[
         list[str] | None,
-        typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan."),
+        typer.Option(
+            "--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan; auto."
+        ),
     ] = None,
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
@@ -91,18 +93,12 @@ def plan(
     _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace or what_if))
     what_ifs.check(what_if or [], hf is not None)
     shown = screen(Console(stderr=True))
-    try:
+    with refusing(shown):
         machine = machine_of(topology)
         found = _target(shown, target, hf, given)
-        with staged(shown, "capture") as said:
-            import wholestep as ws
-            from wholestep.report.what_if import show as show_what_if
-
-            graph = ws.capture(found.step, *found.args, **found.kwargs)
-            said.append(f"{len(graph.graph.nodes):,} operations")
+        graph = _captured(shown, found)
         kind: Any = semantics.value
-        cut = hf is not None and not {tp_axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)
-        tensor = _tensor(found, tp or [], tp_axis, always=cut)
+        tensor = _tensor(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
         if compare:
             text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
         elif auto:
@@ -115,15 +111,9 @@ def plan(
         if made is not None and (what_if or html is not None):
             wanted = _wanted(hf, given) if hf is not None else None
             cases = what_ifs.rows(shown, what_if or [], made, graph, machine, found, wanted)
-            text += f"\n\n{show_what_if(cases)}" if what_if else ""
+            text += what_ifs.text(cases) if what_if else ""
         if html is not None or trace is not None:
             _drawn(shown, graph, found, made, rows, machine, html, trace, cases)
-    except _wholestep_error() as error:
-        shown.close()
-        refuse(str(error))
-    except BaseException:
-        shown.close()
-        raise
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(written)
@@ -172,12 +162,6 @@ def _auto(
     return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind))
 
 
-def _wholestep_error() -> "type[WholestepError]":
-    from wholestep.errors import WholestepError
-
-    return WholestepError
-
-
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
     with staged(shown, "model") as said:
         if hf is None:
@@ -188,6 +172,15 @@ def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, 
         count = sum(p.numel() for p in found.args[0].parameters())
         said.append(f"{found.name}, {count:,} parameters")
         return found
+
+
+def _captured(shown: Screen, found: Target) -> "TrainGraph":
+    with staged(shown, "capture") as said:
+        import wholestep as ws
+
+        graph = ws.capture(found.step, *found.args, **found.kwargs)
+        said.append(f"{len(graph.graph.nodes):,} operations")
+        return graph
 
 
 def _wanted(hf: str, given: dict[str, Any]) -> "Wanted":
@@ -289,11 +282,17 @@ def _compared(
     return f"{found.name} on mesh {on}\n{show(rows)}", table, made, rows
 
 
-def _tensor(found: Target, tp: list[str], tp_axis: str, always: bool) -> "Strategy | WholestepError | None":
-    """Tensor parallelism as asked for; `always`: by the model's own plan if nothing is. An error if it has none."""
+def _tensor(
+    found: Target, tp: list[str], tp_axis: str, mesh: str, machine: "Machine | Topology"
+) -> "Strategy | WholestepError | None":
+    """Tensor parallelism as asked for; if nothing is, by the model's own plan where `mesh` has its axis, or has axes to
+    be chosen. An error if the model has none.
+    """
     import wholestep as ws
 
-    if not tp and not always:
+    if tp == ["auto"]:
+        return ws.TensorParallel("auto", axis=tp_axis, topology=machine)
+    if not tp and (not mesh or {tp_axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
         return None
     if not tp or tp == ["model"]:
         try:
@@ -304,7 +303,7 @@ def _tensor(found: Target, tp: list[str], tp_axis: str, always: bool) -> "Strate
     for entry in tp:
         pattern, _, how = entry.rpartition("=")
         if not pattern:
-            refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model alone")
+            refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model or auto alone")
         pairs[pattern] = how
     return ws.TensorParallel(pairs, axis=tp_axis)
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from .screen import Screen, screen, staged
-from .target import DEMO, Style, Target, built, from_function, machine_of, refuse
+from .target import DEMO, Style, Target, built, from_function, machine_of, refuse, refusing
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -42,18 +42,10 @@ def simulate(
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
     shown = screen(Console(stderr=True))
-    from wholestep.errors import WholestepError
-
-    try:
+    with refusing(shown):
         with staged(shown, "model"):
             found = from_function(target or DEMO) if hf is None else built(hf, batch, seq, layers)
         machine, made = _simulated(shown, found, mesh, style, topology)
-    except WholestepError as error:
-        shown.close()
-        refuse(str(error))
-    except BaseException:
-        shown.close()
-        raise
     if trace is not None:
         made.save(trace)
         shown.note(f"written to {trace}")

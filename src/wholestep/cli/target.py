@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from wholestep.cost.machine import Machine
     from wholestep.cost.topology import Topology
+
+    from .screen import Screen
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 DEMO = "wholestep.demo.train:example_step"
@@ -44,6 +47,21 @@ def refuse(text: str) -> NoReturn:
     """End the command: what is wrong on the error stream, exit status 2."""
     typer.echo(f"wholestep: {text}", err=True)
     raise typer.Exit(2)
+
+
+@contextmanager
+def refusing(shown: Screen) -> Generator[None]:
+    """What wholestep cannot do is said, and the command ends; `shown` is closed where anything fails."""
+    from wholestep.errors import WholestepError
+
+    try:
+        yield
+    except WholestepError as error:
+        shown.close()
+        refuse(str(error))
+    except BaseException:
+        shown.close()
+        raise
 
 
 def machine_of(topology: str | None) -> Machine | Topology:

@@ -49,6 +49,13 @@ def rows(
         return what_if(plan, graph, machine, cases)
 
 
+def text(found: list[WhatIf]) -> str:
+    """The rows as a table, below what is there."""
+    from wholestep.report.what_if import show
+
+    return f"\n\n{show(found)}"
+
+
 def _case(shown: Screen, text: str, found: Target, wanted: Wanted | None) -> Case:
     import wholestep as ws
     from wholestep.report.what_if import Case
