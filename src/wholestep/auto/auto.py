@@ -114,7 +114,7 @@ class Auto:
         finish = finish or Finish(Schedule(speeds))
         short = shortened(graph, speeds, placed)
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
-        solved = self._solved(graph, mesh, same_batches, speeds, placed)
+        solved = self._solved(graph, mesh, same_batches, speeds, placed, watch)
         found = run.run([*self.candidates(mesh, same_batches, speeds, solved.layouts), *solved.candidates])
         return replace(found, solved=solved.program)
 
@@ -139,13 +139,16 @@ class Auto:
         return [(mesh, template) for template in found if self._allows(template)]
 
     def _solved(
-        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, placed: Mapping[str, Layout] | None
-    ) -> _Solved:
+        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, placed: Mapping[str, Layout] | None,
+        watch: Watch | None,
+    ) -> _Solved:  # fmt: skip
         """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
         if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
             return _Solved()
+        if watch is not None:
+            watch("solve for layouts")
         axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
         tensor = self.tensor if is_asked else TensorParallel("auto", axis) if axis else None
         programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed)
