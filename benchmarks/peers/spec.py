@@ -143,7 +143,7 @@ PRESETS = {
     "torch": TORCH,
     "ours": (*OURS, *PLAIN),
     "compiled": COMPILED,
-    "all": (*TORCH, "jax", *OURS, *PLAIN),
+    "all": (*TORCH, "wire:late", "jax", *OURS, *PLAIN),
 }
 
 

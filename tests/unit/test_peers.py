@@ -35,8 +35,8 @@ SIZE = 1_000_000
     [
         (
             "dpp",
-            "peer 'dpp' is unknown: choose among one, floor, ddp, zero, fsdp2, jax, wholestep, default, torch, ours, "
-            "compiled",
+            "peer 'dpp' is unknown: choose among one, floor, wire, ddp, zero, fsdp2, jax, wholestep, default, torch, "
+            "ours, compiled",
         ),
         ("fsdp2:kept", "peer 'fsdp2:kept': option 'kept' is unknown, fsdp2 takes keep, async, compile"),
         ("zero:keep", "peer 'zero:keep': option 'keep' is unknown, zero takes no options"),
