@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import torch
 import torch.distributed as dist
 
 import wholestep as ws
@@ -13,7 +14,9 @@ from wholestep.runtime.measure_link import crowded
 
 def figures(rank: int, world: int, mesh: str) -> None:
     joined = join(ws.Mesh(mesh), "cpu")
+    random = torch.get_rng_state()
     found = measure(joined)
+    assert torch.equal(random, torch.get_rng_state()), "the user's generator is left alone"
     said: list[object] = [None] * world
     dist.all_gather_object(said, asdict(found))
     assert all(one == said[0] for one in said), "ranks schedule alike"

@@ -22,7 +22,9 @@ def measure(world: World) -> Machine:
     """The Machine that the slowest rank and the slowest axis make."""
     if world.mesh.size > 1:
         dist.barrier()  # ranks compute at once, as in a step
-    times = list(_computing(world.device).values())
+    devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
+    with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
+        times = list(_computing(world.device).values())
     wires: tuple[Wire, ...] = ()
     for axis in world.mesh.axes:
         if axis.size > 1 and world.devices is not None:
