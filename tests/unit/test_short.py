@@ -14,7 +14,6 @@ from wholestep.auto.short import Short, shortened
 from wholestep.auto.short_fit import ShortFit
 from wholestep.auto.templates import Template, templates
 from wholestep.cost.memory import peak_memory
-from wholestep.graph.repeats import find_repeats
 from wholestep.plan.strategy import compose
 
 LAYERS = 12
@@ -191,8 +190,7 @@ def test_shallow_steps_are_left_whole() -> None:
 def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
     graph = GRAPHS["narrow"]
     strategies = compose(ws.DataParallel("zero1"))
-    wide = Short(GRAPHS["wide"], find_repeats(GRAPHS["wide"]), FAST)  # pyright: ignore[reportArgumentType]
-    narrow = Short(graph, find_repeats(graph), FAST)  # pyright: ignore[reportArgumentType]
+    wide, narrow = short_of(GRAPHS["wide"], FAST), short_of(graph, FAST)
     assert wide.blocks(MESH, strategies) == FEWEST
     assert narrow.blocks(MESH, strategies) is None
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ..cost.compute import flops, node_us
 from ..cost.memory import peak_memory
-from ..cost.schedule import kind_of, simulate
+from ..cost.schedule import kind_of, simulate, whole_bytes
 from ..cost.speeds import Speeds
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at
+from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
@@ -65,9 +65,9 @@ class Least:
 
         A larger collective is never dearer than its parts, as a curve of the cost model bends down or is straight.
         """
-        wires: Counter[str] = Counter()
+        wires: dict[str, float] = {}
         for (axis, kind), size in self.sent.items():
-            wires[axis] += machine.collective_us(kind, size, mesh, axis)  # pyright: ignore[reportArgumentType]
+            wires[axis] = wires.get(axis, 0.0) + machine.collective_us(kind, size, mesh, axis)
         return max([self.computed_us, *wires.values()])
 
 
@@ -82,9 +82,7 @@ def least(local: LocalGraph, machine: Speeds) -> Least:
     computed = 0.0
     for node in local.graph.nodes:
         if is_collective(node):
-            given, made = meta.tensor(node_at(node, 0)), meta.tensor(node)
-            whole = max(given.size_bytes if given else 0, made.size_bytes if made else 0)
-            sent[str(node.args[-1]), kind_of(node)] += whole
+            sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
         elif node.op == "call_function" and (flops(node) or any(word in str(node.target) for word in _LISTS)):
             computed += node_us(node, machine)
     return Least(computed, sent)
