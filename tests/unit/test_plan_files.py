@@ -1,5 +1,6 @@
 """Plans that are kept: written, read, compared, and applied to a step."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from typer.testing import CliRunner
 
 import wholestep as ws
 from wholestep.cli import app
-from wholestep.plan.strategy import Strategies
+from wholestep.layout import AxisState
+from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.strategy import Pins, Strategies
+from wholestep.plan.strategy_file import decode, encode
 
 HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)
 BY_HAND: dict[str, Any] = {
@@ -172,3 +176,12 @@ def test_the_command(tmp_path: Path) -> None:
     code, said = diffed(files[0], str(tmp_path / "other.json"))
     assert code == 2
     assert "other.json cannot be read" in said
+
+
+def test_pins_by_pairs_of_names_come_back() -> None:
+    """What a node reads of another is pinned by both names."""
+    pins = Pins(
+        reads={("relu", "addmm"): {"tp": AxisState("S", 1)}}, ways={"mm": {"tp": ("n", "")}}, expanded=("mean",)
+    )
+    cuts = Strategies((Cuts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
+    assert decode(json.loads(json.dumps(encode(cuts)))) == cuts

@@ -48,7 +48,7 @@ def _encoded(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {"is": type(value).__name__, **{f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
     if isinstance(value, Mapping):
-        return {"map": {str(k): _encoded(v) for k, v in cast(Mapping[Any, Any], value).items()}}
+        return {"map": [[_encoded(k), _encoded(v)] for k, v in cast(Mapping[Any, Any], value).items()]}
     if isinstance(value, (tuple, list)):
         return [_encoded(v) for v in cast(Sequence[Any], value)]
     return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
@@ -63,5 +63,5 @@ def _decoded(value: Any) -> Any:
     if "dtype" in given:
         return getattr(torch, given["dtype"])
     if "map" in given:
-        return {k: _decoded(v) for k, v in given["map"].items()}
+        return {_decoded(k): _decoded(v) for k, v in given["map"]}
     return _KINDS[given["is"]](**{k: _decoded(v) for k, v in given.items() if k != "is"})
