@@ -63,6 +63,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .errors import BackendError, GraphError, RuleError
 
+try:
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+except ImportError:  # a torch without them: graph modules write their code when they are made
+    _LazyGraphModule, _use_lazy_graph_module = torch.fx.GraphModule, contextlib.nullcontext
+
 OpOverload = torch._ops.OpOverload
 OP_TYPES: tuple[type, ...] = (OpOverload, torch._ops.OpOverloadPacket)
 TreeSpec = pytree.TreeSpec
@@ -300,7 +305,17 @@ def trace(
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        with _use_lazy_graph_module(True):
+            return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of `graph` that writes its code when it is called.
+
+    `torch.fx.GraphModule` writes code when it is made, which for deep steps takes longer than any pass over them, and a
+    captured graph is not run as a module (`torch.fx._lazy_graph_module`, 2.11 to 2.15).
+    """
+    return _LazyGraphModule(root, graph)
 
 
 def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:

@@ -15,7 +15,7 @@ from wholestep.backend.bind import bound_arguments
 from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
-from wholestep.graph.graph import node_at
+from wholestep.graph.graph import Role, node_at
 from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
@@ -269,6 +269,21 @@ def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> Non
     local = ws.run_passes(layers(4, 64, style, fused), [Schedule(SLOW), Reinplace()])
     copies = [n for n in local.graph.nodes if "copy_" in str(n.target)]
     assert len(copies) == (8 if style == "zero1" else 0)
+
+
+def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
+    """ZeRO-1's new parameters go there from their bucket; one that is read after that, or is another's too, does not."""
+    merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64, "zero1"))
+    landed = ws.run_passes(merged, [Reinplace()])
+    names = [[getattr(n.target, "__name__", "") for n in one.graph.nodes] for one in (merged, landed)]
+    assert (names[0].count("part_of_gather"), names[0].count("in_rows")) == (8, 0)
+    assert (names[1].count("part_of_gather"), names[1].count("in_rows")) == (0, 8)
+    params = {n: i.name for i, n in landed.placeholders() if i.role is Role.PARAM}
+    order = {n: at for at, n in enumerate(landed.graph.nodes)}
+    for home in (n for n in landed.graph.nodes if getattr(n.target, "__name__", "") == "in_rows"):
+        param = node_at(home, 0)
+        assert param in params
+        assert all(order[user] <= order[home] for user in param.users), f"{params[param]} is read once it is written"
 
 
 def test_products_are_made_in_their_bucket() -> None:

@@ -29,7 +29,7 @@ class _UnknownError(Exception):
 def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphModule:
     """The same step without mutation; it is traced again where it writes in a way this module does not know."""
     _fill_in_memory_order(module.graph)
-    rewritten = GraphModule(module, copy_graph(module.graph))
+    rewritten = _torch.graph_module(module, copy_graph(module.graph))
     try:
         _Walk(rewritten).run()
     except _UnknownError:

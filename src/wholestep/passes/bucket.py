@@ -204,10 +204,23 @@ def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...
 @costs(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One gathered tensor of several that were gathered together."""
+    shape = _shapes(outlines)[number]
+    return rows_of_gather(joined, outlines, number, parts).reshape(parts * shape[0], *shape[1:]).contiguous()
+
+
+@costs(FREE)
+@shares("view")
+def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
+    """The same where it lies: a row for each rank."""
     shapes = _shapes(outlines)
-    start, shape = sum(prod(o) for o in shapes[:number]), shapes[number]
-    found = joined.view(parts, -1).narrow(1, start, prod(shape))
-    return found.reshape(parts * shape[0], *shape[1:]).contiguous()
+    return joined.view(parts, -1).narrow(1, sum(prod(o) for o in shapes[:number]), prod(shapes[number]))
+
+
+@costs(FREE)
+@shares("view")
+def in_rows(x: Tensor, parts: int) -> Tensor:
+    """A contiguous tensor as so many rows."""
+    return x.view(parts, x.numel() // parts)
 
 
 @costs(FREE)

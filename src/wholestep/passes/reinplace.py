@@ -18,7 +18,9 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role, copy_graph, operands
 from ..graph.storage import UNSAID
 from ..graph.verify import is_collective, is_mutating, is_wait
+from ..partition.collectives import contiguous
 from ..partition.pieces import MAY_ALIAS
+from .bucket import add_call, in_rows, part_of_gather, rows_of_gather
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
@@ -50,6 +52,7 @@ class _Work:
         self.graph: Graph = self.local.graph
         self.index = {node: i for i, node in enumerate(self.graph.nodes)}
         self.updates = {o.target: n for o, n in self.local.results() if o.kind == "update"}
+        self.homes = {self.updates[i.name]: n for i, n in self.local.placeholders() if i.name in self.updates}
         self.owned = {n for i, n in self.local.placeholders() if i.role in _OWNED and i.name in self.updates}
         for node in self.graph.nodes:
             self._join(node)
@@ -92,6 +95,8 @@ class _Work:
     def run(self) -> None:
 
         for node in list(self.graph.nodes):
+            if node.target is part_of_gather:
+                self._land(node)
             if node.op != "call_function" or not _torch.is_op(node.target) or is_mutating(node):
                 continue
             inplace = inplace_form(node.target)
@@ -102,6 +107,23 @@ class _Work:
             elif isinstance(node.args[0], Node) and self._can_hold(node.args[0], node, meta.tensor(node)):
                 node.target = inplace
                 self._merge(node, node.args[0])
+
+    def _land(self, node: Node) -> None:
+        """A gathered parameter goes from its bucket to where it rests, not by way of memory of its own."""
+        home, made = self.homes.get(node), meta.tensor(node)
+        if home is None or made is None or made != meta.tensor(home) or not made.is_contiguous:
+            return
+        if self.last_use.get(self.root[home], -1) >= self.index[node]:
+            return
+        parts = cast(int, node.args[3])
+        rows = contiguous([parts, made.numel // parts], made)
+        with self.graph.inserting_before(node):
+            there = add_call(self.graph, in_rows, (home, parts), rows, node)
+            here = add_call(self.graph, rows_of_gather, node.args, rows, node)
+            add_call(self.graph, aten.copy_.default, (there, here), rows, node)
+        self._use(home, self.last_use[self.root[node]])
+        node.replace_all_uses_with(home)
+        self.graph.erase_node(node)
 
     def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
         here = meta.tensor(given)
