@@ -11,6 +11,7 @@ from ..cost.size import bytes_of
 from ..cost.speeds import Speeds
 from ..errors import MeshError, PlanError
 from ..graph.graph import TrainGraph
+from ..graph.quiet import collector_ahead
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
@@ -91,6 +92,7 @@ class Auto:
         """
         return explained(self.search(graph, mesh, placed=placed))
 
+    @collector_ahead()
     def search(
         self,
         graph: TrainGraph,

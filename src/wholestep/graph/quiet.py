@@ -1,4 +1,4 @@
-"""The garbage collector, paused while graphs grow: it walks all their nodes again and again, a third of the time."""
+"""The garbage collector, kept off graphs: it walks all their nodes again and again, up to half of the time."""
 
 from __future__ import annotations
 
@@ -17,3 +17,18 @@ def collector_paused() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def collector_ahead() -> Generator[None]:
+    """What exists when this begins is not looked at by the collector inside: it frees what is made and dropped there,
+    graphs that were tried, without a walk over those that stay. Also a decorator; nested uses leave it to the outermost.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

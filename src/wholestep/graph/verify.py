@@ -34,7 +34,7 @@ def check_train_graph(train: TrainGraph) -> None:
 def check_local_graph(local: LocalGraph) -> None:
     """Raise GraphError naming the node when `local` breaks an invariant of LocalGraph."""
     _check_ends(local.graph, local.inputs, local.outputs)
-    local.graph.lint()
+    _check_order(local.graph)
     for given, layout in zip(local.inputs, local.layouts, strict=True):
         layout.check(given.meta.shape, local.mesh, given.name)
     carried = {node for out, node in local.results() if out.kind == "carry"}
@@ -53,6 +53,19 @@ def check_local_graph(local: LocalGraph) -> None:
             raise GraphError(
                 f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users"
             )
+
+
+def _check_order(graph: Graph) -> None:
+    """What `Graph.lint` says of operands and names, in a fraction of the time."""
+    seen, names = set[Node](), set[str]()
+    for node in graph.nodes:
+        early = next((given for given in node.all_input_nodes if given not in seen), None)
+        if early is not None:
+            raise GraphError(f"%{node.name} reads %{early.name}, which is not there yet", "operands before their users")
+        if node.name in names:
+            raise GraphError(f"two nodes are called %{node.name}", "distinct names")
+        seen.add(node)
+        names.add(node.name)
 
 
 def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> None:

@@ -5,19 +5,39 @@ It may name passes that it `must_follow` or `must_precede`, as a class attribute
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import GraphError, WholestepError
-from ..graph.graph import LocalGraph
+from ..graph.graph import LocalGraph, copy_graph
+from ..graph.quiet import collector_paused
 from ..graph.verify import check_local_graph
 
 Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
 
 
-def run_passes(local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None) -> LocalGraph:
+class InPlace(ABC):
+    """A pass that changes the graph it is given, or when it is called, a copy. `run_passes` copies once for several of
+    these that follow each other: for deep steps copies take as long as the passes.
+    """
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """A changed copy."""
+        return self.change(replace(local, graph=copy_graph(local.graph)))
+
+    @abstractmethod
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """`local` with its graph changed; nobody else holds that."""
+
+
+@collector_paused()
+def run_passes(
+    local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False
+) -> LocalGraph:
     """Apply `passes` in order, checking the graph after each; `watch` is told the name of each and what it made.
+    `owned`: nobody else holds the graph of `local`, so it may be changed.
 
     Raises:
         GraphError: a pass stands at the wrong place, or left a malformed graph; names the pass.
@@ -25,7 +45,9 @@ def run_passes(local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = 
     for one in passes:
         name = getattr(one, "__name__", type(one).__name__)
         check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
-        applied, local = local.passes, one(local)
+        applied, ours = local.passes, isinstance(one, InPlace)
+        local = one.change(local) if owned and isinstance(one, InPlace) else one(local)
+        owned = ours and watch is None
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_graph, node_at
+from ..graph.graph import LocalGraph, node_at
 from ..graph.verify import is_wait
+from .base import InPlace
 
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 @dataclass(frozen=True)
-class BoundedReductions:
+class BoundedReductions(InPlace):
     """Before a reduce-scatter starts, the oldest are waited for until all of them read `in_flight_bytes` at most, or
     no more than `in_flight` are left.
 
@@ -29,9 +30,9 @@ class BoundedReductions:
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def change(self, local: LocalGraph) -> LocalGraph:
         """Move waits of `local` up."""
-        graph = copy_graph(local.graph)
+        graph = local.graph
         flying: dict[Node, int] = {}
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
@@ -48,4 +49,4 @@ class BoundedReductions:
                     for wait in list(oldest.users):
                         start.prepend(wait)
                 flying[node] = size_bytes
-        return replace(local, graph=graph)
+        return local

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, cast
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_graph, node_at, operands
+from ..graph.graph import LocalGraph, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import FREE, READS_A_PART, costs
 from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
+from .base import InPlace
 
 funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
@@ -26,7 +27,7 @@ KINDS = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": REDUCE}
 
 
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(InPlace):
     """Gathers of what rests on the rank, reduce-scatters and all-reduces, those of one kind along one axis, merged.
 
     A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire
@@ -42,16 +43,16 @@ class Bucket:
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def change(self, local: LocalGraph) -> LocalGraph:
         """Merge the collectives of `local`."""
-        graph = copy_graph(local.graph)
+        graph = local.graph
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         groups = self._groups(graph)
         place = {node: i for i, node in enumerate(graph.nodes)}
         for group in groups:
             if len(group) > 1:
                 _merge(graph, group, fixed, place)
-        return replace(local, graph=graph)
+        return local
 
     def _groups(self, graph: Graph) -> list[list[Node]]:
         """Collectives to be merged, in the order of their places."""

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph.graph import LocalGraph, copy_graph
+from ..graph.graph import LocalGraph
 from ..graph.ops import FREE, PRODUCTS, WRITES_A_PART, costs
 from ..graph.storage import shares
+from .base import InPlace
 from .bucket import add_call, join_rows, made_by
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Fill:
+class Fill(InPlace):
     """Gradients that are products of matrices, which nearly all bytes of a model's are, become part of an all-reduce's
     bucket without a copy. The other pieces are copied once all are there. Bitwise the same.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def change(self, local: LocalGraph) -> LocalGraph:
         """Fill the buckets of `local`; where pieces differ in size between ranks they are left as they are."""
         if sum(axis.size > 1 for axis in local.mesh.axes) != 1:
             return local
-        graph = copy_graph(local.graph)
+        graph = local.graph
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if node.target is join_rows and node.args[1] == 1:
                 _fill(graph, node, place)
-        return replace(local, graph=graph)
+        return local
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int]) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph.graph import LocalGraph, Role, copy_graph, operands
+from ..graph.graph import LocalGraph, Role, operands
 from ..graph.ops import FREE, costs
 from ..graph.storage import shares, storages
 from ..graph.verify import is_mutating, is_wait
+from .base import InPlace
 from .bucket import GATHER, join_rows
 
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(InPlace):
     """Shards that are gathered together rest side by side, where `runtime.flat` puts them: the bucket is their memory.
 
     Every parameter is of one bucket, the first that gathers it; other buckets are copied together as before. So are
@@ -25,10 +26,10 @@ class Flat:
     see which operations write in place.
     """
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def change(self, local: LocalGraph) -> LocalGraph:
         """`local` with `side_by_side` in place of `join_rows` where it can be."""
-        graph = copy_graph(local.graph)
-        params = {node for given, node in replace(local, graph=graph).placeholders() if given.role is Role.PARAM}
+        graph = local.graph
+        params = {node for given, node in local.placeholders() if given.role is Role.PARAM}
         claimed: dict[Node, tuple[Node, ...]] = {}
         place = {node: i for i, node in enumerate(graph.nodes)}
         writes = _writes(graph, params)
@@ -40,7 +41,7 @@ class Flat:
             if free and not _written(writes, set(pieces), place[node], _until(node, place)):
                 node.target = side_by_side
                 claimed |= dict.fromkeys(pieces, pieces)
-        return replace(local, graph=graph)
+        return local
 
 
 def _gathers(node: Node) -> bool:

@@ -4,7 +4,7 @@ gradients to the host, where the update runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -12,16 +12,17 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, copy_graph
+from ..graph.graph import LocalGraph, Role
 from ..graph.verify import is_collective, is_wait
 from ..partition.pieces import to_device, to_host
 from ..rules.registry import is_random
+from .base import InPlace
 
 _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(InPlace):
     """Takes a LocalGraph that computes on `device`; gives one whose parameters, state and updates are on the host.
 
     On the CPU host and device are one, and the copies are the tensors themselves.
@@ -31,12 +32,10 @@ class Offload:
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """A changed copy."""
-        graph = copy_graph(local.graph)
-        made = replace(local, graph=graph)
-        _Work(made, graph, self.device).run()
-        return made
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """Put copies between host and device into `local`."""
+        _Work(local, local.graph, self.device).run()
+        return local
 
 
 @dataclass

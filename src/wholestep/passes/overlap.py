@@ -19,12 +19,13 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
 from ..rules.registry import is_random
+from .base import InPlace
 
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(InPlace):
     """Collectives start when their last input exists, and are waited for at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
@@ -42,14 +43,15 @@ class Overlap:
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """Another order of the nodes of `local`."""
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """Put the nodes of `local` into another order."""
         work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
             work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), left(local, work.clock))
             work.run()
-        return replace(local, graph=_in_order(local.graph, work.order))
+        _order(local.graph, work.order)
+        return local
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
@@ -306,7 +308,12 @@ def _in_order(graph: Graph, order: list[Node]) -> Graph:
     """A copy with the call nodes in `order`."""
     copied = copy_graph(graph)
     twin = dict(zip(graph.nodes, copied.nodes, strict=True))
-    output = next(iter(reversed(copied.nodes)))
-    for node in order:
-        output.prepend(twin[node])
+    _order(copied, [twin[node] for node in order])
     return copied
+
+
+def _order(graph: Graph, order: list[Node]) -> None:
+    """Put the call nodes of `graph` into `order`."""
+    output = next(iter(reversed(graph.nodes)))
+    for node in order:
+        output.prepend(node)

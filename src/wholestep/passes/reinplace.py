@@ -15,11 +15,12 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Output, Role, copy_graph, operands
+from ..graph.graph import LocalGraph, Output, Role, operands
 from ..graph.storage import UNSAID
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
 from ..partition.pieces import MAY_ALIAS
+from .base import InPlace
 from .bucket import add_call, in_rows, part_of_gather, rows_of_gather
 
 aten = torch.ops.aten
@@ -28,16 +29,14 @@ _END = 1 << 60
 
 
 @dataclass(frozen=True)
-class Reinplace:
+class Reinplace(InPlace):
     """Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates."""
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """A changed copy."""
-        graph = copy_graph(local.graph)
-        work = _Work(replace(local, graph=graph))
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """Let the ops of `local` write in place."""
+        work = _Work(local)
         work.run()
-        outputs = work.finish()
-        return replace(local, graph=graph, outputs=outputs)
+        return replace(local, outputs=work.finish())
 
 
 @dataclass

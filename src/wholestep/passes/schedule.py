@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ..cost.machine import Machine
 from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
-from .base import Pass, Watch, run_passes
+from .base import InPlace, Pass, Watch, run_passes
 from .bounded_reductions import BoundedReductions
 from .bucket import Bucket, gathered_again
 from .late_waits import LateWaits
@@ -21,7 +21,7 @@ _LEAST_BUCKET = 256 << 10
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(InPlace):
     """Buckets sized by the link, an update and a gather for each, all in the order that a simulation finds best.
 
     Args:
@@ -45,10 +45,16 @@ class Schedule:
 
         `watch` is told of the passes that make it up.
         """
+        return run_passes(local, self._passes(local), watch)
+
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """The same to `local` itself."""
+        return run_passes(local, self._passes(local), owned=True)
+
+    def _passes(self, local: LocalGraph) -> list[Pass]:
         bucket_bytes = self._bucket_bytes(local)
         in_flight = self._in_flight(bucket_bytes)
-        passes = [*self._merging(bucket_bytes), Overlap(self.machine, *in_flight), BoundedReductions(*in_flight)]
-        return run_passes(local, passes, watch)
+        return [*self._merging(bucket_bytes), Overlap(self.machine, *in_flight), BoundedReductions(*in_flight)]
 
     def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_graph, operands
+from ..graph.graph import LocalGraph, operands
 from ..graph.verify import is_wait
+from .base import InPlace
 from .bucket import together
 
 Waits = frozenset[Node]
 
 
 @dataclass(frozen=True)
-class SplitOptimizer:
+class SplitOptimizer(InPlace):
     """`_fused_*` and `_foreach_*` ops become one op for each set of collectives that their tensors wait for.
 
     `by` names gradients, as nodes, to be kept apart from all others instead: exactly two groups. Bitwise the same.
@@ -36,18 +37,17 @@ class SplitOptimizer:
         """Without buckets each tensor would get an optimizer of its own."""
         return ("Bucket",) if self.by is None else ()
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def change(self, local: LocalGraph) -> LocalGraph:
         """Split the list ops of `local`."""
-        graph = copy_graph(local.graph)
-        work = _Work(graph, self.by)
+        work = _Work(local.graph, self.by)
         work.run()
         if self.by is not None and not work.split:
             raise ValueError(
                 f"splitting by {sorted(self.by) or 'no gradient'} leaves one of two optimizers empty: "
                 "name some gradients of a fused optimizer, and not all"
             )
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        return replace(local, graph=graph)
+        local.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        return local
 
 
 @dataclass
