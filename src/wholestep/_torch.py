@@ -386,6 +386,25 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors, and Python objects, hold the memory of `tensor`, this count's own included.
+
+    `torch._C._storage_Use_Count` (2.11 to 2.15): there is no public way to ask whether memory is used by others.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.Tensor:
+    """Equal rows of `value` go to the ranks of a registered group, theirs into `out`; `wait_tensor(out)` waits for it.
+
+    As `_c10d_functional.all_to_all_single`, which has no variant that is given its result (2.11 to 2.15).
+    """
+    c10d = cast(Any, torch._C)._distributed_c10d
+    work = c10d._resolve_process_group(group).alltoall_base(out, value, [], [])
+    c10d._register_work(out, work)
+    return out
+
+
 def forget_shardings() -> None:
     """Drop DTensor's table of shardings met, which holds meshes and, through them, process groups.
 

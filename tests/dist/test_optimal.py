@@ -109,3 +109,23 @@ def test_each_parameter_stored_by_itself() -> None:
         assert found["worst"] < TOLERANCE
         assert "1 replicate, 1 zero1, 1 fully_shard kept, 1 fully_shard gathered again" in found["strategy"]
         assert found["again"] == ("net1.weight",)
+
+
+def _measured(rank: int, world: int) -> dict[str, Any]:
+    """Without a machine to solve for, it is the one that the ranks measure; all solve the same problem."""
+    torch.manual_seed(0)
+    model = MLP(hidden=32)
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    step = ws.compile(train, parallel=ws.TensorParallel("auto"), mesh="tp=2")
+    for number in range(2):
+        step(model, optimizer, rows(0, number).float())
+    (part,) = step.options.parallel.parts
+    assert isinstance(part, ws.TensorParallel)
+    return {"machine": part.topology, "used": step.schedule.machine if step.schedule else None}
+
+
+def test_it_is_solved_for_the_measured_machine() -> None:
+    first, second = run_ranks(_measured, 2)
+    assert first == second
+    assert first["machine"] == first["used"]
+    assert first["machine"] not in (None, ws.Machine())

@@ -272,7 +272,7 @@ def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> Non
 
 
 def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
-    """ZeRO-1's new parameters go there from their bucket; one that is read after that, or is another's too, does not."""
+    """ZeRO-1's new parameters go there from their bucket, and the old ones are not read after that."""
     merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64, "zero1"))
     landed = ws.run_passes(merged, [Reinplace()])
     names = [[getattr(n.target, "__name__", "") for n in one.graph.nodes] for one in (merged, landed)]

@@ -99,12 +99,12 @@ def swap(value: Tensor, parts: int, group: str) -> Tensor:
     return funcol.all_to_all_single.default(value, rows, rows, group)
 
 
-def add_parts(value: Tensor, parts: int, op: str) -> Tensor:
+def add_parts(value: Tensor, parts: int, op: str, out: Tensor | None = None) -> Tensor:
     """The sum, average or extreme of the parts that came from all ranks, in the order of the ranks."""
     rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
     if op in ("max", "min"):
         return rows.amax(0) if op == "max" else rows.amin(0)
-    total = rows[0] + rows[1]
+    total = torch.add(rows[0], rows[1], out=out)
     for row in rows[2:]:
         total += row
     return total.div_(parts) if op == "avg" else total

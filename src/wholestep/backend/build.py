@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph
 
 from ..graph.graph import Input
+from .buffers import Buffers, with_buffers
 from .cudagraphs import CudaRecorder, Recorder, cudagraphs
 from .eager import NodeClock, Run, eager
 from .inductor import inductor
@@ -25,6 +26,7 @@ class Backend:
     clock: NodeClock | None = None
     recorder: Recorder = field(default_factory=CudaRecorder)
     told: set[str] = field(default_factory=set[str])
+    buffers: Buffers = field(default_factory=Buffers)
 
     def run_of(self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any]) -> Run:
         """`graph` as a function from inputs like `example_inputs`, which `inputs` describe, to outputs.
@@ -36,7 +38,7 @@ class Backend:
             return inductor(graph, example_inputs, self.clock)
         if self.name == "cudagraphs":
             return cudagraphs(graph, inputs, example_inputs, self.recorder, self._tell, self.clock)
-        return eager(graph, self.clock)
+        return eager(with_buffers(graph, self.buffers), self.clock)
 
     def _tell(self, text: str) -> None:
         if text not in self.told:

@@ -22,7 +22,7 @@ def collector_paused() -> Generator[None]:
 @contextmanager
 def collector_ahead() -> Generator[None]:
     """What exists when this begins is not looked at by the collector inside: it frees what is made and dropped there,
-    graphs that were tried, without a walk over those that stay. Also a decorator; nested uses leave it to the outermost.
+    graphs that were tried, without a walk over those that stay. Also a decorator; nested uses are the outermost's.
     """
     if gc.get_freeze_count():
         yield

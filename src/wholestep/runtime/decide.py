@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import TypeGuard
 
 from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
@@ -17,8 +18,9 @@ from ..passes.schedule import Schedule
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
-from ..plan.strategy import Strategies, compose
+from ..plan.strategy import Strategies, Strategy, compose
 from ..plan.strategy_file import decode, encode
+from ..plan.tensor_parallel import TensorParallel
 from .agree import from_first_rank
 from .finish import Finisher
 from .launch import World
@@ -41,6 +43,21 @@ class Decided:
     def explained(self, plan: Plan) -> Plan:
         """`plan`, made with these strategies, and why they were chosen."""
         return replace(plan, objective=self.objective).with_notes(*self.notes)
+
+
+def lacks_machine(strategies: Strategies) -> bool:
+    """True where layouts are to be solved for, and nobody says on which machine."""
+    return any(map(_lacks_machine, strategies.parts))
+
+
+def with_machine(strategies: Strategies, speeds: Speeds) -> Strategies:
+    """`strategies` with `speeds` where a machine is lacking."""
+    parts = (replace(part, topology=speeds) if _lacks_machine(part) else part for part in strategies.parts)
+    return Strategies(tuple(parts))
+
+
+def _lacks_machine(part: Strategy) -> TypeGuard[TensorParallel]:
+    return isinstance(part, TensorParallel) and part.is_open and part.topology is None
 
 
 def decide(

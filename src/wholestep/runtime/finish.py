@@ -35,9 +35,9 @@ _Finished = tuple[LocalGraph, AcrossSteps | None]
 class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
-    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `watch` is
-    told of each pass, `stage` of each stage. `direct`: no copies into buckets where none are needed. `measured` is
-    the schedule for this machine, where that was measured.
+    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
+    told of each stage, and what `watch` returns of each pass. `direct`: no copies into buckets where none are needed.
+    `measured` is the schedule for this machine, where that was measured.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
@@ -45,7 +45,7 @@ class Finisher:
     direct: bool
     budget: tuple[int, bool] | None
     timeout_s: float
-    watch: Watch
+    watch: Callable[[], Watch | None]
     stage: Callable[[str], AbstractContextManager[None]]
     waiting: Callable[[list[int]], None]
     measured: Schedule | None = None
@@ -91,7 +91,7 @@ class Finisher:
         def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
             with self.stage("schedule"):
                 local, across = self._scheduled(local, world, schedule, label, key)
-                end = partial(run_passes, passes=last, watch=self.watch)
+                end = partial(run_passes, passes=last, watch=self.watch())
                 across = across.mapped(end) if across else None
                 return across.steady if across else end(local), across
 
@@ -137,8 +137,8 @@ class Finisher:
         """Collectives merged and ordered."""
         if schedule is None:
             return local, None
-        across = schedule.across(local, self.watch) if schedule.across_steps else None
-        local = across.steady if across else schedule(local, self.watch)
+        across = schedule.across(local, self.watch()) if schedule.across_steps else None
+        local = across.steady if across else schedule(local, self.watch())
         if world.mesh.size == 1:
             return local, across
         order = self._order(local, world, label, key)

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ..backend.bind import add_parts, gather, swap
+from ..backend.buffers import Buffers
 from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
@@ -76,16 +76,16 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     length = max(size // 4 // ranks, 1) * ranks
     whole = torch.full((length,), 0.5, dtype=torch.float32, device=device)
     part = whole[: length // ranks]
-    wait = funcol.wait_tensor.default
+    wait, kept = funcol.wait_tensor.default, Buffers()
 
     def scatter() -> object:
         if device.startswith("cuda"):
             return wait(funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group))
-        return add_parts(wait(swap(whole, ranks, group)), ranks, "avg")
+        return kept.add_parts(wait(kept.swap(whole, ranks, group)), ranks, "avg")
 
     return {
         "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "avg", group)),
-        "all_gather": lambda: wait(gather(part, ranks, group)),
+        "all_gather": lambda: wait(kept.gather(part, ranks, group)),
         "reduce_scatter": scatter,
     }[kind]
 

@@ -31,7 +31,7 @@ from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..partition.lower import partition
-from ..passes.base import run_passes
+from ..passes.base import Watch, run_passes
 from ..passes.next_step import AcrossSteps
 from ..passes.schedule import Schedule
 from ..plan.diff import refuse_other_parameters
@@ -42,7 +42,7 @@ from .agree import agree
 from .batches import Dealer, Sizes, dealer
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
-from .decide import Decided, decide
+from .decide import Decided, decide, lacks_machine, with_machine
 from .finish import Finisher
 from .guards import VALUE_READ, ambient, guards_of
 from .handed import Handed
@@ -90,7 +90,7 @@ class CompiledStep:
         offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, offload, direct, budget, options.agree_timeout_s, self._dump_pass, self._stage,
+            options.schedule, offload, direct, budget, options.agree_timeout_s, self._watch, self._stage,
             self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None
@@ -255,6 +255,9 @@ class CompiledStep:
         if kept and self.options.auto is not None:
             kept.refuse("parallel=Auto, which chooses by what it measures")
             kept = None
+        elif kept and world.mesh.size > 1 and lacks_machine(self.options.parallel):
+            kept.refuse('TensorParallel("auto") without topology=, which is solved for what it measures')
+            kept = None
         return obtain(kept, partial(self._situation, args, kwargs, world, sizes), compile, handed)
 
     def _situation(
@@ -286,6 +289,10 @@ class CompiledStep:
         self._dumped = 0
         self._dump("1-train-graph", captured.graph)
         decided = self._decide(captured, world) if options.auto is not None else None
+        if lacks_machine(self.options.parallel) and world.mesh.size > 1:
+            self._compare([self.options.parallel.describe(world.mesh)], "")
+            parallel = with_machine(self.options.parallel, self._finisher.finish_of(world)[0])
+            self.options = replace(self.options, parallel=parallel)
         options = self.options
         with self._stage("plan"):
             planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
@@ -298,7 +305,7 @@ class CompiledStep:
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-            local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._dump_pass)
+            local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._watch())
         return Compiled(captured, planned, local)
 
     def _decide(self, captured: Capture, world: World) -> Decided:
@@ -443,6 +450,9 @@ class CompiledStep:
 
     def _say(self, text: str) -> None:
         self._tell(f"cache: {text}", "done", 0.0)
+
+    def _watch(self) -> Watch | None:
+        return self._dump_pass if os.environ.get("WHOLESTEP_DUMP") else None
 
     def _dump_pass(self, name: str, local: LocalGraph) -> None:
         self._dumped += 1

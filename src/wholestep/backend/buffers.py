@@ -1,0 +1,134 @@
+"""Memory that collectives send from and receive into, kept from step to step.
+
+What is allocated anew comes from the system in pages that are zeroed one fault at a time, and goes back when it is
+freed: on the CPU that can take as long as the copies themselves. Devices have allocators that keep memory; nothing is
+done there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from .. import _torch
+from ..passes import bucket, fill
+from .bind import add_parts, gather, swap
+
+_LEAST_BYTES = 128 << 10
+"""Smaller memory comes from the heap, which glibc keeps (its first `M_MMAP_THRESHOLD`)."""
+_FITS = 1.25
+_KEPT = 2.0
+
+
+@dataclass(eq=False)
+class _Buffer:
+    memory: Tensor  # one row
+    holders: int  # of its storage, while nobody but this pool holds it
+    used: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        return _torch.storage_holders(self.memory) <= self.holders
+
+
+@dataclass
+class Buffers:
+    """Tensors to be written to, in memory that is used again once every tensor in it is gone.
+
+    `kept_bytes` is at most twice what was in use at once.
+    """
+
+    buffers: list[_Buffer] = field(default_factory=list[_Buffer])
+    most_bytes: int = 0
+    taken: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all memory that is held."""
+        return sum(one.memory.nbytes for one in self.buffers)
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """One row of `numel` elements with the dtype and device of `like`; what is in it is not said."""
+        if like.device.type != "cpu" or numel * like.itemsize < _LEAST_BYTES:
+            return like.new_empty(numel)
+        self.taken += 1
+        found = min(
+            (b for b in self.buffers if b.memory.dtype == like.dtype and numel <= b.memory.numel() <= numel * _FITS
+             and b.is_free),
+            key=lambda b: b.memory.numel(), default=None,
+        ) or self._more(like.new_empty(numel))  # fmt: skip
+        found.used = self.taken
+        return found.memory[:numel]
+
+    def _more(self, memory: Tensor) -> _Buffer:
+        free = sorted((b for b in self.buffers if b.is_free), key=lambda b: b.used)
+        kept = self.kept_bytes
+        in_use = kept - sum(b.memory.nbytes for b in free) + memory.nbytes
+        self.most_bytes = max(self.most_bytes, in_use)
+        for old in free:
+            if kept + memory.nbytes <= _KEPT * self.most_bytes:
+                break
+            kept -= old.memory.nbytes
+            self.buffers.remove(old)
+        self.buffers.append(_Buffer(memory, _torch.storage_holders(memory)))
+        return self.buffers[-1]
+
+    # What the graph calls in place of the functions of the same names.
+    def join_rows(self, pieces: Sequence[Tensor], parts: int) -> Tensor:
+        """See `bucket.join_rows`."""
+        whole = self.take(sum(piece.numel() for piece in pieces), pieces[0])
+        torch.cat([piece.reshape(parts, -1) for piece in pieces], 1, out=whole.view(parts, -1))
+        return whole
+
+    def new_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `fill.new_bucket`."""
+        return self.take(numel, torch.empty(0, dtype=dtype, device=device))
+
+    def part_of_gather(
+        self, joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int
+    ) -> Tensor:
+        """See `bucket.part_of_gather`."""
+        rows = bucket.rows_of_gather(joined, outlines, number, parts)
+        outline = outlines[number]
+        shape = tuple(outline.shape) if isinstance(outline, Tensor) else outline
+        whole = (parts * shape[0], *shape[1:])
+        if not rows.is_contiguous():
+            rows = self.take(prod(whole), rows).view(rows.shape).copy_(rows)
+        return rows.view(whole)
+
+    def gather(self, value: Tensor, parts: int, group: str) -> Tensor:
+        """See `bind.gather`."""
+        if value.device.type != "cpu" or value.is_complex():
+            return gather(value, parts, group)
+        made = self.take(value.numel() * parts, value).view(value.shape[0] * parts, *value.shape[1:])
+        return torch.ops._c10d_functional.all_gather_into_tensor_out.default(value, parts, group, out=made)
+
+    def swap(self, value: Tensor, parts: int, group: str) -> Tensor:
+        """See `bind.swap`."""
+        if value.device.type != "cpu":
+            return swap(value, parts, group)
+        return _torch.start_exchange(value, self.take(value.numel(), value).view(value.shape), group)
+
+    def add_parts(self, value: Tensor, parts: int, op: str) -> Tensor:
+        """See `bind.add_parts`."""
+        rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
+        made = self.take(rows[0].numel(), value).view(rows.shape[1:])
+        return add_parts(value, parts, op, made)
+
+
+def with_buffers(graph: Graph, buffers: Buffers) -> Graph:
+    """`graph`, bound to a rank, with its collectives in `buffers`."""
+    ours = {
+        bucket.join_rows: buffers.join_rows, bucket.part_of_gather: buffers.part_of_gather,
+        fill.new_bucket: buffers.new_bucket, gather: buffers.gather, swap: buffers.swap,
+        add_parts: buffers.add_parts,
+    }  # fmt: skip
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in ours:
+            node.target = ours[node.target]
+    return graph
