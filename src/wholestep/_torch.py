@@ -11,6 +11,7 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
   and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
+- fx._lazy_graph_module (2.2): graph modules that write no code before they are called; a switch of GraphModule.
 - utils._pytree (1.8): flattens a step's arguments and results, writes their structure to a file; torch.utils.pytree.
 - _C.DisableTorchFunction (1.13): values are read while a step is traced; a public switch for torch function modes.
 - _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
@@ -19,6 +20,9 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
   of them run on CPU, to check the rules of whole families; a public list.
 - testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
+- _C._storage_Use_Count (2.0): whether memory is held by others yet; a public count.
+- _C._distributed_c10d._resolve_process_group, _register_work (2.3): an exchange into memory that is given, waited for
+  as a functional collective; an out variant of all_to_all_single.
 - distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant and
   an all-reduce in place; entries.
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local

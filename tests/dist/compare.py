@@ -22,6 +22,7 @@ KINDS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "reduce_scatter",  # what gloo runs in its place
+    "alltoall": "reduce_scatter",
     "broadcast": "broadcast",
 }
 

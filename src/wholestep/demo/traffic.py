@@ -18,6 +18,7 @@ KINDS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "reduce_scatter",  # wholestep's on gloo: an exchange and a local sum
+    "alltoall": "reduce_scatter",
     "broadcast": "broadcast",
 }
 
