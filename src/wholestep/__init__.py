@@ -23,6 +23,7 @@ from .errors import (
     RuleError,
     StateError,
     WholestepError,
+    WishError,
 )
 from .graph.graph import LocalGraph, TrainGraph
 from .layout import Layout
@@ -78,6 +79,7 @@ __all__ = [
     "Topology",
     "TrainGraph",
     "WholestepError",
+    "WishError",
     "capture",
     "check_rule",
     "collectives",

@@ -301,6 +301,19 @@ def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path
     assert made.objective.budget_bytes == 1 << 30
 
 
+def test_wishes_on_the_command_line(step: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text = run(
+        f"{step}:four", "--mesh", "dp=2,tp=2", "--auto", "--pin", "0.weight=tp:replicate", "--pin", "0.weight=dp:0",
+        "--whole", "2=dp,tp", "--json", str(out),
+    )  # fmt: skip
+    assert code == 0, text
+    made = ws.Plan.from_json(out.read_text())
+    assert made.rest["0.weight"].show((32, 16)) == "32@dp 16"
+    assert made.rest["2.weight"].is_replicated
+    assert made.rest["2.bias"].is_replicated
+
+
 @NEEDS_HF
 def test_auto_chooses_the_mesh(tiny: str):
     code, text = run("--hf", tiny, "--mesh", "auto=4", "--auto")
@@ -325,6 +338,17 @@ def test_compare_for_a_topology(step: str, tmp_path: Path):
         (["--auto", "--compare"], "--compare with --auto"),
         (["--auto", "--style", "zero1"], "--style with --auto"),
         (["--memory", "1GiB"], "--memory without --auto"),
+        (["--pin", "0.weight=dp:replicate"], "--pin without --auto"),
+        (["--whole", "0=dp"], "--whole without --auto"),
+        (["--auto", "--pin", "0.weight=dp"], "--pin 0.weight=dp: needed pattern=axis:replicate, or pattern=axis:dim"),
+        (["--auto", "--pin", "0.weight=dp:x"], "--pin 0.weight=dp:x: needed pattern=axis:replicate"),
+        (
+            ["--auto", "--pin", "0.weight=dp:0", "--pin", "0.weight=dp:replicate"],
+            "--pin 0.weight=dp:replicate: 0.weight is pinned on dp already",
+        ),
+        (["--auto", "--whole", "0"], "--whole 0: needed pattern=axis or pattern=axis,axis"),
+        (["--auto", "--whole", "0=tp"], "axis 'tp' of the wish for '0' is on no mesh: mesh dp=4"),
+        (["--auto", "--whole", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
         (["--topology", "dgx-h100"], "--topology without --auto"),
         (["--auto", "--topology", "dgx-h101"], "there is no topology 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from torch.distributed.tensor import Replicate, Shard
+
 from ..cost.machine import Machine
 from ..cost.size import bytes_of
 from ..cost.speeds import Speeds
@@ -28,6 +30,7 @@ from .report import explained
 from .search import Found, Search, Watch
 from .short import shortened
 from .templates import Template, templates
+from .wanted import Pinned, Wanted, Whole, check_form, wanted
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -53,6 +56,10 @@ class Auto:
         styles: the styles that may be used; all if None.
         recompute: where nothing fits, values may be made again in the backward.
         solve: False compares templates alone.
+        pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
+            `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
+        whole: axes that may not cut a module (or a parameter), by glob: `{"norm": ("dp", "tp")}`. Its parameters and
+            their state rest whole along them, and where ranks of the axis compute together, its forward runs whole.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Topology.preset("dgx-h100")))
@@ -68,8 +75,11 @@ class Auto:
     styles: Sequence[Style] | None = None
     recompute: bool = True
     solve: bool = True
+    pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
+    whole: Whole = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        check_form(self.pinned, self.whole)
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", bytes_of(self.memory_bytes))
         known = [style for style in get_args(Style) if style != "default"]
@@ -114,10 +124,15 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
-        short = shortened(graph, speeds, placed)
-        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
-        solved = self._solved(graph, mesh, same_batches, speeds, placed, watch)
-        found = run.run([*self.candidates(mesh, same_batches, speeds, solved.layouts), *solved.candidates])
+        on = self.meshes(mesh.size, speeds) if is_open(mesh) else [mesh]
+        asked = wanted(graph, on, self.pinned, self.whole) or Wanted()
+        auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
+        short = shortened(graph, speeds, placed, asked.marks(graph))
+        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
+        solved = auto._solved(graph, mesh, same_batches, speeds, asked, placed, watch)
+        chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
+        found = run.run([*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates])
+        asked.check(found.plan, complete=True)
         return replace(found, solved=solved.program)
 
     def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
@@ -141,8 +156,8 @@ class Auto:
         return [(mesh, template) for template in found if self._allows(template)]
 
     def _solved(
-        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, placed: Mapping[str, Layout] | None,
-        watch: Watch | None,
+        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, asked: Wanted,
+        placed: Mapping[str, Layout] | None, watch: Watch | None,
     ) -> _Solved:  # fmt: skip
         """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
@@ -152,8 +167,8 @@ class Auto:
         if watch is not None:
             watch("solve for layouts")
         axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
-        tensor = self.tensor if is_asked else TensorParallel("auto", axis) if axis else None
-        programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed)
+        tensor = self.tensor if is_asked else asked.tensor(TensorParallel("auto", axis)) if axis else None
+        programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
         found = programs.templates() if self.solve and (programs.storages or tensor) else []
         if self.solve and tensor is not None and not same_batches:
             found += replace(programs, tensor=None).templates()
@@ -174,7 +189,8 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        return f"Auto of {among} within {self.memory_bytes} bytes; {self.base(mesh).describe(mesh)}"
+        asked = "".join(f", {one!r}" for one in (self.pinned, self.whole) if one)
+        return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches in every candidate that `compile` may choose.

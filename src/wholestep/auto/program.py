@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..cost.speeds import Speeds
@@ -22,6 +22,7 @@ from ..plan.optimal.tensor import asked as asked_of
 from ..plan.strategy import Strategies, Strategy
 from ..plan.tensor_parallel import TensorParallel
 from .templates import Template
+from .wanted import Wanted
 
 _OF_STYLE: dict[str, tuple[Storage, ...]] = {
     "replicate": (REPLICATE,), "zero1": (ZERO1,), "zero2": (ZERO1,), "fully_shard": (KEPT, AGAIN),
@@ -34,7 +35,7 @@ _TIGHTER = (1.0, 0.8)
 @dataclass(frozen=True)
 class Programs:
     """What is solved for on one mesh: layouts along the axis of `tensor`, if any, and over the other axes the storage
-    of each parameter, by those of `styles`.
+    of each parameter, by those of `styles` where it is not `asked` to be stored otherwise.
     """
 
     graph: TrainGraph
@@ -45,6 +46,7 @@ class Programs:
     styles: Sequence[str] | None = None
     budget_bytes: int | None = None
     placed: Mapping[str, Layout] | None = None
+    asked: Wanted = field(default_factory=Wanted)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -80,11 +82,17 @@ class Programs:
             beside = (replace(self.data, axis=self.axes),) if self.axes else ()
             tensor = replace(self.tensor, topology=self.machine)
             made = asked_of(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
-            return replace(made, storages=self.storages)
+            return replace(made, storages=self.storages, only=self._only())
         ranks = prod(self.mesh.axis_size(a) for a in self.axes)
         share = 1 / ranks if self.data.semantics == "global" else 1.0
         axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
-        return Asked(Prices(self.machine, self.mesh, "", share), axes, self.storages, dict[str, AxisState]())
+        prices = Prices(self.machine, self.mesh, "", share)
+        return Asked(prices, axes, self.storages, dict[str, AxisState](), only=self._only())
+
+    def _only(self) -> dict[str, tuple[Storage, ...]]:
+        """Of `storages`, what is left for some parameters; where that is nothing, any other that is left."""
+        found = self.asked.storages(self.graph, self.mesh, self.axes)
+        return {name: tuple(s for s in ways if s in self.storages) or ways for name, ways in found.items()}
 
     def _distinct(self, found: Sequence[Solved]) -> Iterator[Solved]:
         seen: list[tuple[object, ...]] = []

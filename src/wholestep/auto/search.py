@@ -10,7 +10,7 @@ from typing import Literal
 from ..cost.compute import peak_us
 from ..cost.memory import peak_memory
 from ..cost.speeds import Speeds
-from ..errors import PlanError, WholestepError
+from ..errors import PlanError, WholestepError, WishError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
 from ..layout import Layout
@@ -26,6 +26,7 @@ from .guess import guess_us
 from .short import FEWEST, Short
 from .short_fit import Fit, ShortFit
 from .templates import Template, batches
+from .wanted import Wanted
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
@@ -101,7 +102,7 @@ class Found:
 @dataclass
 class Search:
     """Candidates are planned one after the other, the most promising first, and simulated unless a bound says that
-    they lose. Where none fits the budget as it is, values are made again.
+    they lose. Where none fits the budget as it is, values are made again. What is not as `wanted` is no plan.
 
     With `short`, that is done to the step with few of its equal layers, and extrapolated; then those that may be the
     best are simulated with all layers, until the best of these is ahead of the others by more than extrapolation errs.
@@ -115,6 +116,7 @@ class Search:
     placed: Mapping[str, Layout] | None = None
     watch: Watch | None = None
     short: Short | None = None
+    wanted: Wanted = field(default_factory=Wanted)
     best: Considered | None = None
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
@@ -199,7 +201,7 @@ class Search:
         try:
             made = self._made(row, FEWEST if short else None)
         except WholestepError as error:
-            if short:  # a pattern that names a layer, perhaps
+            if short and not isinstance(error, WishError):  # a pattern that names a layer, perhaps
                 return self._simulated(replace(row, blocks=None), "all layers: ")
             return replace(row, fate="no plan", why=first_line(error))
         parts = [least(local, self.machine) for _, local in made]
@@ -285,6 +287,7 @@ class Search:
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
         planned = plan(graph, row.mesh, row.strategies, self.placed)
+        self.wanted.check(planned)
         return planned, partition(graph, planned)
 
     def _priced(self, row: Considered, found: Costs) -> Considered:
@@ -301,7 +304,7 @@ class Search:
             return PlanError(
                 f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
                 "a template that the model allows",
-                "give other styles=, another mesh or another tensor=",
+                f"give other styles=, another mesh or another tensor={', or drop a wish' if self.wanted.axes else ''}",
             )
         nearest = self._nearest(known)
         short = nearest.needs_bytes - self.budget_bytes

@@ -14,6 +14,7 @@ from rich.console import Console
 from . import what_if as what_ifs
 from .screen import Screen, screen, staged
 from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing
+from .wanted import wishes
 
 if TYPE_CHECKING:
     from wholestep.auto.auto import Auto
@@ -64,6 +65,14 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
     memory: Annotated[str | None, typer.Option(help="With --auto: bytes a rank may take, as 80GiB.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="With --auto: a layout, as embed.weight=tp:replicate or lm_head=tp:2; repeatable."),
+    ] = None,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option("--whole", help="With --auto: axes that may not cut a module, as norm=dp,tp; repeatable."),
+    ] = None,
     explain: Annotated[
         list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
     ] = None,
@@ -90,7 +99,8 @@ def plan(
     """
     given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace or what_if))
+    timed = topology is None or bool(auto or compare or html or trace or what_if)
+    _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     what_ifs.check(what_if or [], hf is not None)
     shown = screen(Console(stderr=True))
     with refusing(shown):
@@ -102,7 +112,7 @@ def plan(
         if compare:
             text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
         elif auto:
-            choice = _auto(shown, memory, machine, tensor, kind)
+            choice = _auto(shown, memory, machine, tensor, kind, wishes(pin or [], whole or []))
             (text, written, made), rows = _chosen(shown, graph, found, mesh, choice, explain or [], show), []
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
@@ -136,12 +146,13 @@ def _check_together(
         refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
 
 
-def _check_choice(auto: bool, compare: bool, style: Style | None, memory: str | None, timed: bool) -> None:
+def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
     """Refuse options that would have no effect, or two ways to choose."""
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    if memory is not None and not auto:
-        refuse("--memory without --auto: nothing would be chosen by it")
+    idle = [name for name, value in chosen_by.items() if value]
+    if idle and not auto:
+        refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
     if not timed:
         refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
 
@@ -152,6 +163,7 @@ def _auto(
     machine: "Machine | Topology",
     tensor: "Strategy | WholestepError | None",
     kind: Any,
+    asked: dict[str, Any],
 ) -> "Auto":
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     import wholestep as ws
@@ -159,7 +171,7 @@ def _auto(
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
-    return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind))
+    return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind), **asked)
 
 
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
