@@ -12,6 +12,7 @@ from .cost.topology import Topology
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
+    BudgetError,
     CacheError,
     CaptureError,
     CheckpointError,
@@ -48,6 +49,7 @@ __all__ = [
     "Auto",
     "Axis",
     "BackendError",
+    "BudgetError",
     "CacheError",
     "CaptureError",
     "CheckResult",

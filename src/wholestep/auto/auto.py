@@ -28,6 +28,7 @@ from .meshes import is_open, meshes
 from .program import Programs
 from .report import explained
 from .search import Found, Search, Watch
+from .several import Several
 from .short import shortened
 from .templates import Template, templates
 from .wanted import Pinned, Wanted, Whole, check_form, wanted
@@ -56,6 +57,8 @@ class Auto:
         styles: the styles that may be used; all if None.
         recompute: where nothing fits, values may be made again in the backward.
         solve: False compares templates alone.
+        solved_meshes: on a mesh `"auto=N"`, for how many meshes programs are solved: those whose templates do best, as
+            it takes seconds for each, and meshes that are far behind with templates do not catch up.
         pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
             `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
         whole: axes that may not cut a module (or a parameter), by glob: `{"norm": ("dp", "tp")}`. Its parameters and
@@ -75,11 +78,14 @@ class Auto:
     styles: Sequence[Style] | None = None
     recompute: bool = True
     solve: bool = True
+    solved_meshes: int = 3
     pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
     whole: Whole = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         check_form(self.pinned, self.whole)
+        if type(self.solved_meshes) is not int or self.solved_meshes < 0:
+            raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", bytes_of(self.memory_bytes))
         known = [style for style in get_args(Style) if style != "default"]
@@ -130,10 +136,12 @@ class Auto:
         short = shortened(graph, speeds, placed, asked.marks(graph))
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
         solved = auto._solved(graph, mesh, same_batches, speeds, asked, placed, watch)
+        several = Several(lambda one: auto._programs(graph, one, speeds, asked, placed), self.solved_meshes, watch)
         chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
-        found = run.run([*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates])
+        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
+        found = run.run(chosen, several if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
-        return replace(found, solved=solved.program)
+        return replace(found, solved=solved.program or several.program(found.best.mesh))
 
     def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
@@ -166,14 +174,26 @@ class Auto:
             return _Solved()
         if watch is not None:
             watch("solve for layouts")
-        axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
-        tensor = self.tensor if is_asked else asked.tensor(TensorParallel("auto", axis)) if axis else None
-        programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
-        found = programs.templates() if self.solve and (programs.storages or tensor) else []
-        if self.solve and tensor is not None and not same_batches:
+        free = None if same_batches else _compute_axis(mesh)
+        programs = self._programs(graph, mesh, machine, asked, placed, free)
+        found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
+        if self.solve and programs.tensor is not None and not same_batches:
             found += replace(programs, tensor=None).templates()
         made = next((t.solved for t in found if t.solved is not None), None)
         return _Solved(programs.layouts() if is_asked else None, [(mesh, t) for t in found], made)
+
+    def _programs(
+        self, graph: TrainGraph, mesh: Mesh, machine: Speeds, asked: Wanted, placed: Mapping[str, Layout] | None,
+        free: str | None = None,
+    ) -> Programs:  # fmt: skip
+        """What is solved for on one mesh: along the axis of `tensor`, if it has that, or else along the one that is
+        `free`.
+        """
+        given = self.tensor
+        axis = free if given is None else given.axis if given.axis in mesh.names else None
+        tensor = given if given is not None and given.is_open and axis else None
+        tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
+        return Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
 
     def _open(self, mesh: Mesh) -> Candidates:
         """On one of several meshes: all of its axes are used, and groups for `hybrid` by that alone."""

@@ -10,7 +10,7 @@ from typing import Literal
 from ..cost.compute import peak_us
 from ..cost.memory import peak_memory
 from ..cost.speeds import Speeds
-from ..errors import PlanError, WholestepError, WishError
+from ..errors import BudgetError, PlanError, WholestepError, WishError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
 from ..layout import Layout
@@ -63,6 +63,9 @@ class Considered:
         """True where parameters that are kept gathered may be gathered again to save memory."""
         data = self.strategies.data if self.strategies else None
         return data is not None and data.reshard_after_forward is False
+
+
+More = Callable[[Sequence[Considered]], Sequence[tuple[Mesh, Template]]]
 
 
 @dataclass(frozen=True)
@@ -122,18 +125,14 @@ class Search:
     programs: dict[int, str] = field(default_factory=dict[int, str])
     bounds: dict[tuple[Mesh, str], float] = field(default_factory=dict[tuple[Mesh, str], float])
 
-    def run(self, candidates: Sequence[tuple[Mesh, Template]]) -> Found:
-        """The best of `candidates`.
+    def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> Found:
+        """The best of `candidates`, and of those that `more` makes of what is known of them.
 
         Raises:
             PlanError: none can be planned, or none fits; says how many bytes are missing, and where the fewest.
         """
-        rows = [self._resting(mesh, template) for mesh, template in candidates]
-        computing_us = peak_us(self.graph.graph, self.machine)
-        order = sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us))
-        for i in order:
-            if rows[i].fate == "slower":
-                rows[i] = self._tried(rows[i])
+        rows = self._race(candidates)
+        rows += self._race(more(rows)) if more is not None else []
         if self.short is not None:
             rows = self._confirmed(rows)
         if self.best is None and self.budget_bytes is not None:
@@ -148,6 +147,15 @@ class Search:
         rows = [best if row is self.best else row for row in rows]
         done = tuple(sorted(rows, key=_rank))
         return Found(self.plan, best, done, self.budget_bytes, self.short)
+
+    def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Considered]:
+        """One after the other, the most promising first."""
+        rows = [self._resting(mesh, template) for mesh, template in candidates]
+        computing_us = peak_us(self.graph.graph, self.machine)
+        for i in sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us)):
+            if rows[i].fate == "slower":
+                rows[i] = self._tried(rows[i])
+        return rows
 
     def _confirmed(self, rows: list[Considered]) -> list[Considered]:
         """With all layers: the candidates of which extrapolation does not say that they lose."""
@@ -309,7 +317,7 @@ class Search:
         nearest = self._nearest(known)
         short = nearest.needs_bytes - self.budget_bytes
         made = ", with all made again that helps" if self.recompute else ""
-        return PlanError(
+        return BudgetError(
             f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {nearest.needs_bytes} bytes on a "
             f"rank{made}, {short} more than there are ({human(short)})",
             f"at most {self.budget_bytes} bytes",

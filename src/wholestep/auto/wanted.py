@@ -158,7 +158,7 @@ def wanted(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, whole: Who
 def check_form(pinned: object, whole: object) -> None:
     """Raise PlanError for wishes that are not of the form that `Auto` takes."""
     for pattern, by in _items(pinned, "pinned"):
-        places = cast(Mapping[Any, Any], by) if isinstance(by, Mapping) else {}
+        places = cast(Mapping[Any, Any], by) if isinstance(by, Mapping) else dict[Any, Any]()
         good = all(isinstance(axis, str) and isinstance(at, (Shard, Replicate)) for axis, at in places.items())
         if not (places and good):
             raise PlanError(
