@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import wholestep as ws
+from wholestep.auto import batches as auto_batches
 from wholestep.cli import app, hf
 from wholestep.cli.hf import Wanted, build, presets
 from wholestep.report.compare import Row, as_json, compare, costs, show, templates
@@ -322,6 +323,31 @@ def test_auto_chooses_the_mesh(tiny: str):
     assert "tp=4" in text
 
 
+@NEEDS_HF
+def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text = run(
+        "--hf", tiny, "--mesh", "dp=4", "--auto", "--batch", "1,4", "--json", str(out), "--what-if", "seq=8"
+    )
+    assert code == 0, text
+    assert re.search(r"batch +mesh +plan +peak +step +per sequence", text)
+    rows = re.findall(r"^(\d+) +dp=4 .*? ([\d.]+) (\S+) *(fastest)?$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "4"]
+    best = next(int(row[0]) for row in rows if row[3])
+    assert f"with batches of {best}" in text
+    made = ws.Plan.from_json(out.read_text())
+    assert next(i.meta.shape[0] for i in made.inputs if i.role.value == "batch") == best
+
+
+@NEEDS_HF
+def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auto_batches, "ENOUGH", 0.9)  # so that the second size gains too little
+    code, text = run("--hf", tiny, "--mesh", "dp=2", "--auto", "--batch", "auto")
+    assert code == 0, text
+    assert re.search(r"^1 +dp=2 ", text, re.MULTILINE)
+    assert re.search(r"^2 +dp=2 ", text, re.MULTILINE)
+
+
 def test_compare_for_a_topology(step: str, tmp_path: Path):
     out, saved = tmp_path / "table.json", tmp_path / "machine.json"
     ws.Topology.preset("dgx-a100").save(saved)
@@ -349,6 +375,12 @@ def test_compare_for_a_topology(step: str, tmp_path: Path):
         (["--auto", "--whole", "0"], "--whole 0: needed pattern=axis or pattern=axis,axis"),
         (["--auto", "--whole", "0=tp"], "axis 'tp' of the wish for '0' is on no mesh: mesh dp=4"),
         (["--auto", "--whole", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
+        (["--batch", "2"], "--batch without --hf"),
+        (["--auto", "--batch", "1,2"], "--batch without --hf"),
+        (["--auto", "--batch", "auto"], "--batch without --hf"),
+        (["--batch", "1,2"], "--batch 1,2 without --auto"),
+        (["--auto", "--batch", "1,x"], "--batch 1,x: needed a number of at least 1"),
+        (["--batch", "0"], "--batch 0: needed a number of at least 1"),
         (["--topology", "dgx-h100"], "--topology without --auto"),
         (["--auto", "--topology", "dgx-h101"], "there is no topology 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),
