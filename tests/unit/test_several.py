@@ -8,9 +8,16 @@ from torch import nn
 
 import wholestep as ws
 from tests.unit.test_auto import GRAPHS, PAIRS, train
+from tests.unit.test_short import FAST, deep
 from wholestep.auto.batches import ENOUGH, search_batches, show
+from wholestep.auto.even import Even
+from wholestep.auto.program import Programs
 from wholestep.auto.search import Considered, Fate
 from wholestep.auto.several import best_meshes
+from wholestep.auto.short import shortened
+from wholestep.layout import REPLICATED, AxisState
+from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.strategy import compose
 
 NODES = ws.Topology.preset("dgx-h100")
 
@@ -53,6 +60,59 @@ def test_meshes_where_something_fits_come_first() -> None:
     ]  # fmt: skip
     assert [str(mesh) for mesh in best_meshes(rows, 9)] == ["c=4", "b=4", "a=4"]
     assert [str(mesh) for mesh in best_meshes(rows, 1)] == ["c=4"]
+
+
+def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
+    """Solutions that differ at the ends are made even: few layers then say what all cost."""
+    graph, mesh = deep(256), ws.Mesh("dp=2,tp=4")
+    short = shortened(graph, FAST)
+    assert short is not None
+    tensor = ws.TensorParallel("auto", topology=FAST)
+    made = next(t.solved for t in Programs(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
+    first = f"{short.repeats.prefix}.0.up.weight"
+    odd = AxisState("S", 1) if made.found.params[first] != AxisState("S", 1) else REPLICATED
+    uneven = replace(made, found=replace(made.found, params={**made.found.params, first: odd}))
+    even = Even(graph, short.repeats)(uneven)
+    assert even.found.params[first] == made.found.params["layers.6.up.weight"] != odd
+    names = [node.name for node, (_, slot) in short.repeats.places.items() if node.op == "call_function"]
+    by_slot: dict[object, set[str]] = {}
+    slots = {node.name: slot for node, (_, slot) in short.repeats.places.items()}
+    for name, ways in even.found.pins.ways.items():
+        base, _, part = name.partition("__")
+        if base in slots:
+            by_slot.setdefault((slots[base], part), set()).add(str(ways))
+    assert names
+    assert by_slot
+    assert all(len(ways) == 1 for ways in by_slot.values())
+    assert set(even.found.params) == set(made.found.params)
+    outside = {n: w for n, w in made.found.pins.ways.items() if n.partition("__")[0] not in slots}
+    assert {n: even.found.pins.ways[n] for n in outside} == outside
+    strategies = compose([Cuts("tp", even.found.params, even.found.pins), ws.DataParallel("zero1", axis="dp")])
+    ws.partition(graph, ws.plan(graph, mesh, strategies))
+
+
+def test_what_may_be_made_again_is_not_counted() -> None:
+    """A budget that activations alone are over has a solution only where they are not counted."""
+    graph, mesh, tensor = wide(512), ws.Mesh("tp=2"), ws.TensorParallel("auto")
+    programs = Programs(graph, mesh, ws.Machine(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
+    peaks = [
+        [t.solved.solution.load.peak_bytes for t in one.templates() if t.solved]
+        for one in (programs, replace(programs, again=True))
+    ]
+    assert not peaks[0] or min(peaks[0]) > 80_000_000
+    assert peaks[1]
+    assert max(peaks[1]) <= 80_000_000
+
+
+def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
+    graph, machine = wide(64), ws.Machine(link_us=5_000.0, link_bytes_per_us=1e6)
+    free = ws.Auto(topology=machine).search(graph, "dp=4")
+    budget = free.best.needs_bytes - 1
+    plain = ws.Auto(budget, machine, recompute=False).search(graph, "dp=4")
+    made = ws.Auto(budget, machine).search(graph, "dp=4")
+    assert made.best.needs_bytes <= budget
+    assert made.best.again
+    assert made.best.batch_s < plain.best.batch_s
 
 
 # -- batches -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies
 from ..plan.tensor_parallel import TensorParallel
+from .even import Even
 from .fit import Finish
 from .meshes import is_open, meshes
 from .program import Programs
@@ -33,6 +34,8 @@ from .short import shortened
 from .templates import Template, templates
 from .wanted import Pinned, Wanted, Whole, check_form, wanted
 
+_NEARLY = 0.02
+"""To what part of the optimum programs on several meshes are solved: nearer takes a few times as long."""
 Candidates = list[tuple[Mesh, Template]]
 
 
@@ -55,7 +58,7 @@ class Auto:
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
         styles: the styles that may be used; all if None.
-        recompute: where nothing fits, values may be made again in the backward.
+        recompute: values may be made again in the backward where what fits as it is is slower, or nothing fits.
         solve: False compares templates alone.
         solved_meshes: on a mesh `"auto=N"`, for how many meshes programs are solved: those whose templates do best, as
             it takes seconds for each, and meshes that are far behind with templates do not catch up.
@@ -136,7 +139,12 @@ class Auto:
         short = shortened(graph, speeds, placed, asked.marks(graph))
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
         solved = auto._solved(graph, mesh, same_batches, speeds, asked, placed, watch)
-        several = Several(lambda one: auto._programs(graph, one, speeds, asked, placed), self.solved_meshes, watch)
+        even = Even(graph, short.repeats) if short is not None else None
+
+        def programs(on: Mesh, again: bool) -> Programs:
+            return replace(auto._programs(graph, on, speeds, asked, placed), again=again, gap=_NEARLY, even=even)
+
+        several = Several(programs, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
         chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
         chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
         found = run.run(chosen, several if is_open(mesh) and self.solve else None)

@@ -105,7 +105,8 @@ class Found:
 @dataclass
 class Search:
     """Candidates are planned one after the other, the most promising first, and simulated unless a bound says that
-    they lose. Where none fits the budget as it is, values are made again. What is not as `wanted` is no plan.
+    they lose. Those that do not fit the budget have values made again, unless they are slower than one that does. What
+    is not as `wanted` is no plan.
 
     With `short`, that is done to the step with few of its equal layers, and extrapolated; then those that may be the
     best are simulated with all layers, until the best of these is ahead of the others by more than extrapolation errs.
@@ -135,11 +136,12 @@ class Search:
         rows += self._race(more(rows)) if more is not None else []
         if self.short is not None:
             rows = self._confirmed(rows)
-        if self.best is None and self.budget_bytes is not None:
-            if self.recompute and self.short is not None:
+        if self.recompute and self.budget_bytes is not None:
+            if self.short is not None:
                 rows = self._fitted_short(rows, self.short, self.budget_bytes)
             for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
-                if self.recompute and rows[i].fate == "peak" and rows[i].blocks is None:
+                faster = self.best is None or rows[i].batch_s < self.best.batch_s
+                if faster and rows[i].fate == "peak" and rows[i].blocks is None:
                     rows[i] = self._fitted(rows[i], self.budget_bytes)
         if self.best is None or self.plan is None:
             raise self._nothing(rows)
@@ -233,7 +235,7 @@ class Search:
     def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
         """With values made again in all equal layers alike: on short steps, then with all layers those that may win."""
         fitting: dict[int, ShortFit] = {}
-        most_s = _INFINITE
+        most_s = self.best.batch_s if self.best else _INFINITE
         for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
             row = rows[i]
             if row.fate == "peak" and row.blocks and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):

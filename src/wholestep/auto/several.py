@@ -16,20 +16,24 @@ _INFINITE = float("inf")
 
 @dataclass
 class Several:
-    """Solves on the `count` best meshes of a search, once its templates are known; `solved` is what came of it."""
+    """Solves on the `count` best meshes of a search, once its templates are known; `solved` is what came of it. With
+    `again`, values may be made again: where no template fits as it is, what they hold is not counted (`Programs`).
+    """
 
-    programs: Callable[[Mesh], Programs]
+    programs: Callable[[Mesh, bool], Programs]
     count: int
+    again: bool = True
     watch: Watch | None = None
     solved: dict[Mesh, Solved] = field(default_factory=dict[Mesh, Solved])
 
     def __call__(self, rows: Sequence[Considered]) -> list[tuple[Mesh, Template]]:
         """Candidates on the meshes of which `rows` say most."""
         found: list[tuple[Mesh, Template]] = []
+        again = self.again and not any(row.fate in ("slower", "bounded") for row in rows)
         for mesh in best_meshes(rows, self.count):
             if self.watch is not None:
                 self.watch(f"solve for layouts on {mesh}")
-            made = self.programs(mesh).templates()
+            made = self.programs(mesh, again).templates()
             first = next((t.solved for t in made if t.solved is not None), None)
             self.solved |= {mesh: first} if first is not None else {}
             found += [(mesh, template) for template in made]

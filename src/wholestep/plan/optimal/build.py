@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -32,7 +32,7 @@ _FREE = Wishes().of("")
 class Asked:
     """What a problem is made for: prices along the axis that is solved for, data-parallel `axes` with the ways to store
     parameters over them, and the `only` ones for some, states in which inputs `rest` that are not free, what the user
-    `wishes` along the axis.
+    `wishes` along the axis. With `again`, bytes from the forward to the backward are not counted.
     """
 
     prices: Prices
@@ -41,6 +41,7 @@ class Asked:
     rest: Mapping[str, AxisState] = field(default_factory=dict[str, AxisState])
     wishes: Wishes = field(default_factory=Wishes)
     only: Mapping[str, tuple[Storage, ...]] = field(default_factory=dict[str, tuple[Storage, ...]])
+    again: bool = False
 
     def ways(self, param: str) -> tuple[Storage, ...]:
         """The ways in which one parameter may be stored."""
@@ -168,6 +169,7 @@ class Build:
             takes = {1 + number: state for number in range(len(grads))}
             for storage in asked.ways(given.name) or (Storage("", whole=True, whole_state=True),):
                 load = storage.load(sizes, prices.machine, prices.mesh, asked.axes)
+                load = replace(load, kept=0.0) if asked.again else load
                 parts = share_of(storage, prices.mesh, asked.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
                 name = f"{state} {storage.name}".strip()
@@ -240,7 +242,7 @@ class Build:
         later = meta.is_backward(node) or all(need.later for need in needs)
         loads = {pair: _load(move, later, at_rest)
                  for pair, move in prices.moves(made, given, wanted, bulk=at_rest)}  # fmt: skip
-        early = moves and not meta.is_backward(node)
+        early = moves and not meta.is_backward(node) and not self.asked.again
         kept = {s: self._bytes(made, s) for s in dict.fromkeys(wanted)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
         free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(wanted))
