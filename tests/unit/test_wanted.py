@@ -11,7 +11,7 @@ import wholestep as ws
 from tests.together import OneDevice, compare
 from tests.tp_models import MLP, squares, step_of
 from tests.unit.test_optimal import QUICK_LINK
-from tests.unit.test_short import FAST, LAYERS, PAIRS, deep
+from tests.unit.test_short import FAST, GRAPHS, LAYERS, PAIRS, deep
 from tests.unit.test_tensor_parallel import builder, floats
 from wholestep.auto import search
 from wholestep.auto.costs import costs
@@ -192,7 +192,7 @@ def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.
     monkeypatch.setattr(
         search, "plan", lambda graph, *rest: planned.append(len(graph.graph.nodes)) or plan(graph, *rest)
     )
-    graph = deep(256)
+    graph = GRAPHS["wide"]
     with pytest.raises(ws.PlanError, match="'head' is to be cut along dim 0 over dp: view_49 is another value on each"):
         auto(topology=FAST, pinned={"head": {"dp": Shard(0)}}, solve=False).search(graph, "dp=8")
     assert planned
