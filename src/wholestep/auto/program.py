@@ -82,7 +82,11 @@ class Programs:
         return self._cuts(found[0]) if found else None
 
     def _budgets(self) -> list[float | None]:
-        return [None] if self.budget_bytes is None else [self.budget_bytes * part for part in _TIGHTER]
+        return (
+            [None]
+            if self.budget_bytes is None
+            else [self.budget_bytes * part for part in _TIGHTER[: 1 if self.again else None]]
+        )
 
     def _asked(self) -> Asked:
         if self.tensor is not None:
