@@ -12,6 +12,7 @@ from .cost.topology import Topology
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
+    BudgetError,
     CacheError,
     CaptureError,
     CheckpointError,
@@ -23,6 +24,7 @@ from .errors import (
     RuleError,
     StateError,
     WholestepError,
+    WishError,
 )
 from .graph.graph import LocalGraph, TrainGraph
 from .layout import Layout
@@ -47,6 +49,7 @@ __all__ = [
     "Auto",
     "Axis",
     "BackendError",
+    "BudgetError",
     "CacheError",
     "CaptureError",
     "CheckResult",
@@ -78,6 +81,7 @@ __all__ = [
     "Topology",
     "TrainGraph",
     "WholestepError",
+    "WishError",
     "capture",
     "check_rule",
     "collectives",

@@ -46,6 +46,14 @@ class PlanError(WholestepError):
     """No plan can be made, or a plan does not fit the graph it is applied to."""
 
 
+class WishError(PlanError):
+    """A plan is not as its user wants it: something that is pinned rests elsewhere, or what is to be whole is cut."""
+
+
+class BudgetError(PlanError):
+    """No plan fits a budget of memory."""
+
+
 class RuleError(WholestepError):
     """A sharding rule is malformed, does not fit the call it is applied to, or is wrong about its op."""
 

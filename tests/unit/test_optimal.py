@@ -281,6 +281,27 @@ def test_what_is_asked_for_computes_the_same() -> None:
         assert compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK, **options)).worst < TOLERANCE
 
 
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+@pytest.mark.usefixtures("double")
+def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
+    """It could be written out to stay cut, which is not what was asked for: it takes its operand whole."""
+    one = OneDevice(builder(Three), step_of(squares), floats(6, 12))
+    tensor = TensorParallel("auto", topology=Topology.preset("dgx-h100"), pinned={"b": Shard(1)}, whole=("c",))
+    found = compare(one, "tp=2", tensor)
+    assert found.worst < TOLERANCE
+    assert not any(
+        x.is_sharded for x in (*found.plan.decisions["addmm_2"].operands, *found.plan.decisions["addmm_2"].given)
+    )
+
+
 def test_patterns_that_name_nothing() -> None:
     for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
         with pytest.raises(

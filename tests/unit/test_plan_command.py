@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import wholestep as ws
+from wholestep.auto import batches as auto_batches
 from wholestep.cli import app, hf
 from wholestep.cli.hf import Wanted, build, presets
 from wholestep.report.compare import Row, as_json, compare, costs, show, templates
@@ -301,12 +302,50 @@ def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path
     assert made.objective.budget_bytes == 1 << 30
 
 
+def test_wishes_on_the_command_line(step: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text = run(
+        f"{step}:four", "--mesh", "dp=2,tp=2", "--auto", "--pin", "0.weight=tp:replicate", "--pin", "0.weight=dp:0",
+        "--whole", "2=dp,tp", "--json", str(out),
+    )  # fmt: skip
+    assert code == 0, text
+    made = ws.Plan.from_json(out.read_text())
+    assert made.rest["0.weight"].show((32, 16)) == "32@dp 16"
+    assert made.rest["2.weight"].is_replicated
+    assert made.rest["2.bias"].is_replicated
+
+
 @NEEDS_HF
 def test_auto_chooses_the_mesh(tiny: str):
     code, text = run("--hf", tiny, "--mesh", "auto=4", "--auto")
     assert code == 0, text
     assert "dp=2,tp=2" in text
     assert "tp=4" in text
+
+
+@NEEDS_HF
+def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    code, text = run(
+        "--hf", tiny, "--mesh", "dp=4", "--auto", "--batch", "1,4", "--json", str(out), "--what-if", "seq=8"
+    )
+    assert code == 0, text
+    assert re.search(r"batch +mesh +plan +peak +step +per sequence", text)
+    rows = re.findall(r"^(\d+) +dp=4 .*? ([\d.]+) (\S+) *(fastest)?$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "4"]
+    best = next(int(row[0]) for row in rows if row[3])
+    assert f"with batches of {best}" in text
+    made = ws.Plan.from_json(out.read_text())
+    assert next(i.meta.shape[0] for i in made.inputs if i.role.value == "batch") == best
+
+
+@NEEDS_HF
+def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auto_batches, "ENOUGH", 0.9)  # so that the second size gains too little
+    code, text = run("--hf", tiny, "--mesh", "dp=2", "--auto", "--batch", "auto")
+    assert code == 0, text
+    assert re.search(r"^1 +dp=2 ", text, re.MULTILINE)
+    assert re.search(r"^2 +dp=2 ", text, re.MULTILINE)
 
 
 def test_compare_for_a_topology(step: str, tmp_path: Path):
@@ -325,6 +364,23 @@ def test_compare_for_a_topology(step: str, tmp_path: Path):
         (["--auto", "--compare"], "--compare with --auto"),
         (["--auto", "--style", "zero1"], "--style with --auto"),
         (["--memory", "1GiB"], "--memory without --auto"),
+        (["--pin", "0.weight=dp:replicate"], "--pin without --auto"),
+        (["--whole", "0=dp"], "--whole without --auto"),
+        (["--auto", "--pin", "0.weight=dp"], "--pin 0.weight=dp: needed pattern=axis:replicate, or pattern=axis:dim"),
+        (["--auto", "--pin", "0.weight=dp:x"], "--pin 0.weight=dp:x: needed pattern=axis:replicate"),
+        (
+            ["--auto", "--pin", "0.weight=dp:0", "--pin", "0.weight=dp:replicate"],
+            "--pin 0.weight=dp:replicate: 0.weight is pinned on dp already",
+        ),
+        (["--auto", "--whole", "0"], "--whole 0: needed pattern=axis or pattern=axis,axis"),
+        (["--auto", "--whole", "0=tp"], "axis 'tp' of the wish for '0' is on no mesh: mesh dp=4"),
+        (["--auto", "--whole", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
+        (["--batch", "2"], "--batch without --hf"),
+        (["--auto", "--batch", "1,2"], "--batch without --hf"),
+        (["--auto", "--batch", "auto"], "--batch without --hf"),
+        (["--batch", "1,2"], "--batch 1,2 without --auto"),
+        (["--auto", "--batch", "1,x"], "--batch 1,x: needed a number of at least 1"),
+        (["--batch", "0"], "--batch 0: needed a number of at least 1"),
         (["--topology", "dgx-h100"], "--topology without --auto"),
         (["--auto", "--topology", "dgx-h101"], "there is no topology 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),

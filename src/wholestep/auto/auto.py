@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from torch.distributed.tensor import Replicate, Shard
+
 from ..cost.machine import Machine
 from ..cost.size import bytes_of
 from ..cost.speeds import Speeds
@@ -21,14 +23,19 @@ from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies
 from ..plan.tensor_parallel import TensorParallel
+from .even import Even
 from .fit import Finish
 from .meshes import is_open, meshes
 from .program import Programs
 from .report import explained
 from .search import Found, Search, Watch
+from .several import Several
 from .short import shortened
 from .templates import Template, templates
+from .wanted import Pinned, Wanted, Whole, check_form, wanted
 
+_NEARLY = 0.02
+"""To what part of the optimum programs on several meshes are solved: nearer takes a few times as long."""
 Candidates = list[tuple[Mesh, Template]]
 
 
@@ -51,8 +58,14 @@ class Auto:
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
         styles: the styles that may be used; all if None.
-        recompute: where nothing fits, values may be made again in the backward.
+        recompute: values may be made again in the backward where what fits as it is is slower, or nothing fits.
         solve: False compares templates alone.
+        solved_meshes: on a mesh `"auto=N"`, for how many meshes programs are solved: those whose templates do best, as
+            it takes seconds for each, and meshes that are far behind with templates do not catch up.
+        pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
+            `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
+        whole: axes that may not cut a module (or a parameter), by glob: `{"norm": ("dp", "tp")}`. Its parameters and
+            their state rest whole along them, and where ranks of the axis compute together, its forward runs whole.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Topology.preset("dgx-h100")))
@@ -68,8 +81,14 @@ class Auto:
     styles: Sequence[Style] | None = None
     recompute: bool = True
     solve: bool = True
+    solved_meshes: int = 3
+    pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
+    whole: Whole = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        check_form(self.pinned, self.whole)
+        if type(self.solved_meshes) is not int or self.solved_meshes < 0:
+            raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", bytes_of(self.memory_bytes))
         known = [style for style in get_args(Style) if style != "default"]
@@ -114,11 +133,23 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         speeds = machine or self.topology or Machine()
         finish = finish or Finish(Schedule(speeds))
-        short = shortened(graph, speeds, placed)
-        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short)
-        solved = self._solved(graph, mesh, same_batches, speeds, placed, watch)
-        found = run.run([*self.candidates(mesh, same_batches, speeds, solved.layouts), *solved.candidates])
-        return replace(found, solved=solved.program)
+        on = self.meshes(mesh.size, speeds) if is_open(mesh) else [mesh]
+        asked = wanted(graph, on, self.pinned, self.whole) or Wanted()
+        auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
+        short = shortened(graph, speeds, placed, asked.marks(graph))
+        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
+        solved = auto._solved(graph, mesh, same_batches, speeds, asked, placed, watch)
+        even = Even(graph, short.repeats) if short is not None else None
+
+        def programs(on: Mesh, again: bool) -> Programs:
+            return replace(auto._programs(graph, on, speeds, asked, placed), again=again, gap=_NEARLY, even=even)
+
+        several = Several(programs, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
+        chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
+        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
+        found = run.run(chosen, several if is_open(mesh) and self.solve else None)
+        asked.check(found.plan, complete=True)
+        return replace(found, solved=solved.program or several.program(found.best.mesh))
 
     def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
@@ -141,8 +172,8 @@ class Auto:
         return [(mesh, template) for template in found if self._allows(template)]
 
     def _solved(
-        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, placed: Mapping[str, Layout] | None,
-        watch: Watch | None,
+        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, asked: Wanted,
+        placed: Mapping[str, Layout] | None, watch: Watch | None,
     ) -> _Solved:  # fmt: skip
         """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
@@ -151,14 +182,26 @@ class Auto:
             return _Solved()
         if watch is not None:
             watch("solve for layouts")
-        axis = self.tensor.axis if self.tensor else None if same_batches else _compute_axis(mesh)
-        tensor = self.tensor if is_asked else TensorParallel("auto", axis) if axis else None
-        programs = Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed)
-        found = programs.templates() if self.solve and (programs.storages or tensor) else []
-        if self.solve and tensor is not None and not same_batches:
+        free = None if same_batches else _compute_axis(mesh)
+        programs = self._programs(graph, mesh, machine, asked, placed, free)
+        found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
+        if self.solve and programs.tensor is not None and not same_batches:
             found += replace(programs, tensor=None).templates()
         made = next((t.solved for t in found if t.solved is not None), None)
         return _Solved(programs.layouts() if is_asked else None, [(mesh, t) for t in found], made)
+
+    def _programs(
+        self, graph: TrainGraph, mesh: Mesh, machine: Speeds, asked: Wanted, placed: Mapping[str, Layout] | None,
+        free: str | None = None,
+    ) -> Programs:  # fmt: skip
+        """What is solved for on one mesh: along the axis of `tensor`, if it has that, or else along the one that is
+        `free`.
+        """
+        given = self.tensor
+        axis = free if given is None else given.axis if given.axis in mesh.names else None
+        tensor = given if given is not None and given.is_open and axis else None
+        tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
+        return Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
 
     def _open(self, mesh: Mesh) -> Candidates:
         """On one of several meshes: all of its axes are used, and groups for `hybrid` by that alone."""
@@ -174,7 +217,8 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        return f"Auto of {among} within {self.memory_bytes} bytes; {self.base(mesh).describe(mesh)}"
+        asked = "".join(f", {one!r}" for one in (self.pinned, self.whole) if one)
+        return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches in every candidate that `compile` may choose.

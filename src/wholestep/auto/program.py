@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..cost.speeds import Speeds
@@ -22,6 +22,7 @@ from ..plan.optimal.tensor import asked as asked_of
 from ..plan.strategy import Strategies, Strategy
 from ..plan.tensor_parallel import TensorParallel
 from .templates import Template
+from .wanted import Wanted
 
 _OF_STYLE: dict[str, tuple[Storage, ...]] = {
     "replicate": (REPLICATE,), "zero1": (ZERO1,), "zero2": (ZERO1,), "fully_shard": (KEPT, AGAIN),
@@ -34,7 +35,10 @@ _TIGHTER = (1.0, 0.8)
 @dataclass(frozen=True)
 class Programs:
     """What is solved for on one mesh: layouts along the axis of `tensor`, if any, and over the other axes the storage
-    of each parameter, by those of `styles`.
+    of each parameter, by those of `styles` where it is not `asked` to be stored otherwise.
+
+    With `again`, what is held from the forward to the backward is not counted, as it may be made again. Solutions are
+    within `gap` of the shortest step by the model, and may be made `even`.
     """
 
     graph: TrainGraph
@@ -45,6 +49,10 @@ class Programs:
     styles: Sequence[str] | None = None
     budget_bytes: int | None = None
     placed: Mapping[str, Layout] | None = None
+    asked: Wanted = field(default_factory=Wanted)
+    again: bool = False
+    gap: float = 0.005
+    even: Callable[[Solved], Solved] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -60,9 +68,10 @@ class Programs:
     def templates(self) -> list[Template]:
         """Candidates, the best by the model first; those that differ from each other."""
         try:
-            found = find(self.graph, self._asked(), self._budgets())
+            found = find(self.graph, self._asked(), self._budgets(), self.gap)
         except WholestepError as error:
             return [Template(f"solved for {self._over}", error)]
+        found = [self.even(one) for one in found] if self.even is not None else found
         made = [self._template(one) for one in self._distinct(found)]
         return [replace(t, name=f"{t.name}, {n + 1}") if n else t for n, t in enumerate(made)]
 
@@ -73,18 +82,28 @@ class Programs:
         return self._cuts(found[0]) if found else None
 
     def _budgets(self) -> list[float | None]:
-        return [None] if self.budget_bytes is None else [self.budget_bytes * part for part in _TIGHTER]
+        return (
+            [None]
+            if self.budget_bytes is None
+            else [self.budget_bytes * part for part in _TIGHTER[: 1 if self.again else None]]
+        )
 
     def _asked(self) -> Asked:
         if self.tensor is not None:
             beside = (replace(self.data, axis=self.axes),) if self.axes else ()
             tensor = replace(self.tensor, topology=self.machine)
             made = asked_of(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
-            return replace(made, storages=self.storages)
+            return replace(made, storages=self.storages, only=self._only(), again=self.again)
         ranks = prod(self.mesh.axis_size(a) for a in self.axes)
         share = 1 / ranks if self.data.semantics == "global" else 1.0
         axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
-        return Asked(Prices(self.machine, self.mesh, "", share), axes, self.storages, dict[str, AxisState]())
+        prices = Prices(self.machine, self.mesh, "", share)
+        return Asked(prices, axes, self.storages, dict[str, AxisState](), only=self._only(), again=self.again)
+
+    def _only(self) -> dict[str, tuple[Storage, ...]]:
+        """Of `storages`, what is left for some parameters; where that is nothing, any other that is left."""
+        found = self.asked.storages(self.graph, self.mesh, self.axes)
+        return {name: tuple(s for s in ways if s in self.storages) or ways for name, ways in found.items()}
 
     def _distinct(self, found: Sequence[Solved]) -> Iterator[Solved]:
         seen: list[tuple[object, ...]] = []

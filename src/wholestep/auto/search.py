@@ -10,7 +10,7 @@ from typing import Literal
 from ..cost.compute import peak_us
 from ..cost.memory import peak_memory
 from ..cost.speeds import Speeds
-from ..errors import PlanError, WholestepError
+from ..errors import BudgetError, PlanError, WholestepError, WishError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
 from ..layout import Layout
@@ -26,6 +26,7 @@ from .guess import guess_us
 from .short import FEWEST, Short
 from .short_fit import Fit, ShortFit
 from .templates import Template, batches
+from .wanted import Wanted
 
 Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
@@ -62,6 +63,9 @@ class Considered:
         """True where parameters that are kept gathered may be gathered again to save memory."""
         data = self.strategies.data if self.strategies else None
         return data is not None and data.reshard_after_forward is False
+
+
+More = Callable[[Sequence[Considered]], Sequence[tuple[Mesh, Template]]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class Found:
 @dataclass
 class Search:
     """Candidates are planned one after the other, the most promising first, and simulated unless a bound says that
-    they lose. Where none fits the budget as it is, values are made again.
+    they lose. Those that do not fit the budget have values made again, unless they are slower than one that does. What
+    is not as `wanted` is no plan.
 
     With `short`, that is done to the step with few of its equal layers, and extrapolated; then those that may be the
     best are simulated with all layers, until the best of these is ahead of the others by more than extrapolation errs.
@@ -115,30 +120,28 @@ class Search:
     placed: Mapping[str, Layout] | None = None
     watch: Watch | None = None
     short: Short | None = None
+    wanted: Wanted = field(default_factory=Wanted)
     best: Considered | None = None
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
     bounds: dict[tuple[Mesh, str], float] = field(default_factory=dict[tuple[Mesh, str], float])
 
-    def run(self, candidates: Sequence[tuple[Mesh, Template]]) -> Found:
-        """The best of `candidates`.
+    def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> Found:
+        """The best of `candidates`, and of those that `more` makes of what is known of them.
 
         Raises:
             PlanError: none can be planned, or none fits; says how many bytes are missing, and where the fewest.
         """
-        rows = [self._resting(mesh, template) for mesh, template in candidates]
-        computing_us = peak_us(self.graph.graph, self.machine)
-        order = sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us))
-        for i in order:
-            if rows[i].fate == "slower":
-                rows[i] = self._tried(rows[i])
+        rows = self._race(candidates)
+        rows += self._race(more(rows)) if more is not None else []
         if self.short is not None:
             rows = self._confirmed(rows)
-        if self.best is None and self.budget_bytes is not None:
-            if self.recompute and self.short is not None:
+        if self.recompute and self.budget_bytes is not None:
+            if self.short is not None:
                 rows = self._fitted_short(rows, self.short, self.budget_bytes)
             for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
-                if self.recompute and rows[i].fate == "peak" and rows[i].blocks is None:
+                faster = self.best is None or rows[i].batch_s < self.best.batch_s
+                if faster and rows[i].fate == "peak" and rows[i].blocks is None:
                     rows[i] = self._fitted(rows[i], self.budget_bytes)
         if self.best is None or self.plan is None:
             raise self._nothing(rows)
@@ -146,6 +149,15 @@ class Search:
         rows = [best if row is self.best else row for row in rows]
         done = tuple(sorted(rows, key=_rank))
         return Found(self.plan, best, done, self.budget_bytes, self.short)
+
+    def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Considered]:
+        """One after the other, the most promising first."""
+        rows = [self._resting(mesh, template) for mesh, template in candidates]
+        computing_us = peak_us(self.graph.graph, self.machine)
+        for i in sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us)):
+            if rows[i].fate == "slower":
+                rows[i] = self._tried(rows[i])
+        return rows
 
     def _confirmed(self, rows: list[Considered]) -> list[Considered]:
         """With all layers: the candidates of which extrapolation does not say that they lose."""
@@ -199,7 +211,7 @@ class Search:
         try:
             made = self._made(row, FEWEST if short else None)
         except WholestepError as error:
-            if short:  # a pattern that names a layer, perhaps
+            if short and not isinstance(error, WishError):  # a pattern that names a layer, perhaps
                 return self._simulated(replace(row, blocks=None), "all layers: ")
             return replace(row, fate="no plan", why=first_line(error))
         parts = [least(local, self.machine) for _, local in made]
@@ -223,7 +235,7 @@ class Search:
     def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
         """With values made again in all equal layers alike: on short steps, then with all layers those that may win."""
         fitting: dict[int, ShortFit] = {}
-        most_s = _INFINITE
+        most_s = self.best.batch_s if self.best else _INFINITE
         for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
             row = rows[i]
             if row.fate == "peak" and row.blocks and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
@@ -285,6 +297,7 @@ class Search:
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
         planned = plan(graph, row.mesh, row.strategies, self.placed)
+        self.wanted.check(planned)
         return planned, partition(graph, planned)
 
     def _priced(self, row: Considered, found: Costs) -> Considered:
@@ -301,12 +314,12 @@ class Search:
             return PlanError(
                 f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
                 "a template that the model allows",
-                "give other styles=, another mesh or another tensor=",
+                f"give other styles=, another mesh or another tensor={', or drop a wish' if self.wanted.axes else ''}",
             )
         nearest = self._nearest(known)
         short = nearest.needs_bytes - self.budget_bytes
         made = ", with all made again that helps" if self.recompute else ""
-        return PlanError(
+        return BudgetError(
             f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {nearest.needs_bytes} bytes on a "
             f"rank{made}, {short} more than there are ({human(short)})",
             f"at most {self.budget_bytes} bytes",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from math import ceil, prod
+
+from torch.fx import Node
 
 from ..cost.speeds import Speeds
 from ..errors import GraphError, WholestepError
@@ -137,11 +139,14 @@ class Short:
         return f"{self.count} equal layers{by} ({self.repeats.prefix})"
 
 
-def shortened(graph: TrainGraph, machine: Speeds, placed: Mapping[str, Layout] | None = None) -> Short | None:
+def shortened(
+    graph: TrainGraph, machine: Speeds, placed: Mapping[str, Layout] | None = None,
+    marks: Mapping[Node, Hashable] | None = None,
+) -> Short | None:  # fmt: skip
     """`graph` as what can be made short; None where it has no equal layers, too few to be worth it, or where they are
-    not `placed` alike.
+    not `placed` alike. Layers whose `marks` differ are not equal.
     """
-    repeats = find_repeats(graph)
+    repeats = find_repeats(graph, marks)
     if repeats is None or sum(FEWEST) > repeats.count * _WORTH:
         return None
     names = {node: given.name for given, node in graph.placeholders()}

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil
 
 import numpy as np
+import torch
 from torch.fx import Node
 
 from ..cost.memory import peak_memory
@@ -25,6 +26,7 @@ from .fit import Finish
 from .short import Short
 
 _NEARLY = 0.99
+_COPY = torch.ops.aten.clone.default
 Kind = int
 
 
@@ -74,7 +76,8 @@ def _kinds(local: LocalGraph, short: Short) -> dict[Node, tuple[int, Kind]]:
         if node.op == "output":
             break
         whole, _, part = node.name.partition("__")
-        at = places.get(node.name) or places.get(whole)
+        captured = node.target is not _COPY  # what partitioning copies takes the names of copies that were captured
+        at = (places.get(node.name) or places.get(whole)) if captured else None
         reads = [found[n] for n in operands(node)]
         if at is not None:
             block, kind = at[0], hash((at[1], part))

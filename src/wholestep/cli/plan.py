@@ -1,9 +1,6 @@
 """`wholestep plan`: where every tensor of a step would rest on a mesh, and why, without a process group or a device."""
 
 import json
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -11,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
+from . import batches
 from . import what_if as what_ifs
-from .screen import Screen, screen, staged
+from .screen import Screen, each, screen, staged
 from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing
+from .wanted import wishes
 
 if TYPE_CHECKING:
     from wholestep.auto.auto import Auto
+    from wholestep.auto.search import Found
     from wholestep.cost.machine import Machine
     from wholestep.cost.topology import Topology
     from wholestep.errors import WholestepError
@@ -36,13 +36,36 @@ _Model = Annotated[
     typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
 ]
 
+_Batch = Annotated[
+    str | None, typer.Option(help="With --hf: sequences for each rank (1); with --auto several, 1,2,4, or auto.")
+]
+_Tp = Annotated[
+    list[str] | None,
+    typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan; auto."),
+]
+_Pin = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="With --auto: a layout, as embed.weight=tp:replicate or lm_head=tp:2; repeatable."),
+]
+_Whole = Annotated[
+    list[str] | None,
+    typer.Option("--whole", help="With --auto: axes that may not cut a module, as norm=dp,tp; repeatable."),
+]
+_Explain = Annotated[
+    list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
+]
+_Html = Annotated[
+    Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
+]
+_WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {what_ifs.FORMS}; repeatable.")]
+
 
 def plan(
     target: _Model = None,
     hf: Annotated[
         str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="With --hf: sequences for each rank (1).")] = None,
+    batch: _Batch = None,
     seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="With --hf: of parameters and state (bfloat16).")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
@@ -54,32 +77,23 @@ def plan(
     semantics: Annotated[
         Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
     ] = Semantics.per_rank,
-    tp: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan; auto."
-        ),
-    ] = None,
+    tp: _Tp = None,
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
     memory: Annotated[str | None, typer.Option(help="With --auto: bytes a rank may take, as 80GiB.")] = None,
-    explain: Annotated[
-        list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
-    ] = None,
+    pin: _Pin = None,
+    whole: _Whole = None,
+    explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     topology: Annotated[
         str | None, typer.Option(help="Predict for this machine: a preset, or a file of wholestep calibrate.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
-    ] = None,
+    html: _Html = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
     ] = None,
-    what_if: Annotated[
-        list[str] | None, typer.Option("--what-if", help=f"Its cost if: {what_ifs.FORMS}; repeatable.")
-    ] = None,
+    what_if: _WhatIf = None,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
@@ -88,9 +102,11 @@ def plan(
 
     Without a model it plans the demo's own step. Nothing is trained, no weights are made and no rank is started.
     """
-    given = {"batch": batch, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
+    sizes = batches.sizes(batch, auto)
+    given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    _check_choice(auto, compare, style, memory, topology is None or bool(auto or compare or html or trace or what_if))
+    timed = topology is None or bool(auto or compare or html or trace or what_if)
+    _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     what_ifs.check(what_if or [], hf is not None)
     shown = screen(Console(stderr=True))
     with refusing(shown):
@@ -101,8 +117,14 @@ def plan(
         tensor = _tensor(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
         if compare:
             text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
+        elif auto and sizes is not None and sizes.several:
+            assert hf is not None, "sizes without it are refused"
+            choice = _auto(shown, memory, machine, tensor, kind, wishes(pin or [], whole or []))
+            best, found, head = batches.chosen(shown, sizes, _wanted(hf, given), (found, graph), mesh, choice)
+            given["batch"], graph = best.batch, best.graph
+            (text, written, made), rows = _told(best.found, graph, [head], explain or [], show), []
         elif auto:
-            choice = _auto(shown, memory, machine, tensor, kind)
+            choice = _auto(shown, memory, machine, tensor, kind, wishes(pin or [], whole or []))
             (text, written, made), rows = _chosen(shown, graph, found, mesh, choice, explain or [], show), []
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
@@ -136,12 +158,13 @@ def _check_together(
         refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
 
 
-def _check_choice(auto: bool, compare: bool, style: Style | None, memory: str | None, timed: bool) -> None:
+def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
     """Refuse options that would have no effect, or two ways to choose."""
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    if memory is not None and not auto:
-        refuse("--memory without --auto: nothing would be chosen by it")
+    idle = [name for name, value in chosen_by.items() if value]
+    if idle and not auto:
+        refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
     if not timed:
         refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
 
@@ -152,6 +175,7 @@ def _auto(
     machine: "Machine | Topology",
     tensor: "Strategy | WholestepError | None",
     kind: Any,
+    asked: dict[str, Any],
 ) -> "Auto":
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     import wholestep as ws
@@ -159,7 +183,7 @@ def _auto(
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
-    return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind))
+    return ws.Auto(memory, machine, used, ws.DataParallel(semantics=kind), **asked)
 
 
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
@@ -232,35 +256,26 @@ def _chosen(
 ) -> "tuple[str, str, Plan]":
     """What was considered as a table, and the plan that won, as text and as JSON."""
     import wholestep as ws
+
+    with each(shown, len(auto.candidates(ws.Mesh(mesh)))) as watch:
+        chosen = auto.search(graph, mesh, watch=watch)
+    return _told(chosen, graph, [f"{found.name} on mesh {mesh}"], explain, program)
+
+
+def _told(
+    chosen: "Found", graph: "TrainGraph", head: list[str], explain: list[str], program: bool
+) -> "tuple[str, str, Plan]":
+    """The same of a search that is done, below `head`."""
+    import wholestep as ws
     from wholestep.auto.report import explained
     from wholestep.auto.report import show as table
 
-    with _each(shown, len(auto.candidates(ws.Mesh(mesh)))) as watch:
-        chosen = auto.search(graph, mesh, watch=watch)
     made = explained(chosen)
-    parts = [f"{found.name} on mesh {mesh}", table(chosen), f"\n{made}"]
+    parts = [*head, table(chosen), f"\n{made}"]
     parts += [f"\n{made.explain(name)}" for name in explain]
     if program:
         parts.append(f"\n{ws.partition(graph, made)}")
     return "\n".join(parts), made.to_json(), made
-
-
-@contextmanager
-def _each(shown: Screen, count: int) -> Generator[Callable[[str], None]]:
-    """Shows one candidate after the other, each with the seconds it took."""
-    before: list[tuple[str, float]] = []
-
-    def watch(name: str) -> None:
-        now = time.perf_counter()
-        if before:
-            shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
-        place = f"[{len(before) + 1}/{count}] " if len(before) < count else ""
-        before.append((place + name, now))
-        shown.stage(before[-1][0], done=False, seconds=0.0)
-
-    yield watch
-    if before:
-        shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])
 
 
 def _compared(
@@ -274,7 +289,7 @@ def _compared(
 
     on = Mesh(mesh)
     chosen = templates(on, tensor, tp_axis, semantics)
-    with _each(shown, len(chosen)) as watch:
+    with each(shown, len(chosen)) as watch:
         rows = compare(graph, on, chosen, machine, watch)
     best = next((one.strategies for one in chosen if rows[0].costs is not None and one.name == rows[0].name), None)
     made = ws.plan(graph, on, list(best)) if isinstance(best, tuple) else None

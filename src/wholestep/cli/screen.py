@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -154,3 +154,21 @@ def staged(shown: Screen, name: str) -> Generator[list[str]]:
     shown.stage(name, done=False, seconds=0.0)
     yield said
     shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(said))
+
+
+@contextmanager
+def each(shown: Screen, count: int) -> Generator[Callable[[str], None]]:
+    """Shows one candidate after the other, each with the seconds it took."""
+    before: list[tuple[str, float]] = []
+
+    def watch(name: str) -> None:
+        now = time.perf_counter()
+        if before:
+            shown.stage(before[-1][0], done=True, seconds=now - before[-1][1])
+        place = f"[{len(before) + 1}/{count}] " if len(before) < count else ""
+        before.append((place + name, now))
+        shown.stage(before[-1][0], done=False, seconds=0.0)
+
+    yield watch
+    if before:
+        shown.stage(before[-1][0], done=True, seconds=time.perf_counter() - before[-1][1])

@@ -17,7 +17,7 @@ Names decide nothing alone: every operation, shape, argument and operand is comp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -70,9 +70,11 @@ class Repeats:
         return f"{self.prefix}.{self.first} to {last}{by}: {self.count} blocks of {len(self.blocks[0])} nodes"
 
 
-def find_repeats(graph: TrainGraph) -> Repeats | None:
-    """The repeated layers with the most nodes in all; None where a step has none that are equal."""
-    found = [one for one, _ in all_repeats(graph) if one is not None]
+def find_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> Repeats | None:
+    """The repeated layers with the most nodes in all; None where a step has none that are equal. Nodes of layers with
+    different `marks` are no equals.
+    """
+    found = [one for one, _ in all_repeats(graph, marks) if one is not None]
     return max(found, key=lambda one: len(one.places), default=None)
 
 
@@ -84,9 +86,9 @@ def why_not(graph: TrainGraph) -> str:
     return "; ".join(why for _, why in found) or f"no list of {LEAST} layers or more with parameters"
 
 
-def all_repeats(graph: TrainGraph) -> list[tuple[Repeats | None, str]]:
+def all_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> list[tuple[Repeats | None, str]]:
     """For every list of layers by name: the blocks, or why there are none."""
-    return [_of_prefix(graph, prefix) for prefix in _prefixes(graph)]
+    return [_of_prefix(graph, prefix, marks or {}) for prefix in _prefixes(graph)]
 
 
 def _prefixes(graph: TrainGraph) -> list[str]:
@@ -100,8 +102,8 @@ def _prefixes(graph: TrainGraph) -> list[str]:
     return [prefix for prefix, numbers in found.items() if len(numbers) >= LEAST]
 
 
-def _of_prefix(graph: TrainGraph, prefix: str) -> tuple[Repeats | None, str]:
-    layers = _Layers(graph, prefix)
+def _of_prefix(graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -> tuple[Repeats | None, str]:
+    layers = _Layers(graph, prefix, marks)
     try:
         ranges = _ranges(layers.kinds())
     except NoRepeatsError as error:
@@ -148,8 +150,8 @@ def _ranges(kinds: Sequence[object]) -> list[tuple[int, int, int]]:
 class _Layers:
     """What is known of each node before blocks are cut: the layer that it belongs to, where something says so."""
 
-    def __init__(self, graph: TrainGraph, prefix: str) -> None:
-        self.graph, self.prefix = graph, prefix
+    def __init__(self, graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -> None:
+        self.graph, self.prefix, self.marks = graph, prefix, marks
         self.nodes = list(graph.graph.nodes)
         self.pattern = re.compile(re.escape(prefix) + r"\.(\d+)(?=[./]|$)")
         self.inputs: dict[Node, Input] = {node: given for given, node in graph.placeholders()}
@@ -225,7 +227,7 @@ class _Layers:
 
     def shape(self, node: Node) -> tuple[object, ...]:
         """What a node has in common with its equals."""
-        return shape_of(node, self.inputs.get(node), self.names, self.lists)
+        return *shape_of(node, self.inputs.get(node), self.names, self.lists), self.marks.get(node)
 
 
 class _Cut:

@@ -140,7 +140,7 @@ class _Propagation:
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_homes(node, given)
-        if self.scout and node in self.moving:
+        if self.scout and node in self.moving and not asked:
             outputs = self._written_out(node, given, have, wanted, outputs)
         because += moves(given, have, wanted, self.situation.mesh) if have != wanted else ()
         reads = tuple(n.name for n in given)

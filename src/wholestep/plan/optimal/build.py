@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -31,7 +31,8 @@ _FREE = Wishes().of("")
 @dataclass(frozen=True)
 class Asked:
     """What a problem is made for: prices along the axis that is solved for, data-parallel `axes` with the ways to store
-    parameters over them, states in which inputs `rest` that are not free, what the user `wishes`.
+    parameters over them, and the `only` ones for some, states in which inputs `rest` that are not free, what the user
+    `wishes` along the axis. With `again`, bytes from the forward to the backward are not counted.
     """
 
     prices: Prices
@@ -39,6 +40,12 @@ class Asked:
     storages: tuple[Storage, ...] = ()
     rest: Mapping[str, AxisState] = field(default_factory=dict[str, AxisState])
     wishes: Wishes = field(default_factory=Wishes)
+    only: Mapping[str, tuple[Storage, ...]] = field(default_factory=dict[str, tuple[Storage, ...]])
+    again: bool = False
+
+    def ways(self, param: str) -> tuple[Storage, ...]:
+        """The ways in which one parameter may be stored."""
+        return self.only.get(param, self.storages)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,12 @@ class Build:
         return found | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
-        return starred(param), tuple(map(str, self._states(param))), self.asked.wishes.of(param)
+        return (
+            starred(param),
+            tuple(map(str, self._states(param))),
+            self.asked.wishes.of(param),
+            self.asked.only.get(param),
+        )
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis that a parameter may rest in."""
@@ -155,8 +167,9 @@ class Build:
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
             sizes = Sizes(size, state_bytes, size if grads else 0.0)
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in asked.storages or (Storage("", whole=True, whole_state=True),):
+            for storage in asked.ways(given.name) or (Storage("", whole=True, whole_state=True),):
                 load = storage.load(sizes, prices.machine, prices.mesh, asked.axes)
+                load = replace(load, kept=0.0) if asked.again else load
                 parts = share_of(storage, prices.mesh, asked.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
                 name = f"{state} {storage.name}".strip()
@@ -229,7 +242,7 @@ class Build:
         later = meta.is_backward(node) or all(need.later for need in needs)
         loads = {pair: _load(move, later, at_rest)
                  for pair, move in prices.moves(made, given, wanted, bulk=at_rest)}  # fmt: skip
-        early = moves and not meta.is_backward(node)
+        early = moves and not meta.is_backward(node) and not self.asked.again
         kept = {s: self._bytes(made, s) for s in dict.fromkeys(wanted)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
         free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(wanted))
@@ -260,7 +273,7 @@ class Build:
         rests, storage = dict[str, AxisState](), dict[str, Storage]()
         for name, choice in self.of_param.items():
             rests[name] = options[choice].gives[0]
-            stored = [s for s in self.asked.storages if options[choice].name == f"{rests[name]} {s.name}"]
+            stored = [s for s in self.asked.ways(name) if options[choice].name == f"{rests[name]} {s.name}"]
             if stored:
                 storage[name] = stored[0]
         return Found(Pins(results, {}, ways), rests, storage)

@@ -17,7 +17,7 @@ from .storage import STORAGES
 class Mixed(DataParallel):
     """`DataParallel` whose `style` holds for parameters that `storage` does not name. It names others with the way they
     are stored: replicate, zero1, fully_shard or hybrid; gathered parameters of the last two are kept or gathered again.
-    `said`: what was solved for that, in words.
+    `said`: what was solved for that, in words; empty where all that `storage` names are exceptions.
     """
 
     storage: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -40,7 +40,10 @@ class Mixed(DataParallel):
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"each parameter by itself on {', '.join(self.axes(mesh))} ({self.shares}), {self.how}"
+        on = ", ".join(self.axes(mesh))
+        if self.said:
+            return f"each parameter by itself on {on} ({self.shares}), {self.how}"
+        return f"{self.style} on {on} but for some parameters ({self.shares}), {self.how}"
 
     @property
     def shares(self) -> str:

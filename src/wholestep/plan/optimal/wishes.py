@@ -21,10 +21,12 @@ from .problem import Option
 
 @dataclass(frozen=True)
 class Wishes:
-    """States that parameters and results must have, by name, with the pattern that asked; names that stay whole."""
+    """States that parameters and results must have, by name, with the pattern that asked; names that stay whole, with
+    the pattern that asked for that.
+    """
 
     states: Mapping[str, tuple[AxisState, str]] = field(default_factory=dict[str, tuple[AxisState, str]])
-    whole: frozenset[str] = frozenset()
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def of(self, name: str) -> object:
         """What tells a node or parameter of this name from others that are like it."""
@@ -48,34 +50,62 @@ class Wishes:
         """What to say where nothing is left of a choice."""
         state, pattern = self._state(name) or (REPLICATED, name)
         return PlanError(
-            f"{pattern!r} is to be {_shown(state)}: %{name} has no such layout",
+            f"{pattern!r} is to be {shown(state)}: %{name} has no such layout",
             "a dim that the op's rule, or the parameter, can cut over the axis",
             "drop this pin, or give another dim or another axis size",
         )
 
 
-def wishes(graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iterable[str]) -> Wishes:
-    """Those of patterns: globs of parameters and modules, as `TensorParallel` takes them.
+def wishes(graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iterable[str], axis: str = "") -> Wishes:
+    """Those of patterns, along one axis: globs of parameters and modules, as `TensorParallel` takes them.
 
     Raises:
-        PlanError: a pattern names nothing; says which names are near.
+        PlanError: a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask for
+            different things of one tensor. `axis` is named there.
     """
-    modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), set[str]()
+    modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
     for pattern, placement in pins.items():
-        state = AxisState("S", cast(int, placement.dim)) if isinstance(placement, Shard) else REPLICATED
         for path in _matching(modules, pattern):
-            if path in modules.params:
-                states[path] = state, pattern
-            for node in modules.outputs(path) if path not in modules.params else ():
-                made = meta.tensor(node)
-                ndim = len(made.shape) if made else 0
-                at = AxisState("S", state.dim % max(ndim, 1)) if state.kind == "S" else state
-                states[_source(node).name] = at, pattern
+            param = modules.params.get(path)
+            for node in modules.outputs(path) if param is None else (param,):
+                name = path if param is not None else _source(node).name
+                state = _state_of(node, name, placement, pattern)
+                before = states.setdefault(name, (state, pattern))
+                if before[0] != state:
+                    raise _contradiction(before[1], before[0], pattern, state, name, axis)
     for pattern in whole:
         for path in _matching(modules, pattern):
-            kept |= {n.name for n in modules.inside(path)}
-            kept |= {name for name in modules.params if name == path or name.startswith(f"{path}.")}
-    return Wishes(states, frozenset(kept))
+            owned = [name for name in modules.params if name == path or name.startswith(f"{path}.")]
+            kept |= dict.fromkeys(owned or modules.held(path), pattern)
+            kept |= {n.name: pattern for n in modules.inside(path)}
+    for name in kept.keys() & states.keys():
+        if states[name][0].kind == "S":
+            raise _contradiction(states[name][1], states[name][0], kept[name], REPLICATED, name, axis)
+    return Wishes(states, kept)
+
+
+def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str) -> AxisState:
+    """What a placement asks of a tensor, its dim counted from the left."""
+    made = meta.tensor(node)
+    if not isinstance(placement, Shard) or made is None:
+        return REPLICATED
+    dim, ndim = cast(int, placement.dim), len(made.shape)
+    if not -ndim <= dim < ndim:
+        raise PlanError(
+            f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(made.shape)}",
+            f"a dim from 0 to {ndim - 1}" if ndim else "a tensor that has dims",
+            "give another dim, or drop this pin",
+        )
+    return AxisState("S", dim % ndim)
+
+
+def _contradiction(one: str, has: AxisState, other: str, wants: AxisState, name: str, axis: str) -> PlanError:
+    over = f" over {axis}" if axis else ""
+    return PlanError(
+        f"{one!r} asks for {name} to be {shown(has)}{over}, {other!r} for it to be {shown(wants)}{over}",
+        "one wish for each tensor and axis",
+        "drop one of the two, or make its pattern narrower",
+    )
 
 
 def _matching(modules: Modules, pattern: str) -> list[str]:
@@ -101,5 +131,6 @@ def _first(name: str) -> str:
     return name.partition("__")[0]
 
 
-def _shown(state: AxisState) -> str:
+def shown(state: AxisState) -> str:
+    """A state in words."""
     return f"cut along dim {state.dim}" if state.kind == "S" else "whole"

@@ -1,0 +1,195 @@
+"""What `Auto` searches beyond one mesh and one batch: programs on the best of several meshes, sizes of batches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.unit.test_auto import GRAPHS, PAIRS, train
+from tests.unit.test_short import FAST, deep
+from wholestep.auto.batches import ENOUGH, search_batches, show
+from wholestep.auto.even import Even
+from wholestep.auto.program import Programs
+from wholestep.auto.search import Considered, Fate
+from wholestep.auto.several import best_meshes
+from wholestep.auto.short import shortened
+from wholestep.layout import REPLICATED, AxisState
+from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.strategy import compose
+
+NODES = ws.Topology.preset("dgx-h100")
+
+
+# -- meshes ----------------------------------------------------------------------------------------------
+def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
+    auto, seen = ws.Auto(topology=NODES, tensor=PAIRS), list[str]()
+    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
+    plain = replace(auto, solve=False).search(GRAPHS["blocks"], "auto=16")
+    ranked = list(dict.fromkeys(str(row.mesh) for row in plain.rows if row.fate in ("chosen", "slower", "bounded")))
+    solved = [name.removeprefix("solve for layouts on ") for name in seen if name.startswith("solve ")]
+    assert solved == ranked[:3]
+    assert {str(row.mesh) for row in found.rows if row.name.startswith("solved for")} == set(solved)
+    assert found.best.batch_s <= plain.best.batch_s
+    assert {(row.name, row.mesh) for row in plain.rows} < {(row.name, row.mesh) for row in found.rows}
+    assert found.solved is not None
+    planned = ws.plan(GRAPHS["blocks"], "auto=16", auto)
+    assert any(note.startswith("solved: ") for note in planned.notes)
+    assert planned.objective is not None
+    assert 0 < planned.objective.model_bound_s <= planned.objective.model_s
+
+
+def test_how_many_meshes_are_solved_for() -> None:
+    seen: list[str] = []
+    auto = ws.Auto(topology=NODES, tensor=PAIRS, solved_meshes=0)
+    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
+    assert not [name for name in seen if name.startswith("solve ")]
+    assert found.solved is None
+    with pytest.raises(ws.PlanError, match=r"Auto\(solved_meshes=-1\)"):
+        ws.Auto(solved_meshes=-1)
+
+
+def test_meshes_where_something_fits_come_first() -> None:
+    def row(mesh: str, fate: Fate, batch_s: float = float("inf"), bound_s: float = 0.0) -> Considered:
+        return Considered("", ws.Mesh(mesh), None, fate=fate, batch_s=batch_s, bound_s=bound_s)
+
+    rows = [
+        row("a=4", "peak", 1.0), row("b=4", "slower", 3.0), row("c=4", "bounded", bound_s=2.5), row("d=4", "rest"),
+        row("e=4", "no plan"), row("a=4", "slower", 4.0), row("b=4", "peak", 0.5),
+    ]  # fmt: skip
+    assert [str(mesh) for mesh in best_meshes(rows, 9)] == ["c=4", "b=4", "a=4"]
+    assert [str(mesh) for mesh in best_meshes(rows, 1)] == ["c=4"]
+
+
+def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
+    """Solutions that differ at the ends are made even: few layers then say what all cost."""
+    graph, mesh = deep(256), ws.Mesh("dp=2,tp=4")
+    short = shortened(graph, FAST)
+    assert short is not None
+    tensor = ws.TensorParallel("auto", topology=FAST)
+    made = next(t.solved for t in Programs(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
+    first = f"{short.repeats.prefix}.0.up.weight"
+    odd = AxisState("S", 1) if made.found.params[first] != AxisState("S", 1) else REPLICATED
+    uneven = replace(made, found=replace(made.found, params={**made.found.params, first: odd}))
+    even = Even(graph, short.repeats)(uneven)
+    assert even.found.params[first] == made.found.params["layers.6.up.weight"] != odd
+    names = [node.name for node, (_, slot) in short.repeats.places.items() if node.op == "call_function"]
+    by_slot: dict[object, set[str]] = {}
+    slots = {node.name: slot for node, (_, slot) in short.repeats.places.items()}
+    for name, ways in even.found.pins.ways.items():
+        base, _, part = name.partition("__")
+        if base in slots:
+            by_slot.setdefault((slots[base], part), set()).add(str(ways))
+    assert names
+    assert by_slot
+    assert all(len(ways) == 1 for ways in by_slot.values())
+    assert set(even.found.params) == set(made.found.params)
+    outside = {n: w for n, w in made.found.pins.ways.items() if n.partition("__")[0] not in slots}
+    assert {n: even.found.pins.ways[n] for n in outside} == outside
+    strategies = compose([Cuts("tp", even.found.params, even.found.pins), ws.DataParallel("zero1", axis="dp")])
+    ws.partition(graph, ws.plan(graph, mesh, strategies))
+
+
+def test_what_may_be_made_again_is_not_counted() -> None:
+    """A budget that activations alone are over has a solution only where they are not counted."""
+    graph, mesh, tensor = wide(512), ws.Mesh("tp=2"), ws.TensorParallel("auto")
+    programs = Programs(graph, mesh, ws.Machine(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
+    peaks = [
+        [t.solved.solution.load.peak_bytes for t in one.templates() if t.solved]
+        for one in (programs, replace(programs, again=True))
+    ]
+    assert not peaks[0] or min(peaks[0]) > 80_000_000
+    assert peaks[1]
+    assert max(peaks[1]) <= 80_000_000
+
+
+def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
+    graph, machine = wide(64), ws.Machine(link_us=5_000.0, link_bytes_per_us=1e6)
+    free = ws.Auto(topology=machine).search(graph, "dp=4")
+    budget = free.best.needs_bytes - 1
+    plain = ws.Auto(budget, machine, recompute=False).search(graph, "dp=4")
+    made = ws.Auto(budget, machine).search(graph, "dp=4")
+    assert made.best.needs_bytes <= budget
+    assert made.best.again
+    assert made.best.batch_s < plain.best.batch_s
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+def wide(rows: int) -> ws.TrainGraph:
+    with torch.device("meta"):
+        layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+        model, x = nn.Sequential(*layers), torch.empty(64 * rows, 256)
+    return ws.capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+
+
+def peak(rows: int, auto: ws.Auto) -> int:
+    return auto.search(wide(rows), "dp=4").best.needs_bytes
+
+
+def test_the_fastest_for_each_sequence_wins() -> None:
+    auto = ws.Auto()
+    found = search_batches(auto, wide, "dp=4", [8, 1, 4, 8])
+    assert [row.batch for row in found.rows] == [1, 4, 8]
+    alone = {size: auto.search(wide(size), "dp=4").best.batch_s / size for size in (1, 4, 8)}
+    assert {row.batch: row.sequence_s for row in found.rows} == alone
+    assert found.batch == min(alone, key=lambda size: alone[size])
+    assert len({*alone.values()}) == 3
+    assert found.found.best.batch_s / found.batch == min(alone.values())
+    assert [i.meta.shape[0] for i in found.graph.inputs if i.meta.shape == (64 * found.batch, 256)]
+    assert found.found.plan == ws.plan(wide(found.batch), "dp=4", found.found.best.strategies)
+
+
+def test_sizes_that_do_not_fit() -> None:
+    """Of the first, why; larger ones are not captured."""
+    auto, captured = ws.Auto(recompute=False), list[int]()
+
+    def capture(rows: int) -> ws.TrainGraph:
+        captured.append(rows)
+        return wide(rows)
+
+    budget = peak(2, auto)
+    found = search_batches(replace(auto, memory_bytes=budget), capture, "dp=4", [1, 2, 64, 128])
+    assert captured == [1, 2, 64]
+    assert [row.best is None for row in found.rows] == [False, False, True, True]
+    assert found.rows[2].why.startswith("no plan fits: the nearest, ")
+    assert found.rows[3].why == "not looked at: no plan fits for 64 already"
+    text = show(found)
+    assert "batch 64: no plan fits" in text
+    assert f"batch 128: {found.rows[3].why}" in text
+    assert text.count("fastest") == 1
+    with pytest.raises(ws.BudgetError, match="no plan fits"):
+        search_batches(ws.Auto(1000), wide, "dp=4", [1, 2])
+
+
+def test_values_made_again_let_more_fit() -> None:
+    budget = int(peak(8, ws.Auto()) * 0.9)
+    found = search_batches(ws.Auto(budget), wide, "dp=4", [1, 8])
+    assert found.rows[1].best is not None
+    assert found.rows[1].best.again
+    assert f"{len(found.rows[1].best.again)} values" in show(found)
+
+
+def test_sizes_are_doubled_while_that_helps() -> None:
+    found = search_batches(ws.Auto(), wide, "dp=4")
+    assert [row.batch for row in found.rows] == [1 << power for power in range(len(found.rows))]
+    gains = [1 - b.sequence_s / a.sequence_s for a, b in zip(found.rows, found.rows[1:], strict=False)]
+    assert all(gain >= ENOUGH for gain in gains[:-1])
+    assert gains[-1] < ENOUGH
+    less = search_batches(ws.Auto(peak(2, ws.Auto(recompute=False)), recompute=False), wide, "dp=4")
+    assert less.rows[-1].best is None
+    assert less.batch < less.rows[-1].batch
+
+
+def test_watch_is_told_the_size() -> None:
+    seen: list[str] = []
+    search_batches(ws.Auto(styles=("replicate",), solve=False), wide, "dp=4", [1, 2], watch=seen.append)
+    assert seen == ["batch 1: replicate on dp", "batch 2: replicate on dp"]
+
+
+def test_what_is_wrong_is_said_and_not_taken_for_a_size_that_does_not_fit() -> None:
+    for sizes in ([], [0], [1, -2]):
+        with pytest.raises(ws.PlanError, match="sizes of batches"):
+            search_batches(ws.Auto(), wide, "dp=4", sizes)
+    with pytest.raises(ws.PlanError, match="names no module"):
+        search_batches(ws.Auto(whole={"no.such": "dp"}), wide, "dp=4", [1, 2])
