@@ -134,8 +134,8 @@ class Search:
         """
         rows = self._race(candidates)
         rows += self._race(more(rows)) if more is not None else []
-        if self.short is not None:
-            rows = self._confirmed(rows)
+        rows = self._confirmed(rows) if self.short is not None else rows
+        before = tuple(rows)
         if self.recompute and self.budget_bytes is not None:
             if self.short is not None:
                 rows = self._fitted_short(rows, self.short, self.budget_bytes)
@@ -143,6 +143,7 @@ class Search:
                 faster = self.best is None or rows[i].batch_s < self.best.batch_s
                 if faster and rows[i].fate == "peak" and rows[i].blocks is None:
                     rows[i] = self._fitted(rows[i], self.budget_bytes)
+        rows = self._nearly(before, rows)
         if self.best is None or self.plan is None:
             raise self._nothing(rows)
         best = replace(self.best, fate="chosen")
@@ -165,11 +166,22 @@ class Search:
         self.programs.clear()
         for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
             row, best_s = rows[i], self.best.batch_s if self.best else _INFINITE
-            nearly = row.fate == "peak" and not self._over(row.needs_bytes, 1 + SURE_BYTES)
-            if (row.fate == "slower" or nearly) and row.batch_s < best_s * (1 + SURE):
+            if row.fate == "slower" and row.batch_s < best_s * (1 + SURE):
                 rows[i] = self._simulated(replace(row, fate="slower", blocks=None), "all layers: ")
             elif row.fate == "bounded" and row.bound_s < best_s < _INFINITE:
                 rows[i] = self._tried(replace(row, fate="slower", blocks=None))
+        return rows
+
+    def _nearly(self, before: Sequence[Considered], rows: list[Considered]) -> list[Considered]:
+        """With all layers and nothing made again: those `before` of which extrapolation does not say that they hold
+        too much, where they would be the best.
+        """
+        for i in sorted(range(len(rows)), key=lambda i: before[i].batch_s):
+            row, best_s = before[i], self.best.batch_s if self.best else _INFINITE
+            near = row.fate == "peak" and row.blocks and not self._over(row.needs_bytes, 1 + SURE_BYTES)
+            if near and row.batch_s < best_s:
+                found = self._simulated(replace(row, fate="slower", blocks=None), "all layers: ")
+                rows[i] = found if found.fate == "slower" else rows[i]
         return rows
 
     def _resting(self, mesh: Mesh, template: Template) -> Considered:
