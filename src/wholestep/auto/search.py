@@ -173,14 +173,16 @@ class Search:
         return rows
 
     def _nearly(self, before: Sequence[Considered], rows: list[Considered]) -> list[Considered]:
-        """With all layers and nothing made again: those `before` of which extrapolation does not say that they hold
-        too much, where they would be the best.
+        """With all layers: those `before` of which extrapolation does not say that they hold too much, where they would
+        be the best.
         """
         for i in sorted(range(len(rows)), key=lambda i: before[i].batch_s):
             row, best_s = before[i], self.best.batch_s if self.best else _INFINITE
             near = row.fate == "peak" and row.blocks and not self._over(row.needs_bytes, 1 + SURE_BYTES)
             if near and row.batch_s < best_s:
                 found = self._simulated(replace(row, fate="slower", blocks=None), "all layers: ")
+                if found.fate == "peak" and self.recompute and self.budget_bytes is not None:
+                    found = self._fitted(found, self.budget_bytes)
                 rows[i] = found if found.fate == "slower" else rows[i]
         return rows
 
