@@ -53,6 +53,8 @@ class Order(TorchDispatchMode):
         packet = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional":
             self.calls.append(f"{packet} {args[0].numel()}")
+        elif packet == "alltoall_base_":  # eager's, into memory that it keeps
+            self.calls.append(f"all_to_all_single {args[1].numel()}")
         elif packet in ("mm", "addmm"):
             self.calls.append("product")
         return func(*args, **(kwargs or {}))
