@@ -11,7 +11,7 @@ from rich.console import Console
 from . import batches
 from . import what_if as what_ifs
 from .screen import Screen, each, screen, staged
-from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing
+from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing, uncollected
 from .wanted import wishes
 
 if TYPE_CHECKING:
@@ -115,20 +115,21 @@ def plan(
         graph = _captured(shown, found)
         kind: Any = semantics.value
         tensor = _tensor(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
+        rows, compared = list["Row"](), ""
         if compare:
-            text, written, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
+            text, compared, made, rows = _compared(shown, graph, found, mesh, tensor, tp_axis, kind, machine)
         elif auto and sizes is not None and sizes.several:
             assert hf is not None, "sizes without it are refused"
             choice = _auto(shown, memory, machine, tensor, kind, wishes(pin or [], whole or []))
             best, found, head = batches.chosen(shown, sizes, _wanted(hf, given), (found, graph), mesh, choice)
             given["batch"], graph = best.batch, best.graph
-            (text, written, made), rows = _told(best.found, graph, [head], explain or [], show), []
+            text, made = _told(best.found, graph, [head], explain or [], show)
         elif auto:
             choice = _auto(shown, memory, machine, tensor, kind, wishes(pin or [], whole or []))
-            (text, written, made), rows = _chosen(shown, graph, found, mesh, choice, explain or [], show), []
+            text, made = _chosen(shown, graph, found, mesh, choice, explain or [], show)
         else:
             chosen = _strategies(style or Style.fully_shard, kind, mesh, tensor, tp_axis)
-            (text, written, made), rows = _planned(shown, graph, mesh, chosen, explain or [], show), []
+            text, made = _planned(shown, graph, mesh, chosen, explain or [], show)
         cases: list[WhatIf] = []
         if made is not None and (what_if or html is not None):
             wanted = _wanted(hf, given) if hf is not None else None
@@ -138,7 +139,7 @@ def plan(
             _drawn(shown, graph, found, made, rows, machine, html, trace, cases)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(written)
+        out.write_text(compared or (made.to_json() if made else ""))
         shown.note(f"written to {out}")
     shown.close()
     typer.echo(text)
@@ -187,7 +188,7 @@ def _auto(
 
 
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
-    with staged(shown, "model") as said:
+    with staged(shown, "model") as said, uncollected():
         if hf is None:
             return from_function(target or DEMO)
         from .hf import build
@@ -215,8 +216,8 @@ def _wanted(hf: str, given: dict[str, Any]) -> "Wanted":
 
 def _planned(
     shown: Screen, graph: "TrainGraph", mesh: str, chosen: "list[Strategy]", explain: list[str], program: bool
-) -> "tuple[str, str, Plan]":
-    """One plan as text and as JSON, and itself."""
+) -> "tuple[str, Plan]":
+    """One plan as text, and itself."""
     import wholestep as ws
 
     with staged(shown, "plan"):
@@ -225,7 +226,7 @@ def _planned(
     if program:
         with staged(shown, "partition"):
             parts.append(f"\n{ws.partition(graph, made)}")
-    return "\n".join(parts), made.to_json(), made
+    return "\n".join(parts), made
 
 
 def _drawn(
@@ -253,8 +254,8 @@ def _drawn(
 
 def _chosen(
     shown: Screen, graph: "TrainGraph", found: Target, mesh: str, auto: "Auto", explain: list[str], program: bool
-) -> "tuple[str, str, Plan]":
-    """What was considered as a table, and the plan that won, as text and as JSON."""
+) -> "tuple[str, Plan]":
+    """What was considered as a table, and the plan that won, as text; and that plan."""
     import wholestep as ws
 
     with each(shown, len(auto.candidates(ws.Mesh(mesh)))) as watch:
@@ -264,7 +265,7 @@ def _chosen(
 
 def _told(
     chosen: "Found", graph: "TrainGraph", head: list[str], explain: list[str], program: bool
-) -> "tuple[str, str, Plan]":
+) -> "tuple[str, Plan]":
     """The same of a search that is done, below `head`."""
     import wholestep as ws
     from wholestep.auto.report import explained
@@ -275,7 +276,7 @@ def _told(
     parts += [f"\n{made.explain(name)}" for name in explain]
     if program:
         parts.append(f"\n{ws.partition(graph, made)}")
-    return "\n".join(parts), made.to_json(), made
+    return "\n".join(parts), made
 
 
 def _compared(
