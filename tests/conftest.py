@@ -22,6 +22,15 @@ TIERS = ("unit", "golden", "dist", "gpu")
 MARK = "WHOLESTEP_TEST"
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Tensors are made in float64, from one seed."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the golden files with what the tests produce")
 

@@ -100,3 +100,24 @@ def test_one_rank_that_does_not_fit_stops_all() -> None:
     first, second = run_ranks(_refused, 2, (16, 4096), 2_000_000)
     assert first.startswith("RankMismatchError: rank 1 could not compile its step: the step needs ")
     assert second.startswith("PlanError: the step needs ")
+
+
+def _kept(rank: int, world: int, style: str) -> list[set[int]]:
+    """Where the memory of collectives lies after each of several steps, on rows of this rank's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    step = ws.compile(train, parallel=ws.DataParallel(style), schedule=SCHEDULE)  # type: ignore[arg-type]
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+    found: list[set[int]] = []
+    for number in range(5):
+        step(model, optimizer, torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * number + rank)))
+        found.append({one.memory.data_ptr() for one in step._backend.buffers.buffers})  # pyright: ignore[reportPrivateUsage]
+    return found
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
+def test_memory_of_collectives_stays(style: str) -> None:
+    """Later steps use it again; a collective that lets go of its tensors late may take some more."""
+    for found in run_ranks(_kept, 2, style):
+        assert found[1] & found[-1]
+        assert len(found[-1]) <= 2 * len(found[1])

@@ -1,6 +1,5 @@
 """Layouts solved for: the program against every assignment, its plans against one device and against plans by hand."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -38,14 +37,6 @@ STATES = (REPLICATED, AxisState("S", 0), AxisState("P", op="sum"))
 QUICK_LINK = Machine(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
 SLOW_MEMORY = Machine(flops_per_us=1e6, memory_bytes_per_us=10, launch_us=0.01, link_us=1, link_bytes_per_us=100)
 MACHINES = {"quick link": QUICK_LINK, "slow memory": SLOW_MEMORY}
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(7)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 # -- the program and every assignment ---------------------------------------------------------

@@ -286,6 +286,22 @@ def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
         assert all(order[user] <= order[home] for user in param.users), f"{params[param]} is read once it is written"
 
 
+def test_graphs_that_others_hold_are_left_as_they_are() -> None:
+    """Passes that follow each other change one copy; not what was given, nor what a pass of the user's has kept."""
+    kept: list[tuple[ws.LocalGraph, str]] = []
+
+    def keep(local: ws.LocalGraph) -> ws.LocalGraph:
+        kept.append((local, str(local)))
+        return local
+
+    given = layers(4, 64, "zero1")
+    before = str(given)
+    made = ws.run_passes(given, [Schedule(SLOW, 40 << 10, 40 << 10), keep, Fill(), Reinplace()])
+    assert str(given) == before
+    assert all(str(local) == text for local, text in kept)
+    assert len({before, kept[0][1], str(made)}) == 3
+
+
 def test_products_are_made_in_their_bucket() -> None:
     """Gradients of weights need no copy; those of biases, and what else is reduced with them, are copied at once."""
     merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64))

@@ -24,14 +24,6 @@ from wholestep.plan.optimal.wishes import Wishes
 TOLERANCE = 1e-10
 
 
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(7)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def mlp() -> ws.TrainGraph:
     model = MLP()
     return capture_step(step_of(squares), (model, torch.optim.AdamW(model.parameters()), *floats(6, 12)[0]), {}).graph

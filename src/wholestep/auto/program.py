@@ -82,11 +82,9 @@ class Programs:
         return self._cuts(found[0]) if found else None
 
     def _budgets(self) -> list[float | None]:
-        return (
-            [None]
-            if self.budget_bytes is None
-            else [self.budget_bytes * part for part in _TIGHTER[: 1 if self.again else None]]
-        )
+        if self.budget_bytes is None:
+            return [None]
+        return [self.budget_bytes * part for part in (_TIGHTER[:1] if self.again else _TIGHTER)]
 
     def _asked(self) -> Asked:
         if self.tensor is not None:

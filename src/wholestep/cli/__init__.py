@@ -1,4 +1,4 @@
-"""The command line. `wholestep --help` and its kin import no torch."""
+"""The command line."""
 
 import gc
 from importlib.metadata import version

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
+from wholestep.graph.quiet import collector_paused
+
 from . import batches
 from . import what_if as what_ifs
 from .screen import Screen, each, screen, staged
-from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing, uncollected
+from .target import DEMO, RETURNS, Style, Target, from_function, machine_of, refuse, refusing
 from .wanted import wishes
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ def _auto(
 
 
 def _target(shown: Screen, target: str | None, hf: str | None, given: dict[str, Any]) -> Target:
-    with staged(shown, "model") as said, uncollected():
+    with staged(shown, "model") as said, collector_paused():
         if hf is None:
             return from_function(target or DEMO)
         from .hf import build

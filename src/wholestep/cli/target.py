@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import sys
@@ -51,20 +50,9 @@ def refuse(text: str) -> NoReturn:
 
 
 @contextmanager
-def uncollected() -> Generator[None]:
-    """Imports and models make what stays: the garbage collector would walk it again and again for nothing."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
 def refusing(shown: Screen) -> Generator[None]:
     """What wholestep cannot do is said, and the command ends; `shown` is closed where anything fails."""
-    with uncollected():
-        from wholestep.errors import WholestepError
+    from wholestep.errors import WholestepError
 
     try:
         yield
