@@ -206,6 +206,21 @@ def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
     assert found.best.costs == priced(graph, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)), FAST)
 
 
+def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
+    """By what is alike in all of them; figures of the best are of what it does itself, in all layers."""
+    graph, data = GRAPHS["wide"], ws.DataParallel("replicate", axis="dp")
+    odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
+    template = Template("odd", (data, odd), alike=(data, PAIRS))
+    said: list[str] = []
+    run = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST), watch=said.append)
+    found = run.run([(MESH, template)])
+    assert said == ["odd", "all layers: odd"]
+    assert found.best.costs == priced(graph, template, FAST)
+    slower = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST))
+    both = slower.run([(MESH, template), (MESH, Template("even", (data, PAIRS)))])
+    assert both.best.name == "even"
+
+
 def test_a_pattern_for_each_layer() -> None:
     """Patterns that name layers name none in a short step: all layers are planned."""
     graph = GRAPHS["wide"]

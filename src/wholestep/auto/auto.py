@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -34,8 +34,6 @@ from .short import shortened
 from .templates import Template, templates
 from .wanted import Pinned, Wanted, Whole, check_form, wanted
 
-_NEARLY = 0.02
-"""To what part of the optimum programs on several meshes are solved: nearer takes a few times as long."""
 Candidates = list[tuple[Mesh, Template]]
 
 
@@ -138,13 +136,17 @@ class Auto:
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
         short = shortened(graph, speeds, placed, asked.marks(graph))
         run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
-        solved = auto._solved(graph, mesh, same_batches, speeds, asked, placed, watch)
         even = Even(graph, short.repeats) if short is not None else None
 
-        def programs(on: Mesh, again: bool) -> Programs:
-            return replace(auto._programs(graph, on, speeds, asked, placed), again=again, gap=_NEARLY, even=even)
+        def programs(on: Mesh, free: str | None) -> Programs:
+            return replace(auto._programs(graph, on, speeds, asked, placed, free), even=even)
 
-        several = Several(programs, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
+        def roughly(on: Mesh, again: bool) -> Programs:
+            return replace(programs(on, None), again=again, roughly=True)
+
+        solved = auto._solved(mesh, same_batches, programs, watch)
+
+        several = Several(roughly, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
         chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
         chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
         found = run.run(chosen, several if is_open(mesh) and self.solve else None)
@@ -157,10 +159,14 @@ class Auto:
         return meshes(ranks, topology or self.topology or Machine(), axis)
 
     def candidates(
-        self, mesh: Mesh, same_batches: bool = False, machine: Speeds | None = None, layouts: Cuts | None = None
+        self,
+        mesh: Mesh,
+        same_batches: bool = False,
+        machine: Speeds | None = None,
+        layouts: tuple[Cuts | None, Cuts | None] = (None, None),
     ) -> Candidates:
         """The templates that are compared on `mesh`; those of `base` alone with `same_batches`. `layouts` are what
-        `TensorParallel("auto")` stands for.
+        `TensorParallel("auto")` stands for, and nearly the same with equal layers alike.
 
         Raises:
             MeshError: the mesh has no axis for `tensor`.
@@ -168,13 +174,17 @@ class Auto:
         if is_open(mesh):
             return [row for one in self.meshes(mesh.size, machine) for row in self._open(one)]
         tensor = self.tensor.axis if self.tensor else "tp"
-        found = templates(mesh, layouts or self.tensor, tensor, base=self.data, alone=not same_batches)
+        exact, alike = layouts
+        found = templates(mesh, exact or self.tensor, tensor, base=self.data, alone=not same_batches)
+        if alike is not None:
+            evened = templates(mesh, alike, tensor, base=self.data, alone=not same_batches)
+            found = [replace(t, alike=e.strategies if isinstance(e.strategies, tuple) else None)
+                     for t, e in zip(found, evened, strict=True)]  # fmt: skip
         return [(mesh, template) for template in found if self._allows(template)]
 
     def _solved(
-        self, graph: TrainGraph, mesh: Mesh, same_batches: bool, machine: Speeds, asked: Wanted,
-        placed: Mapping[str, Layout] | None, watch: Watch | None,
-    ) -> _Solved:  # fmt: skip
+        self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], Programs], watch: Watch | None
+    ) -> _Solved:
         """What the solver finds on `mesh`; nothing on one whose axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
@@ -182,13 +192,12 @@ class Auto:
             return _Solved()
         if watch is not None:
             watch("solve for layouts")
-        free = None if same_batches else _compute_axis(mesh)
-        programs = self._programs(graph, mesh, machine, asked, placed, free)
+        programs = programs_on(mesh, None if same_batches else _compute_axis(mesh))
         found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
         if self.solve and programs.tensor is not None and not same_batches:
             found += replace(programs, tensor=None).templates()
         made = next((t.solved for t in found if t.solved is not None), None)
-        return _Solved(programs.layouts() if is_asked else None, [(mesh, t) for t in found], made)
+        return _Solved(programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made)
 
     def _programs(
         self, graph: TrainGraph, mesh: Mesh, machine: Speeds, asked: Wanted, placed: Mapping[str, Layout] | None,
@@ -243,9 +252,11 @@ class Auto:
 
 @dataclass(frozen=True)
 class _Solved:
-    """What was solved for: layouts that any style may be used beside, candidates, and the program of the first."""
+    """What was solved for: layouts that any style may be used beside (as `Programs.layouts`), candidates, and the
+    program of the first.
+    """
 
-    layouts: Cuts | None = None
+    layouts: tuple[Cuts | None, Cuts | None] = (None, None)
     candidates: Candidates = field(default_factory=list[tuple[Mesh, Template]])
     program: Solved | None = None
 

@@ -28,6 +28,8 @@ _OF_STYLE: dict[str, tuple[Storage, ...]] = {
     "replicate": (REPLICATE,), "zero1": (ZERO1,), "zero2": (ZERO1,), "fully_shard": (KEPT, AGAIN),
     "hybrid": (GROUPED, GROUPED_AGAIN),
 }  # fmt: skip
+_CLOSELY, _ROUGHLY = 0.005, 0.02
+"""By how much a solution may be longer than the shortest step, by the model."""
 _TIGHTER = (1.0, 0.8)
 """Parts of the budget that are solved for: the model does not count what ops hold while they run."""
 
@@ -38,7 +40,8 @@ class Programs:
     of each parameter, by those of `styles` where it is not `asked` to be stored otherwise.
 
     With `again`, what is held from the forward to the backward is not counted, as it may be made again. Solutions are
-    within `gap` of the shortest step by the model, and may be made `even`.
+    within `gap` of the shortest step by the model. Where `even` makes equal layers alike, a solution is used as it is
+    and evened for steps with few of them; evened only, where it was solved `roughly`.
     """
 
     graph: TrainGraph
@@ -51,7 +54,7 @@ class Programs:
     placed: Mapping[str, Layout] | None = None
     asked: Wanted = field(default_factory=Wanted)
     again: bool = False
-    gap: float = 0.005
+    roughly: bool = False
     even: Callable[[Solved], Solved] | None = None
 
     @property
@@ -68,18 +71,20 @@ class Programs:
     def templates(self) -> list[Template]:
         """Candidates, the best by the model first; those that differ from each other."""
         try:
-            found = find(self.graph, self._asked(), self._budgets(), self.gap)
+            found = find(self.graph, self._asked(), self._budgets(), _ROUGHLY if self.roughly else _CLOSELY)
         except WholestepError as error:
             return [Template(f"solved for {self._over}", error)]
-        found = [self.even(one) for one in found] if self.even is not None else found
+        found = [self.even(one) for one in found] if self.even is not None and self.roughly else found
         made = [self._template(one) for one in self._distinct(found)]
         return [replace(t, name=f"{t.name}, {n + 1}") if n else t for n, t in enumerate(made)]
 
-    def layouts(self) -> Cuts | None:
-        """The layouts along the axis of `tensor` beside which any style may be used; None without a solution."""
+    def layouts(self) -> tuple[Cuts | None, Cuts | None]:
+        """The layouts along the axis of `tensor` beside which any style may be used, and these evened; None for either
+        if there is none.
+        """
         assert self.tensor is not None, "asked where there is an axis"
         found = find(self.graph, self._asked())
-        return self._cuts(found[0]) if found else None
+        return self._cuts(found[0]) if found else None, self._cuts(self.even(found[0])) if found and self.even else None
 
     def _budgets(self) -> list[float | None]:
         if self.budget_bytes is None:
@@ -118,6 +123,10 @@ class Programs:
         return f"each op on {self.tensor.axis}" + (f" and parameter on {','.join(self.axes)}" if self.axes else "")
 
     def _template(self, made: Solved) -> Template:
+        alike = self._parts(self.even(made)) if self.even is not None and not self.roughly else None
+        return Template(f"solved for {self._over}", self._parts(made), made, alike)
+
+    def _parts(self, made: Solved) -> tuple[Strategy, ...]:
         parts: list[Strategy] = []
         if self.axes:
             fields = {name: getattr(self.data, name) for name in self.data.__dataclass_fields__}
@@ -126,7 +135,7 @@ class Programs:
             parts.append(Mixed(**fields, storage=storage, said=str(made)))
         if self.tensor is not None:
             parts.append(self._cuts(made))
-        return Template(f"solved for {self._over}", tuple(parts), made)
+        return tuple(parts)
 
     def _cuts(self, made: Solved) -> Cuts:
         assert self.tensor is not None, "asked where there is an axis"

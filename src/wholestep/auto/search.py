@@ -42,7 +42,8 @@ class Considered:
     program as another; `rest`: what it keeps between steps is over the budget; `peak`: what it holds is; `no plan`.
 
     `batch_s` and `bound_s` are seconds for each captured batch, infinite and 0 where not known; `needs_bytes` is the
-    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all.
+    least of which it is known that it takes it. `blocks`: these follow from steps with so many equal layers, not all,
+    planned with `alike` where `strategies` do not treat those alike.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Considered:
     again: tuple[str, ...] = ()
     why: str = ""
     blocks: tuple[int, int] | None = None
+    alike: Strategies | None = None
 
     @property
     def gathers(self) -> bool:
@@ -191,15 +193,15 @@ class Search:
         if isinstance(template.strategies, WholestepError):
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(template.strategies))
         strategies = compose(template.strategies)
+        alike = compose(template.alike) if template.alike else strategies
+        row = Considered(template.name, mesh, strategies, batches(strategies, mesh), alike=alike)
         try:
-            blocks = self.short.blocks(mesh, strategies, self.placed) if self.short else None
+            blocks = self.short.blocks(mesh, alike, self.placed) if self.short else None
             if self.short and blocks:
-                rest = self.short.bytes_at_rest(mesh, strategies, self.placed)
+                rest = self.short.bytes_at_rest(mesh, alike, self.placed)
             else:
                 rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
-            row = Considered(
-                template.name, mesh, strategies, batches(strategies, mesh), needs_bytes=rest, blocks=blocks
-            )
+            row = replace(row, needs_bytes=rest, blocks=blocks)
         except WholestepError as error:
             return Considered(template.name, mesh, None, fate="no plan", why=first_line(error))
         over = self.budget_bytes is not None and rest > self.budget_bytes
@@ -234,7 +236,8 @@ class Search:
         self.bounds[row.mesh, row.name] = row.bound_s
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
-        mark = hash(tuple(fingerprint(local) for _, local in made))
+        itself = short is None or row.alike == row.strategies
+        mark = hash((*(fingerprint(local) for _, local in made), "" if itself else row.name))
         if mark in self.programs:
             return replace(row, fate="same", why=self.programs[mark])
         self.programs[mark] = row.name
@@ -307,10 +310,11 @@ class Search:
         return self._compared(replace(row, fate="slower", again=made.again), planned)
 
     def _planned(self, row: Considered, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
-        assert row.strategies is not None, "it has a plan"
+        strategies = row.strategies if graph is self.graph else row.alike
+        assert strategies is not None, "it has a plan"
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
-        planned = plan(graph, row.mesh, row.strategies, self.placed)
+        planned = plan(graph, row.mesh, strategies, self.placed)
         self.wanted.check(planned)
         return planned, partition(graph, planned)
 

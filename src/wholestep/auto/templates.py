@@ -17,12 +17,13 @@ from ..plan.strategy import Strategies, Strategy
 @dataclass(frozen=True)
 class Template:
     """A named way to use a mesh. `strategies` is an error where the model allows none; `solved` is set where it is the
-    solution of a program.
+    solution of a program. `alike` is nearly the same, but the same in all equal layers, where `strategies` are not.
     """
 
     name: str
     strategies: tuple[Strategy, ...] | WholestepError
     solved: Solved | None = None
+    alike: tuple[Strategy, ...] | None = None
 
 
 def templates(
