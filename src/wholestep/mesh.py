@@ -117,7 +117,7 @@ def parse(text: str) -> tuple[Axis, ...]:
             raise MeshError(
                 f"mesh {text!r}: cannot read {part.strip()!r}",
                 'axes as name=size, e.g. "dp=4,tp=2"',
-                "correct the text",
+                f'write "dp={text}", or "auto={text}" to have axes chosen' if text.isdigit() else "correct the text",
             )
         axes.append(Axis(found[1], int(found[2])))
     return tuple(axes)

@@ -146,6 +146,11 @@ def test_a_malformed_mesh_is_refused(spec, message):
     assert str(caught.value).splitlines()[0] == message
 
 
+def test_a_number_of_ranks_alone_is_told_how_to_be_a_mesh():
+    with pytest.raises(ws.MeshError, match='write "dp=16", or "auto=16" to have axes chosen'):
+        Mesh("16")
+
+
 def test_layouts_print_their_axes_and_partial_sums():
     layout = sharded(2, 0, "tp", "dp").put("pp", AxisState("P", op="sum"))
     assert layout.show((8, 3)) == "8@tp,dp 3 +pp(sum)"
