@@ -10,10 +10,11 @@ from torch.optim import SGD, Optimizer
 import wholestep as ws
 from wholestep.cost.compute import node_us, work
 from wholestep.cost.machine import Wire
-from wholestep.cost.schedule import Clock, simulate
+from wholestep.cost.schedule import Clock, kind_of, simulate, whole_bytes
 from wholestep.cost.speeds import Work
 from wholestep.graph.ops import streams
 from wholestep.graph.verify import is_collective
+from wholestep.passes.bucket import Bucket
 from wholestep.passes.fill import Fill, multiply_into, new_bucket, put_pieces
 from wholestep.runtime.launch import join
 from wholestep.runtime.measure import measure
@@ -33,12 +34,16 @@ def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def program(passes: bool = True) -> ws.LocalGraph:
-    """The program of one of two ranks for three layers whose gradients are reduced in one bucket."""
+def training() -> ws.TrainGraph:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
         x = torch.empty(32, 64)
-    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
+    return ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
+
+
+def program(passes: bool = True) -> ws.LocalGraph:
+    """The program of one of two ranks for three layers whose gradients are reduced in one bucket."""
+    graph = training()
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate")))
     return ws.run_passes(local, [ws.Schedule(PLAIN), Fill()]) if passes else local
 
@@ -63,7 +68,38 @@ def test_each_kind_of_collective_has_its_figures() -> None:
     assert machine.taken_us("all_reduce", 1000, MESH, "dp") == pytest.approx(3 + 250)
     assert machine.taken_us("all_to_all", 1000, MESH, "dp") == 0
     assert PLAIN.taken_us("all_reduce", 1000, MESH, "dp") == 0
+    assert PLAIN.handled_us("all_reduce", 1000, MESH, "dp") == (1, 0)
+    own = replace(machine, wires=(Wire("reduce_scatter", 1, 1, own_us=5, own_byte_us=0.01, sum_byte_us=0.5),))
+    assert own.handled_us("reduce_scatter", 1000, MESH, "dp") == pytest.approx((5 + 5, 250))
+    assert own.handled_us("all_gather", 1000, MESH, "dp") == (1, 0)
     assert ws.Machine.of(asdict(machine)) == machine
+
+
+def test_what_the_thread_that_computes_does_for_collectives_is_not_hidden() -> None:
+    """To start them, and to add up what came."""
+    graph = training()
+    plan = ws.plan(graph, "dp=2", ws.DataParallel("zero1"))
+    local = ws.run_passes(ws.partition(graph, plan), [Bucket(20_000, 20_000)])
+    sent = [n for n in local.graph.nodes if is_collective(n) and kind_of(n) == "reduce_scatter"]
+    assert len(sent) > 1
+    wire = Wire("reduce_scatter", PLAIN.link_us, 1 / PLAIN.link_bytes_per_us)
+    plain, own, adds = (
+        simulate(local, replace(PLAIN, wires=(one,))).step_us
+        for one in (wire, replace(wire, own_us=1001.0), replace(wire, sum_byte_us=1.0))
+    )
+    assert own - plain == pytest.approx(1000 * len(sent), rel=0.05)
+    assert adds - plain == pytest.approx(sum(whole_bytes(n) for n in sent) / 2, rel=0.05)
+
+
+def test_copies_of_buckets_have_their_rate() -> None:
+    nodes = [n for n in program().graph.nodes if n.op == "call_function"]
+    pieces = next(n for n in nodes if n.target is put_pieces)
+    made = work(pieces)
+    assert made is not None
+    assert made.carried
+    assert node_us(pieces, replace(PLAIN, carried_bytes_per_us=10)) == 1 + made.moved_bytes / 10
+    assert node_us(pieces, PLAIN) == 1 + made.moved_bytes / 1000
+    assert not any(m.carried for n in nodes if n.target is multiply_into and (m := work(n)) is not None)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +169,4 @@ def test_a_rank_alone_measures_no_link() -> None:
     found = measure(join(ws.Mesh("dp=1"), "cpu"))
     assert found.wires == ()
     figures = asdict(found)
-    assert all(figures[name] > 0 for name in figures if name not in ("wires", "link_us"))
+    assert all(figures[name] > 0 for name in figures if name not in ("wires", "link_us", "carried_bytes_per_us"))

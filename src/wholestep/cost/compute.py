@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import operands
-from ..graph.ops import FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, streams
+from ..graph.ops import CARRIED, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, streams
 from ..graph.storage import shared_operand
 from ..graph.verify import is_mutating
 from .speeds import Speeds, Work
@@ -37,8 +37,9 @@ def work(node: Node) -> Work | None:
         b, m, n, k = product
         return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, flops(node), dtype, product)
     return Work(
-        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), backward, streams(node.target)
-    )
+        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), backward, streams(node.target),
+        node.target in CARRIED,
+    )  # fmt: skip
 
 
 def _moved(node: Node) -> int:

@@ -12,8 +12,9 @@ from .speeds import Work
 
 @dataclass(frozen=True)
 class Wire:
-    """What collectives of one kind take, in microseconds: to start, and for each byte that a rank sends; and what they
-    take from computing beside them, likewise.
+    """What collectives of one kind take, in microseconds: to start, and for each byte that a rank sends; what they take
+    from computing beside them, likewise; what the thread that computes does itself to start them, likewise, and for
+    each byte to add up what came.
     """
 
     kind: str
@@ -21,6 +22,9 @@ class Wire:
     byte_us: float
     busy_us: float = 0.0
     busy_byte_us: float = 0.0
+    own_us: float = 0.0
+    own_byte_us: float = 0.0
+    sum_byte_us: float = 0.0
 
 
 def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
@@ -42,6 +46,8 @@ class Machine:
             dim); 0 for as many as others.
         attention_flops_per_us: of fused attention, what a mask leaves out counted too; 0 for those of products.
         view_us: of a view, which moves nothing; only where the host that calls ops computes them too.
+        carried_bytes_per_us: read plus written by copies into and out of what collectives carry, which no cache holds;
+            0 for as many as others.
         wires: what collectives take, by kind; what has none takes `link_us`, `link_bytes_per_us` and nothing from
             computing.
     """
@@ -54,6 +60,7 @@ class Machine:
     math_bytes_per_us: float = 0.0
     attention_flops_per_us: float = 0.0
     view_us: float = 0.0
+    carried_bytes_per_us: float = 0.0
     wires: tuple[Wire, ...] = ()
 
     @staticmethod
@@ -85,7 +92,7 @@ class Machine:
     def work_us(self, work: Work) -> float:
         """One op: its launch, and the longer of its arithmetic and its bytes."""
         flops_per_us = self.attention_flops_per_us if work.attention else 0.0
-        bytes_per_us = 0.0 if work.streams else self.math_bytes_per_us
+        bytes_per_us = self.carried_bytes_per_us if work.carried else 0.0 if work.streams else self.math_bytes_per_us
         computing = work.flops / (flops_per_us or self.flops_per_us)
         return self.launch_us + max(computing, work.moved_bytes / (bytes_per_us or self.memory_bytes_per_us))
 
@@ -98,6 +105,11 @@ class Machine:
         """What it takes from computing."""
         wire = self._wire(kind)
         return wire.busy_us + wire.busy_byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+
+    def handled_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> tuple[float, float]:
+        """What the thread that computes does itself: to start it, and to add up what came."""
+        wire, sent = self._wire(kind), sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+        return max(wire.own_us + wire.own_byte_us * sent, self.launch_us), wire.sum_byte_us * sent
 
     def _wire(self, kind: str) -> Wire:
         found = (wire for wire in self.wires if wire.kind == kind)

@@ -43,12 +43,15 @@ class Clock:
     def run(self, node: Node) -> None:
         """`node` is the next of the computing stream."""
         if is_wait(node):
-            arrived = self.done.get(node_at(node, 0), 0.0)
-            self.flying.pop(node_at(node, 0), None)
+            sent = node_at(node, 0)
+            arrived = self.done.get(sent, 0.0)
+            self.flying.pop(sent, None)
             self.waited += max(arrived - self.now, 0.0)
             self.now = max(self.now, arrived)
+            if is_collective(sent):
+                self.now += handled_us(sent, self.machine, self.mesh)[1]
         elif is_collective(node):
-            self.now += self.machine.launch_us
+            self.now += handled_us(node, self.machine, self.mesh)[0]
             self._send(node, str(node.args[-1]))
         else:
             self._compute(node_us(node, self.machine))
@@ -147,6 +150,11 @@ def run_all(clock: Clock, nodes: Iterable[Node]) -> None:
 def sent_us(node: Node, machine: Speeds, mesh: Mesh) -> float:
     """Microseconds a collective keeps the wire."""
     return machine.collective_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
+
+
+def handled_us(node: Node, machine: Speeds, mesh: Mesh) -> tuple[float, float]:
+    """Microseconds in which a rank computes nothing as it starts a collective, and once that is complete."""
+    return machine.handled_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
 
 
 def whole_bytes(node: Node) -> int:

@@ -20,6 +20,7 @@ class Work:
         attention: (batch, heads, queries, keys, width) of fused attention.
         causal: of that attention; `backward`: that it is a backward.
         streams: nothing but a sum or a product is done with each byte (`graph.ops.streams`).
+        carried: it copies into or out of what collectives carry (`graph.ops.CARRIED`).
     """
 
     moved_bytes: int
@@ -30,6 +31,7 @@ class Work:
     causal: bool = False
     backward: bool = False
     streams: bool = True
+    carried: bool = False
 
 
 class Speeds(Protocol):
@@ -37,7 +39,7 @@ class Speeds(Protocol):
 
     @property
     def launch_us(self) -> float:
-        """What a rank computes nothing for while it starts a collective."""
+        """Of one op, however small."""
         ...
 
     @property
@@ -68,4 +70,8 @@ class Speeds(Protocol):
 
     def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """How much less a rank has computed when that collective, beside which it computes, is complete."""
+        ...
+
+    def handled_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> tuple[float, float]:
+        """What a rank computes nothing for while it starts that collective, and once that is complete."""
         ...

@@ -204,6 +204,10 @@ class Topology:
         """An op that reads and writes so many bytes in all, its launch included."""
         return self.device.launch_us + self.device.bytes_us(size_bytes)
 
+    def handled_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> tuple[float, float]:
+        """What a rank computes nothing for: the launch of a collective, and nothing once it is complete."""
+        return self.launch_us, 0.0
+
     def work_us(self, work: Work) -> float:
         """One op, as `cost.compute` describes the node that calls it."""
         moved = self.bytes_us(work.moved_bytes)

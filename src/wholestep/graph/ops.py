@@ -101,6 +101,9 @@ WRITES_A_PART: set[object] = {_aten.copy_.default}
 FREE: set[object] = {*VIEWS, _aten.detach.default, _aten.alias.default, _aten.empty.memory_format}
 """What computes nothing and moves nothing."""
 
+CARRIED: set[object] = set()
+"""What copies into or out of the memory that collectives send from and receive into."""
+
 PRODUCTS: set[object] = {
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.linear.default,
 }  # fmt: skip
@@ -129,7 +132,7 @@ def streams(target: object) -> bool:
 
 
 def costs(like: set[object]) -> Callable[[F], F]:
-    """Says of a function that graphs call that it costs what those of READS_A_PART, FREE or PRODUCTS do, or others."""
+    """Says of a function that graphs call that it costs what those of such a set do: READS_A_PART, FREE, CARRIED."""
 
     def note(function: F) -> F:
         like.add(function)

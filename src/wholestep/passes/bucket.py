@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import FREE, READS_A_PART, costs
+from ..graph.ops import CARRIED, FREE, READS_A_PART, costs
 from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
@@ -184,6 +184,7 @@ def made_by(node: Node) -> TensorMeta:
 
 
 # What the graph calls. Shapes of pieces that differ between ranks along other axes are looked up when it runs.
+@costs(CARRIED)
 def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
     """All pieces in one row, first what goes to the first of `parts` ranks."""
     if parts == 1:
@@ -202,6 +203,7 @@ def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...
     return [tuple(o.shape) if isinstance(o, Tensor) else o for o in outlines]
 
 
+@costs(CARRIED)
 @costs(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """One gathered tensor of several that were gathered together."""

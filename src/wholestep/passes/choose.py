@@ -15,7 +15,7 @@ import numpy as np
 from torch.fx import Node
 
 from ..cost.compute import node_us
-from ..cost.schedule import sent_us
+from ..cost.schedule import handled_us, sent_us
 from ..cost.speeds import Speeds
 from ..graph.graph import operands
 from ..graph.storage import Storage
@@ -110,7 +110,8 @@ class _Search:
             return 0.0
         if is_collective(node):
             sent = self.wire_price * sent_us(node, self.machine, self.saved.local.mesh)
-            return (self.machine.launch_us + sent) * self.times.get(node, 1)
+            handled = sum(handled_us(node, self.machine, self.saved.local.mesh))
+            return (handled + sent) * self.times.get(node, 1)
         here = self.saved.stretch[node]
         moves = all(user.op == "call_function" and self.saved.stretch[user] > here for user in node.users)
         return 0.0 if moves else node_us(node, self.machine) * self.times.get(node, 1)

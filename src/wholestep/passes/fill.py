@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph
-from ..graph.ops import FREE, PRODUCTS, WRITES_A_PART, costs
+from ..graph.ops import CARRIED, FREE, PRODUCTS, WRITES_A_PART, costs
 from ..graph.storage import shares
 from .base import InPlace
 from .bucket import add_call, join_rows, made_by
@@ -77,6 +77,7 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
     return bucket
 
 
+@costs(CARRIED)
 @costs(WRITES_A_PART)
 @shares("view")
 def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:

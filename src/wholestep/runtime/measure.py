@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import astuple, dataclass
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,35 @@ _ROUNDS = 9
 
 def measure(world: World) -> Machine:
     """The Machine that the slowest rank and the slowest axis make."""
+    before = _together(world)
+    links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
+    times = [min(both) for both in zip(before, _together(world), strict=True)]  # others may compute for a while
+    wires = max((link.wires for link in links), key=lambda wires: wires[0].byte_us, default=())
+    times.append(max((link.carried_byte_us for link in links), default=0.0))
     if world.mesh.size > 1:
-        dist.barrier()  # ranks compute at once, as in a step
-    devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
-    with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
-        times = list(_computing(world.device).values())
-    wires: tuple[Wire, ...] = ()
-    for axis in world.mesh.axes:
-        if axis.size > 1 and world.devices is not None:
-            its = measure_link(world, axis.name)
-            wires = its if not wires or its[0].byte_us > wires[0].byte_us else wires
-    if world.mesh.size > 1:
-        figures = [(w.start_us, w.byte_us, w.busy_us, w.busy_byte_us) for w in wires]
+        figures = [astuple(wire)[1:] for wire in wires]
         slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         found = [float(v) for v in slowest]
-        times, rest = found[: len(times)], found[len(times) :]
-        wires = tuple(Wire(wire.kind, *rest[4 * i : 4 * i + 4]) for i, wire in enumerate(wires))
-    product, attention, math, moved, launch, view = times
+        times, rest = found[: len(times)], iter(found[len(times) :])
+        wires = tuple(Wire(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True))
+    product, attention, math, moved, launch, view, carried = times
     return Machine(
         flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
         math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
-        view_us=0.0 if world.device.startswith("cuda") else view, wires=wires,
+        view_us=0.0 if world.device.startswith("cuda") else view,
+        carried_bytes_per_us=1 / carried if carried else 0.0, wires=wires,
     )  # fmt: skip
+
+
+def _together(world: World) -> list[float]:
+    """What `_computing` finds while all ranks compute, as they do in a step."""
+    if world.mesh.size > 1:
+        dist.barrier()
+    devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
+    with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
+        return list(_computing(world.device).values())
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from .launch import World
 _FEW, _LEAST = 4 << 10, 1 << 20
 _SIZES = ((4_000.0, 4 << 20, (3, 4)), (16_000.0, _LEAST, (4, 4)), (float("inf"), _LEAST, (3, 2)))
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
+_CAME = 7
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[[], object]
@@ -26,14 +28,27 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one collective: until its result is there, and of processors that computing lacks."""
+    """Microseconds of one collective: until its result is there, of the thread that calls it, and of others that
+    computing lacks.
+    """
 
     us: float
+    own_us: float
     busy_us: float
 
 
-def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
-    """What each kind of collective takes along `axis`.
+@dataclass(frozen=True)
+class Link:
+    """What each kind of collective takes along an axis, and a copy of what they carry, for each byte that it reads and
+    writes; 0 where that is as any other.
+    """
+
+    wires: tuple[Wire, ...]
+    carried_byte_us: float
+
+
+def measure_link(world: World, axis: str) -> Link:
+    """What collectives take along `axis`.
 
     Each is timed with few bytes and with many: their difference is the rate. Those of many follow each other without a
     pause, so that no rank counts a time in which it came late to what others had sent before. Many are 4 MiB, or as
@@ -46,7 +61,30 @@ def measure_link(world: World, axis: str) -> tuple[Wire, ...]:
     dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
     most, often = next((size, often) for limit_us, size, often in _SIZES if float(us) <= limit_us)
     share = crowded(world)
-    return tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
+    wires = tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
+    if world.device.startswith("cuda"):
+        return Link(wires, 0.0)
+    copied, added = _of_what_came(ranks, group)
+    return Link(tuple(replace(w, sum_byte_us=added) if w.kind == "reduce_scatter" else w for w in wires), copied)
+
+
+def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
+    """Microseconds for each byte that a copy of what was gathered reads and writes, and for each that was sent to add
+    up what was exchanged. Other threads received it, and then the rank computed: it is in no cache of this processor's.
+    """
+    kept, wait = Buffers(), funcol.wait_tensor.default
+    whole = torch.full((_LEAST // 4 // ranks * ranks,), 0.5)
+    part, other = whole[: len(whole) // ranks], torch.full((512, 512), 0.5)
+    outlines, copies, sums = [(1024,), (len(part) - 1024,)], list[float](), list[float]()
+    for _ in range(_CAME):
+        came = wait(kept.gather(part, ranks, group))
+        torch.mm(other, other)
+        copies.append(_seconds(lambda came=came: kept.part_of_gather(came, outlines, 1, ranks), "cpu"))
+        came = wait(kept.swap(whole, ranks, group))
+        torch.mm(other, other)
+        sums.append(_seconds(lambda came=came: kept.add_parts(came, ranks, "avg"), "cpu"))
+    sent = sent_bytes("reduce_scatter", whole.nbytes, ranks)
+    return statistics.median(copies) * 1e6 / (2 * whole.nbytes), statistics.median(sums) * 1e6 / sent
 
 
 def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
@@ -56,9 +94,11 @@ def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, 
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
     short = _timed(_runner(kind, _FEW, ranks, group, device), device, (1, 24), share)
     long = _timed(_runner(kind, most, ranks, group, device), device, often, share)
-    each = max(long.us - short.us, 1e-6) / (many - few)
+    each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (many - few)
+    own = max(long.own_us - short.own_us, 0.0) / (many - few)
     busy = max(long.busy_us - short.busy_us, long.busy_us / 2, 1e-6) / (many - few)
-    return Wire(kind, max(short.us - each * few, 1.0), each, max(long.busy_us - busy * many, 0.0), busy)
+    start = max(short.us - short.own_us - each * few, 1.0)
+    return Wire(kind, start, each, max(long.busy_us - busy * many, 0.0), busy, short.own_us, own)
 
 
 def crowded(world: World) -> float:
@@ -85,7 +125,7 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     def scatter() -> object:
         if device.startswith("cuda"):
             return wait(funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group))
-        return kept.add_parts(wait(kept.swap(whole, ranks, group)), ranks, "avg")
+        return wait(kept.swap(whole, ranks, group))
 
     return {
         "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "avg", group)),
@@ -97,15 +137,17 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
 def _timed(run: Run, device: str, often: tuple[int, int], share: float) -> Timed:
     """Of each of a row of runs, `often` being how many and how many rows: the best row, and what processors did in all.
 
-    The caller's own thread counts, of others the `share` that computing lacks; on a GPU nothing does.
+    Of other threads the `share` that computing lacks counts; on a GPU nothing does.
     """
     times, rows = often
     run()
     process, own = time.process_time(), time.thread_time()
     us = min(_seconds(run, device, times) for _ in range(rows)) * 1e6
     process, own = time.process_time() - process, time.thread_time() - own
-    busy = 0.0 if device.startswith("cuda") else own + share * (process - own)
-    return Timed(us / times, busy * 1e6 / (times * rows))
+    if device.startswith("cuda"):
+        return Timed(us / times, 0.0, 0.0)
+    each = 1e6 / (times * rows)
+    return Timed(us / times, own * each, share * (process - own) * each)
 
 
 def _seconds(run: Run, device: str, times: int = 1) -> float:

@@ -113,7 +113,7 @@ class Prices:
 
     def sent_us(self, kind: str, size: float) -> float:
         """One collective of so many bytes."""
-        return self.machine.collective_us(kind, size, self.mesh, self.axis) + self.machine.launch_us
+        return _sent_us(self.machine, kind, size, self.mesh, self.axis)
 
     def bulk_us(self, kind: str, size: float, axis: str | None = None) -> float:
         """The same of a part of a bucket."""
@@ -133,4 +133,9 @@ def bulk_us(machine: Speeds, kind: str, size: float, mesh: Mesh, axis: str) -> f
     if mesh.axis_size(axis) == 1 or size <= 0:
         return 0.0
     bucket = max(size, float(machine.bucket_bytes))
-    return machine.launch_us + machine.collective_us(kind, bucket, mesh, axis) * size / bucket
+    return machine.launch_us + _sent_us(machine, kind, bucket, mesh, axis) * size / bucket
+
+
+def _sent_us(machine: Speeds, kind: str, size: float, mesh: Mesh, axis: str) -> float:
+    """Microseconds of a collective that nothing hides."""
+    return machine.collective_us(kind, size, mesh, axis) + sum(machine.handled_us(kind, size, mesh, axis))
