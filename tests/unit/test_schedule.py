@@ -19,8 +19,8 @@ from wholestep.graph.graph import Role, node_at
 from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import Bucket
-from wholestep.passes.fill import Fill
+from wholestep.passes.bucket import REDUCE, Bucket
+from wholestep.passes.fill import Fill, multiply_into, part_of_average, put_pieces
 from wholestep.passes.late_waits import LateWaits
 from wholestep.passes.next_step import move_to_next_step
 from wholestep.passes.overlap import Overlap, with_collectives_in
@@ -310,6 +310,37 @@ def test_products_are_made_in_their_bucket() -> None:
     assert (names[0].count("join_rows"), names[0].count("multiply_into")) == (2, 0)
     assert names[1].count("join_rows") == 0
     assert (names[1].count("multiply_into"), names[1].count("put_pieces")) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "scale"),
+    [(2, torch.float32, 0.5), (4, torch.bfloat16, 0.25), (3, torch.float32, 1.0), (2, torch.float16, 1.0)],
+)
+@pytest.mark.parametrize("merged", [True, False])
+def test_averages_are_sums_of_parts_where_these_are_exact(
+    merged: bool, ranks: int, dtype: torch.dtype, scale: float
+) -> None:
+    """What is multiplied or copied for an all-reduce is scaled then; biases that are reduced alone are averaged."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).to("meta", dtype)
+    x = torch.empty(2, 64, dtype=dtype, device="meta")
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
+    local = ws.partition(graph, ws.plan(graph, f"dp={ranks}", ws.DataParallel("replicate")))
+    passes = [Bucket(20 << 10, 20 << 10), Fill()] if merged else [Fill()]
+    nodes = ws.run_passes(local, passes).graph.nodes
+    ops = [node.args[1] for node in nodes if node.target is REDUCE]
+    assert ops.count("sum") == (0 if scale == 1 else len(ops) if merged else 4)
+    scaled = [n.args[-1] for n in nodes if n.target in (multiply_into, put_pieces, part_of_average)]
+    assert set(scaled) <= {scale}
+    assert len(scaled) >= (4 if merged or scale != 1 else 0)
+
+
+def test_parts_of_an_average() -> None:
+    torch.manual_seed(3)
+    a, b, piece = torch.randn(6, 5), torch.randn(5, 4), torch.randn(3, 2)
+    assert torch.equal(part_of_average(a, b, 0.25), (a @ b) / 4)
+    bucket = torch.full((30,), float("nan"))
+    bucket = put_pieces(multiply_into(bucket, 6, a, b, 0.25), [6, 24], [0], [piece], 0.25)
+    assert torch.equal(bucket, torch.cat([piece.flatten(), (a @ b).flatten()]) / 4)
 
 
 @pytest.mark.parametrize("case", ["convolutions", "recurrent", "micro-batches"])

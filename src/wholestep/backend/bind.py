@@ -16,7 +16,7 @@ from ..graph.verify import is_collective, is_wait
 from ..layout import resolve
 from ..partition.pieces import RANK_DEPENDENT
 from ..passes.bucket import join_rows
-from ..passes.fill import multiply_into, put_pieces
+from ..passes.fill import multiply_into, part_of_average, put_pieces
 
 funcol = torch.ops._c10d_functional
 
@@ -73,8 +73,8 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
 
 
 def _is_fresh(node: Node) -> bool:
-    """True for a bucket: nothing else reads it, so that it can be reduced where it is."""
-    return node.target in (join_rows, put_pieces, multiply_into) and len(node.users) == 1
+    """True for a bucket, and a product alone: nothing else reads it, so that it can be reduced where it is."""
+    return node.target in (join_rows, put_pieces, multiply_into, part_of_average) and len(node.users) == 1
 
 
 def _exchange(graph: Graph, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""Writes products straight into the bucket in which they are reduced, instead of copying them there."""
+"""Writes products straight into the bucket in which they are reduced, and as the part of an average that they are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.fx import Graph, Node
 from ..graph.graph import LocalGraph
 from ..graph.ops import CARRIED, FREE, PRODUCTS, WRITES_A_PART, costs
 from ..graph.storage import shares
+from ..mesh import Mesh
 from .base import InPlace
-from .bucket import add_call, join_rows, made_by
+from .bucket import REDUCE, SCATTER, add_call, join_rows, made_by
 
 aten = torch.ops.aten
 
@@ -22,7 +23,11 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Fill(InPlace):
     """Gradients that are products of matrices, which nearly all bytes of a model's are, become part of an all-reduce's
-    bucket without a copy. The other pieces are copied once all are there. Bitwise the same.
+    bucket without a copy. The other pieces are copied once all are there.
+
+    An average over ranks is a sum of parts: products and copies are scaled as they are made, where a backend that sums
+    and then divides passes over the bucket once more. That is done where parts are exact, a power of two of any but
+    float16, which they might be too small for; so all is bitwise the same.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
@@ -35,30 +40,54 @@ class Fill(InPlace):
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if node.target is join_rows and node.args[1] == 1:
-                _fill(graph, node, place)
+                averaged = _averaged(node, local.mesh)
+                if _fill(graph, node, place, averaged.scale) and averaged.by is not None:
+                    averaged.by.update_arg(1, "sum")
+            elif node.target is aten.mm.default and (averaged := _averaged(node, local.mesh)).by is not None:
+                node.target, node.args = part_of_average, (*node.args, averaged.scale)
+                averaged.by.update_arg(1, "sum")
         return local
 
 
-def _fill(graph: Graph, join: Node, place: dict[Node, int]) -> None:
+@dataclass(frozen=True)
+class _Averaged:
+    """By which collective a tensor is averaged, and what it may be multiplied by to be summed up instead."""
+
+    by: Node | None = None
+    scale: float = 1.0
+
+
+def _averaged(node: Node, mesh: Mesh) -> _Averaged:
+    by = next(iter(node.users)) if len(node.users) == 1 else None
+    if by is None or by.target not in (REDUCE, SCATTER) or by.args[1] != "avg" or made_by(node).dtype == torch.float16:
+        return _Averaged()
+    ranks = mesh.axis_size(cast(str, by.args[-1]))
+    return _Averaged(by, 1 / ranks) if ranks & (ranks - 1) == 0 else _Averaged()
+
+
+def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> bool:
+    """True if `join` became a bucket that is filled, with all pieces multiplied by `scale`."""
     pieces, whole = cast(list[Node], join.args[0]), made_by(join)
     sizes = [made_by(piece).numel for piece in pieces]
     straight = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
     straight.sort(key=lambda i: place[pieces[i]])
     if not straight:
-        return
+        return False
     with graph.inserting_before(pieces[straight[0]]):
         bucket = add_call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
     for i in straight:
         with graph.inserting_before(pieces[i]):
-            bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args), whole, pieces[i])
+            bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args, scale), whole, pieces[i])
     others = [i for i in range(len(pieces)) if i not in straight]
     if others:
         with graph.inserting_before(join):
-            bucket = add_call(graph, put_pieces, (bucket, sizes, others, [pieces[i] for i in others]), whole, join)
+            given = [pieces[i] for i in others]
+            bucket = add_call(graph, put_pieces, (bucket, sizes, others, given, scale), whole, join)
     join.replace_all_uses_with(bucket)
     graph.erase_node(join)
     for i in straight:
         graph.erase_node(pieces[i])
+    return True
 
 
 # What the graph calls.
@@ -70,19 +99,29 @@ def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @costs(PRODUCTS)
 @shares("view")
-def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices becomes the elements of `bucket` from `start` on."""
+def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The product of two matrices, times `scale`, becomes the elements of `bucket` from `start` on."""
     rows, columns = a.shape[0], b.shape[1]
-    torch.mm(a, b, out=bucket.narrow(0, start, rows * columns).view(rows, columns))
+    made = bucket.narrow(0, start, rows * columns).view(rows, columns)
+    torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
     return bucket
+
+
+@costs(PRODUCTS)
+def part_of_average(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The product of two matrices, times `scale`."""
+    made = a.new_empty((a.shape[0], b.shape[1]))
+    return torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
 
 
 @costs(CARRIED)
 @costs(WRITES_A_PART)
 @shares("view")
-def put_pieces(bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-    """Pieces become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
+def put_pieces(
+    bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor], scale: float
+) -> Tensor:
+    """Pieces, times `scale`, become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
     parts: tuple[Tensor, ...] = torch.split(bucket, list(sizes))
     for number, piece in zip(numbers, pieces, strict=True):
-        parts[number].copy_(piece.reshape(-1))
+        torch.mul(piece.reshape(-1), scale, out=parts[number])
     return bucket

@@ -118,7 +118,7 @@ def crowded(world: World) -> float:
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     """One collective of `size` bytes in the whole, as a step calls it."""
     length = max(size // 4 // ranks, 1) * ranks
-    whole = torch.full((length,), 0.5, dtype=torch.float32, device=device)
+    whole = torch.zeros(length, dtype=torch.float32, device=device)
     part = whole[: length // ranks]
     wait, kept = funcol.wait_tensor.default, Buffers()
 
@@ -128,7 +128,7 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
         return wait(kept.swap(whole, ranks, group))
 
     return {
-        "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "avg", group)),
+        "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "sum", group)),
         "all_gather": lambda: wait(kept.gather(part, ranks, group)),
         "reduce_scatter": scatter,
     }[kind]
