@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
@@ -100,15 +101,15 @@ def _probes(device: str) -> Mapping[str, _Probe]:
 def _computing(device: str) -> dict[str, float]:
     """Microseconds for an operation, a byte or a call of each probe.
 
-    They take turns, so that each finds caches as in a step: full of what others left. The best of a few rounds counts,
-    as other processes only make it longer.
+    They take turns, so that each finds caches as in a step: full of what others left. The median of a few rounds
+    counts: a step pays what is usual, not what is best.
     """
     probes = _probes(device)
     times: dict[str, list[float]] = {name: [] for name in probes}
     for _ in range(_ROUNDS):
         for name, probe in probes.items():
             times[name].append(_timed(probe.run, device) / probe.does)
-    return {name: min(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
 def _timed(run: Callable[[], object], device: str) -> float:
