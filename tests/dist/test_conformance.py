@@ -288,5 +288,9 @@ def test_no_warm_up_and_one_capture(two: dict[str, list[Found]]) -> None:
 
 
 def test_means_are_part_of_the_collective(two: dict[str, list[Found]]) -> None:
-    assert two["bytes"][0].program.count("reduce_scatter_tensor(%") == 4
-    assert two["bytes"][0].program.count("'avg'") == 4
+    """Or of the products that are reduced: nothing else divides."""
+    program = two["bytes"][0].program
+    assert program.count("reduce_scatter_tensor(%") == 4
+    assert (program.count("'avg'"), program.count("'sum'")) == (2, 2)
+    assert program.count("part_of_average(%") == 2
+    assert "div(" not in program
