@@ -145,7 +145,6 @@ class Auto:
             return replace(programs(on, None), again=again, roughly=True)
 
         solved = auto._solved(mesh, same_batches, programs, watch)
-
         several = Several(roughly, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
         chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
         chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]

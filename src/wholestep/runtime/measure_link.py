@@ -20,7 +20,7 @@ from .launch import World
 _FEW, _LEAST = 4 << 10, 1 << 20
 _SIZES = ((4_000.0, 4 << 20, (3, 4)), (16_000.0, _LEAST, (4, 4)), (float("inf"), _LEAST, (3, 2)))
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
-_CAME = 7
+_OF_WHAT_CAME = 7
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[[], object]
@@ -74,10 +74,10 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
     up what was exchanged. Other threads received it, and then the rank computed: it is in no cache of this processor's.
     """
     kept, wait = Buffers(), funcol.wait_tensor.default
-    whole = torch.full((_LEAST // 4 // ranks * ranks,), 0.5)
-    part, other = whole[: len(whole) // ranks], torch.full((512, 512), 0.5)
-    outlines, copies, sums = [(1024,), (len(part) - 1024,)], list[float](), list[float]()
-    for _ in range(_CAME):
+    whole = torch.full((max(_LEAST // 4 // ranks, 2) * ranks,), 0.5, dtype=torch.float32)
+    part, other = whole[: len(whole) // ranks], torch.full((512, 512), 0.5, dtype=torch.float32)
+    outlines, copies, sums = [(1,), (len(part) - 1,)], list[float](), list[float]()
+    for _ in range(_OF_WHAT_CAME):
         came = wait(kept.gather(part, ranks, group))
         torch.mm(other, other)
         copies.append(_seconds(lambda came=came: kept.part_of_gather(came, outlines, 1, ranks), "cpu"))
