@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -247,6 +247,15 @@ def test_a_model_on_another_device():
                 "backend 'tvm' is unknown",
                 "  needed: one of 'eager', 'inductor', 'cudagraphs'",
                 "  next: correct the name",
+            ],
+        ),
+        (
+            lambda: ws.compile(plain, parallel=cast(Any, "zero1")),
+            ws.PlanError,
+            [
+                "parallel='zero1'",
+                "  needed: a strategy, as DataParallel or TensorParallel, or a list of them",
+                '  next: give parallel=wholestep.DataParallel("zero1")',
             ],
         ),
         (

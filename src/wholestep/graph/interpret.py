@@ -73,12 +73,12 @@ def _as_traced(node: Node, made: Value) -> Value:
 
 def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
     """One collective, group by group."""
-    kind, axis = str(node.target).split(".")[1], str(node.args[-1])
-    source = operands(node)[0]
+    kind, axis = str(node.target).split(".")[1].removesuffix("_out"), str(node.args[-1])
+    source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
         given = [envs[rank][source] for rank in group]
         for rank, made in zip(group, _COMPUTE[kind](given, node.args), strict=True):
-            envs[rank][node] = made
+            envs[rank][node] = envs[rank][into].copy_(made) if isinstance(into, Node) else made
 
 
 def _reduce(given: list[Tensor], op: str) -> Tensor:

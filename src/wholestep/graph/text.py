@@ -155,7 +155,8 @@ def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
 
 def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     """Kind of a collective and the bytes a rank sends for it."""
-    kind = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor").rstrip("_")
+    kind = str(node.target).split(".")[1].replace("_into_tensor", "").removesuffix("_out").removesuffix("_tensor")
+    kind = kind.rstrip("_")
     n = local.mesh.axis_size(str(node.args[-1]))
     whole = meta.tensor(node_at(node, 0))
     assert whole is not None, f"{node.name} has no input shape"

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..errors import GraphError
 from . import meta
-from .graph import Input, LocalGraph, Output, TrainGraph
+from .graph import Input, LocalGraph, Output, TrainGraph, operands
 
 COLLECTIVES = "_c10d_functional"
 
@@ -41,7 +41,8 @@ def check_local_graph(local: LocalGraph) -> None:
     for node in local.graph.nodes:
         if node.op != "call_function":
             continue
-        if not node.users and not is_mutating(node):
+        written = operands(node)[0] if is_wait(node) else node
+        if not node.users and not is_mutating(written):
             raise GraphError(
                 f"%{node.name} ({node.target}) is dead",
                 "no node whose value nothing uses",

@@ -34,12 +34,14 @@ class Bucket(InPlace):
     going early, as DDP does. Gathers for the forward and for the backward stay apart, and those of updated parameters
     stay with what their gradients waited for. A reduction waits for the last gradient of its bucket, and no longer than
     until the first of them is needed. Gathers and reduce-scatters are bitwise the same; an all-reduce may add the ranks
-    in another order. `kinds` leaves collectives of other kinds alone.
+    in another order. `kinds` leaves collectives of other kinds alone. Gathers and reduce-scatters of `alone_bytes` or
+    more are left alone too: they would be copied into a bucket or out of it.
     """
 
     most_bytes: int = 25 << 20
     first_bytes: int = 1 << 20
     kinds: tuple[str, ...] = tuple(KINDS)
+    alone_bytes: int | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -68,9 +70,13 @@ class Bucket(InPlace):
             key = _key(node, backward, after[node]) if node.target in wanted else None
             if key is None:
                 continue
+            whole_bytes = max(made_by(node).size_bytes, made_by(node_at(node, 0)).size_bytes)
+            if node.target is not REDUCE and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
+                kinds.add(key)
+                continue
             group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
             group.nodes.append(node)
-            group.bytes += max(made_by(node).size_bytes, made_by(node_at(node, 0)).size_bytes)
+            group.bytes += whole_bytes
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
             if group.bytes >= most and (group.ahead or node.target is not GATHER):
                 done.append(open_groups.pop(key).nodes)

@@ -21,11 +21,12 @@ from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
 from ..partition.pieces import MAY_ALIAS
 from .base import InPlace
-from .bucket import add_call, in_rows, part_of_gather, rows_of_gather
+from .bucket import GATHER, add_call, in_rows, part_of_gather, rows_of_gather
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
 _END = 1 << 60
+GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class _Work:
         for node in list(self.graph.nodes):
             if node.target is part_of_gather:
                 self._land(node)
+            elif node.target is GATHER:
+                self._gather_home(node)
             if node.op != "call_function" or not _torch.is_op(node.target) or is_mutating(node):
                 continue
             inplace = inplace_form(node.target)
@@ -123,6 +126,18 @@ class _Work:
         self._use(home, self.last_use[self.root[node]])
         node.replace_all_uses_with(home)
         self.graph.erase_node(node)
+
+    def _gather_home(self, node: Node) -> None:
+        """What is gathered alone, and is then where a parameter rests, is received there."""
+        wait, *others = node.users
+        home, made = self.homes.get(wait), meta.tensor(node)
+        if others or home is None or made is None or made != meta.tensor(home) or not made.is_contiguous:
+            return
+        held = self.members[self.root[home]]
+        read_meanwhile = any(self.index[user] > self.index[node] for one in held for user in one.users)
+        if not read_meanwhile and not made.dtype.is_complex:  # gloo gathers these as pairs of real numbers
+            node.target, node.kwargs = GATHER_INTO, {"out": home}
+            self._merge(node, home)
 
     def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
         here = meta.tensor(given)
@@ -192,7 +207,7 @@ class _Work:
         while node is not target:
             if node.target in MAY_ALIAS or not (is_mutating(node) or is_wait(node)):
                 return False
-            node = operands(node)[0]
+            node = cast(Node, node.kwargs["out"]) if node.target is GATHER_INTO else operands(node)[0]
         return True
 
     def _safe(self, node: Node, target: Node | None) -> Node:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..cost.machine import Machine
-from ..cost.speeds import Speeds
+from ..cost.speeds import Speeds, Work
 from ..graph.graph import LocalGraph
+from ..mesh import Mesh
 from .base import InPlace, Pass, Watch, run_passes
 from .bounded_reductions import BoundedReductions
 from .bucket import Bucket, gathered_again
@@ -18,6 +19,7 @@ from .split_optimizer import SplitOptimizer
 _PARTS = (1, 8)
 _IN_FLIGHT = 3  # buckets
 _LEAST_BUCKET = 256 << 10
+_COPIED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,23 @@ class Schedule(InPlace):
         return run_passes(local, self._passes(local), owned=True)
 
     def _passes(self, local: LocalGraph) -> list[Pass]:
-        bucket_bytes = self._bucket_bytes(local)
-        in_flight = self._in_flight(bucket_bytes)
-        return [*self._merging(bucket_bytes), Overlap(self.machine, *in_flight), BoundedReductions(*in_flight)]
+        size = self._bucket_bytes(local)
+        in_flight = self._in_flight(size)
+        return [*self._merging(size, local.mesh), Overlap(self.machine, *in_flight), BoundedReductions(*in_flight)]
 
     def across(self, local: LocalGraph, watch: Watch | None = None) -> AcrossSteps | None:
         """The same step in programs that leave their last part to the next call; None where nothing can be left."""
-        bucket_bytes = self._bucket_bytes(local)
-        made = move_to_next_step(run_passes(local, self._merging(bucket_bytes), watch))
-        overlap = Overlap(self.machine, *self._in_flight(bucket_bytes))
+        size = self._bucket_bytes(local)
+        made = move_to_next_step(run_passes(local, self._merging(size, local.mesh), watch))
+        overlap = Overlap(self.machine, *self._in_flight(size))
         return made.with_steady(run_passes(made.steady, [overlap], watch)) if made else None
 
-    def _merging(self, bucket_bytes: int) -> list[Pass]:
+    def _merging(self, bucket_bytes: int, mesh: Mesh) -> list[Pass]:
         sizes = bucket_bytes, min(self.first_bucket_bytes, bucket_bytes)
+        alone = min(alone_bytes(self.machine, mesh), bucket_bytes)
         return [
-            LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce")), SplitOptimizer(),
-            LateWaits(), Bucket(*sizes, ("all_gather",)),
+            LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce"), alone), SplitOptimizer(),
+            LateWaits(), Bucket(*sizes, ("all_gather",), alone),
         ]  # fmt: skip
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
@@ -83,6 +86,20 @@ class Schedule(InPlace):
     def _in_flight(self, bucket_bytes: int) -> tuple[int, int]:
         """Bytes, and how many at least: on a link that is the bottleneck the next one has to be there."""
         return (_IN_FLIGHT * bucket_bytes, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
+
+
+def alone_bytes(machine: Speeds, mesh: Mesh) -> int:
+    """From how many bytes on one more collective takes less than copying them into a bucket or out of it does."""
+    axes = [axis.name for axis in mesh.axes if axis.size > 1]
+    starts = [_start_us(machine, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
+    copy_us = machine.work_us(Work(2 * _COPIED, carried=True)) - machine.launch_us
+    return int(max(starts, default=0.0) * _COPIED / max(copy_us, 1e-9))
+
+
+def _start_us(machine: Speeds, kind: str, mesh: Mesh, axis: str) -> float:
+    """What a collective takes of the wire, or of the processors where that is more, however few its bytes."""
+    computing = machine.taken_us(kind, 0, mesh, axis) + sum(machine.handled_us(kind, 0, mesh, axis))
+    return max(machine.collective_us(kind, 0, mesh, axis), computing)
 
 
 def schedules(given: Schedule | None) -> list[Schedule | None]:

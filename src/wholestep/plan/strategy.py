@@ -180,19 +180,19 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     Raises:
         PlanError: something else was given, or two data-parallel strategies.
     """
-    from .data_parallel import DataParallel
+    from .data_parallel import STYLES, DataParallel
 
     if isinstance(parallel, Strategies):
         return parallel
-    parts = (
-        (DataParallel(),) if parallel is None else (parallel,) if isinstance(parallel, Strategy) else tuple(parallel)
-    )
+    if parallel is None:
+        parallel = DataParallel()
+    parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (parallel,)
     wrong = [p for p in parts if not isinstance(p, Strategy)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if wrong or not parts:
         raise PlanError(
             f"parallel={wrong[0] if wrong else parts!r}",
             "a strategy, as DataParallel or TensorParallel, or a list of them",
-            'give parallel=wholestep.DataParallel("fully_shard")',
+            f'give parallel=wholestep.DataParallel("{parallel if parallel in list(STYLES) else "fully_shard"}")',
         )
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "give it axis=(...)")
