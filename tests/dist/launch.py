@@ -28,12 +28,16 @@ HOST = "127.0.0.1"
 STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack
 EXIT_SECONDS = 10.0  # how long a rank gets to tear its process group down once all results are in
 PRELOAD = [
+    "pytest",
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
     "torch.fx.experimental.proxy_tensor",
+    "torch.fx.experimental.validator",
+    "torch.testing._internal.composite_compliance",
     "wholestep",
 ]
 
