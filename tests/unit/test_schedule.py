@@ -12,7 +12,7 @@ from tests.catalogue import CASES
 from tests.simulate import index_of
 from wholestep.auto.fit import Finish
 from wholestep.backend.bind import bound_arguments
-from wholestep.cost.machine import Machine
+from wholestep.cost.machine import Machine, Wire
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import Role, node_at, operands
@@ -204,6 +204,16 @@ def test_plain_optimizers_need_no_splitting() -> None:
 def test_buckets_by_the_link() -> None:
     sizes = [Machine(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
     assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
+
+
+@pytest.mark.parametrize(("busy", "left"), [(0.2, 10), (0.6, 6), (1.0, 2)])
+def test_all_reduces_that_processors_send_are_few(busy: float, left: int) -> None:
+    """Nothing hides what takes the processors. The first bucket closes at 1 MiB; a size that is given is kept to."""
+    wire = Wire("all_reduce", start_us=50.0, byte_us=0.001, busy_byte_us=busy * 0.001)
+    machine = Machine(link_us=50.0, link_bytes_per_us=1000.0, wires=(wire,))
+    local = layers(10, 600)
+    assert count(Schedule(machine)(local)) == {"all_reduce": left}
+    assert count(Schedule(machine, bucket_bytes=MB)(local)) == {"all_reduce": 10}
 
 
 def test_gathering_again_holds_less_on_any_link() -> None:

@@ -20,6 +20,7 @@ _PARTS = (1, 8)
 _IN_FLIGHT = 3  # buckets
 _LEAST_BUCKET = 256 << 10
 _COPIED = 1 << 20
+_MOST_SUMMED = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class Schedule(InPlace):
         return made.with_steady(run_passes(made.steady, [overlap], watch)) if made else None
 
     def _merging(self, bucket_bytes: int, mesh: Mesh) -> list[Pass]:
-        sizes = bucket_bytes, min(self.first_bucket_bytes, bucket_bytes)
+        first = min(self.first_bucket_bytes, bucket_bytes)
         alone = min(alone_bytes(self.machine, mesh), bucket_bytes)
-        return [
-            LateWaits(), Bucket(*sizes, ("reduce_scatter", "all_reduce"), alone), SplitOptimizer(),
-            LateWaits(), Bucket(*sizes, ("all_gather",), alone),
-        ]  # fmt: skip
+        summed = summed_bytes(self.machine, mesh, bucket_bytes) if self.bucket_bytes is None else bucket_bytes
+        sums = [Bucket(bucket_bytes, first, ("reduce_scatter",), alone), Bucket(summed, first, ("all_reduce",))]
+        gathers = Bucket(bucket_bytes, first, ("all_gather",), alone)
+        return [LateWaits(), *sums, SplitOptimizer(), LateWaits(), gathers]
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
         return self.sized(gathered_again(local)) if self.bucket_bytes is None else self.bucket_bytes
@@ -94,6 +95,22 @@ def alone_bytes(machine: Speeds, mesh: Mesh) -> int:
     starts = [_start_us(machine, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
     copy_us = machine.work_us(Work(2 * _COPIED, carried=True)) - machine.launch_us
     return int(max(starts, default=0.0) * _COPIED / max(copy_us, 1e-9))
+
+
+def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
+    """What an all-reduce should carry where others carry `bucket_bytes`: doubled as often as computing beside it hides
+    half as much of it. What processors send while they should compute is not hidden at all, and few send it cheapest.
+    """
+
+    def hidden(axis: str) -> float:
+        few, many = (machine.collective_us("all_reduce", size, mesh, axis) for size in (0, _COPIED))
+        idle, busy = (machine.taken_us("all_reduce", size, mesh, axis) for size in (0, _COPIED))
+        return 1 - (busy - idle) / max(many - few, 1e-9)
+
+    share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
+    while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:
+        bucket_bytes, share = 2 * bucket_bytes, 2 * share
+    return bucket_bytes
 
 
 def _start_us(machine: Speeds, kind: str, mesh: Mesh, axis: str) -> float:

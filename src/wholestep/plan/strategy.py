@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
@@ -186,7 +186,7 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         return parallel
     if parallel is None:
         parallel = DataParallel()
-    parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (parallel,)
+    parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (cast("Strategy", parallel),)
     wrong = [p for p in parts if not isinstance(p, Strategy)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if wrong or not parts:
         raise PlanError(

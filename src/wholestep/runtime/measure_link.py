@@ -90,7 +90,7 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
 
 def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
     """From few bytes and many. What processors do for few varies tenfold: their time for many is what is kept to, and
-    bytes are at least half of that.
+    bytes are at least half of that; of the time that few take, starting is.
     """
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
     short = _timed(_runner(kind, _FEW, ranks, group, device), device, (1, 24), share)
@@ -98,7 +98,7 @@ def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, 
     each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (many - few)
     own = max(long.own_us - short.own_us, 0.0) / (many - few)
     busy = max(long.busy_us - short.busy_us, long.busy_us / 2, 1e-6) / (many - few)
-    start = max(short.us - short.own_us - each * few, 1.0)
+    start = max(short.us - short.own_us - each * few, short.us / 2, 1.0)
     return Wire(kind, start, each, max(long.busy_us - busy * many, 0.0), busy, short.own_us, own)
 
 
