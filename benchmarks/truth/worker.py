@@ -4,6 +4,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,10 @@ import wholestep as ws
 from benchmarks.peers import machine, models
 from benchmarks.peers.sizes import CONFIGS
 from wholestep.cost.machine import Machine
+from wholestep.cost.schedule import simulate
 from wholestep.passes.schedule import Schedule
+from wholestep.runtime.launch import join
+from wholestep.runtime.measure import measure
 from wholestep.runtime.step import CompiledStep
 
 from .results import Scene, Style, Turn
@@ -67,10 +71,12 @@ def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str
     for name in names:
         known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once, for all
         trained.append(_built(name, size, known, x, y))
+    place, moments = join(None, "cpu"), list[Machine]()
     for _ in range(turns):
+        moments.append(measure(place))  # what neighbours leave changes within minutes
         for one in trained:
             one.turns.append(_turn(one, x, y, steps))
-    styles = tuple(_looked_at(one, x, y) for one in trained)
+    styles = tuple(_looked_at(one, moments, x, y) for one in trained)
     if rank == 0:
         Path(out).write_text(Scene(size, rate, world, styles).to_json())
     dist.barrier()
@@ -105,7 +111,7 @@ def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Turn:
     return Turn(statistics.median(after - before for before, after in pairwise(last)) * 1e3, others)
 
 
-def _looked_at(one: Trained, x: Tensor, y: Tensor) -> Style:
+def _looked_at(one: Trained, moments: Sequence[Machine], x: Tensor, y: Tensor) -> Style:
     found = one.step.profile(one.model, one.optimizer, x, y)
     schedule, simulated = one.step.schedule, found.predicted.simulated
     known = schedule.machine if schedule else None
@@ -116,8 +122,9 @@ def _looked_at(one: Trained, x: Tensor, y: Tensor) -> Style:
     data = one.step.options.parallel.options
     kept = {None: "", True: ", reshard", False: ", keep"}[data.reshard_after_forward]
     chosen = f"{data.style}{kept}" if one.name.startswith("auto") else ""
+    predicted = statistics.median(simulate(local, moment).step_us for moment in moments) / 1e3
     return Style(
-        one.name, simulated.step_us / 1e3, tuple(one.turns), waited, kinds, classes,
+        one.name, predicted, simulated.step_us / 1e3, tuple(one.turns), waited, kinds, classes,
         asdict(known) if isinstance(known, Machine) else {}, chosen,
     )  # fmt: skip
 

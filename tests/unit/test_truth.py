@@ -7,7 +7,17 @@ from benchmarks.truth.results import BEGIN, END, Scene, Style, Turn, into, markd
 
 def style(name: str, predicted: float, *turns: float, others: float = 0.0, chosen: str = "") -> Style:
     made = tuple(Turn(ms, others) for ms in turns)
-    return Style(name, predicted, made, (1.0, 2.0), {"all_reduce": 3}, {"mm": (1.0, 2.0)}, {"launch_us": 4.0}, chosen)
+    return Style(
+        name,
+        predicted,
+        predicted + 3,
+        made,
+        (1.0, 2.0),
+        {"all_reduce": 3},
+        {"mm": (1.0, 2.0)},
+        {"launch_us": 4.0},
+        chosen,
+    )
 
 
 SCENE = Scene("S", "1gbit", 2, (style("replicate", 90, 100, 102, 98), style("zero1", 80, 120, 121, 119)))
@@ -15,10 +25,10 @@ SCENE = Scene("S", "1gbit", 2, (style("replicate", 90, 100, 102, 98), style("zer
 
 def test_only_quiet_turns_count_where_there_are_three() -> None:
     quiet, busy = (Turn(100.0, 0.1), Turn(101.0, 0.2), Turn(102.0, 0.0)), Turn(500.0, 1.0)
-    one = Style("x", 101.0, (*quiet, busy), (0.0, 0.0), {}, {})
+    one = Style("x", 101.0, 99.0, (*quiet, busy), (0.0, 0.0), {}, {})
     assert one.measured_ms == 101
     assert one.error == 0
-    two = Style("x", 101.0, (*quiet[:2], busy, busy), (0.0, 0.0), {}, {})
+    two = Style("x", 101.0, 99.0, (*quiet[:2], busy, busy), (0.0, 0.0), {}, {})
     assert two.measured_ms == (101 + 500) / 2
 
 
@@ -40,7 +50,7 @@ def test_scenes_survive_in_json(tmp_path: Path) -> None:
 
 def test_the_table_goes_between_its_marks() -> None:
     text = markdown([SCENE])
-    assert "| S, 2 ranks, 1gbit | replicate | 90 | 100 | -10% | 1, 2 | 3 all_reduce |" in text
+    assert "| S, 2 ranks, 1gbit | replicate | 90 | 100 | -10% | 93 | 1, 2 | 3 all_reduce |" in text
     assert "- S, 2 ranks, 1gbit: replicate is faster than zero1." in text
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     assert into(page, text) == f"before\n{BEGIN}\n\n{text}\n{END}\nafter\n"
