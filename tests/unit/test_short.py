@@ -16,7 +16,7 @@ from wholestep.auto.templates import Template, templates
 from wholestep.cost.memory import peak_memory
 from wholestep.plan.strategy import compose
 
-LAYERS = 10
+LAYERS = 12
 FAST = ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
 MACHINES = {"slow": ws.Machine(link_bytes_per_us=12.0), "dgx-h100": ws.Topology.preset("dgx-h100")}
 PAIRS = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
