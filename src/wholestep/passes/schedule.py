@@ -19,7 +19,7 @@ from .split_optimizer import SplitOptimizer
 _PARTS = (1, 8)
 _IN_FLIGHT = 3  # buckets
 _LEAST_BUCKET = 256 << 10
-_COPIED = 1 << 20
+_SAMPLE = 1 << 20
 _MOST_SUMMED = 64 << 20
 
 
@@ -93,8 +93,8 @@ def alone_bytes(machine: Speeds, mesh: Mesh) -> int:
     """From how many bytes on one more collective takes less than copying them into a bucket or out of it does."""
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
     starts = [_start_us(machine, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
-    copy_us = machine.work_us(Work(2 * _COPIED, carried=True)) - machine.launch_us
-    return int(max(starts, default=0.0) * _COPIED / max(copy_us, 1e-9))
+    copy_us = machine.work_us(Work(2 * _SAMPLE, carried=True)) - machine.launch_us
+    return int(max(starts, default=0.0) * _SAMPLE / max(copy_us, 1e-9))
 
 
 def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
@@ -103,9 +103,10 @@ def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
     """
 
     def hidden(axis: str) -> float:
-        few, many = (machine.collective_us("all_reduce", size, mesh, axis) for size in (0, _COPIED))
-        idle, busy = (machine.taken_us("all_reduce", size, mesh, axis) for size in (0, _COPIED))
-        return 1 - (busy - idle) / max(many - few, 1e-9)
+        kind = "all_reduce"
+        sent_us = machine.collective_us(kind, _SAMPLE, mesh, axis) - machine.collective_us(kind, 0, mesh, axis)
+        taken_us = machine.taken_us(kind, _SAMPLE, mesh, axis) - machine.taken_us(kind, 0, mesh, axis)
+        return 1 - taken_us / max(sent_us, 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
     while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:
