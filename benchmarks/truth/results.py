@@ -15,10 +15,13 @@ ALIKE = 0.04  # measured steps that differ by less are as fast as each other
 
 @dataclass(frozen=True)
 class Turn:
-    """A few steps of one style: milliseconds of the median step, and cores that others took meanwhile."""
+    """A few steps of one style: milliseconds of the median step, cores that others took meanwhile, and milliseconds
+    of a step by the simulator, on figures taken before and after.
+    """
 
     step_ms: float
     others: float
+    simulated_ms: float
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,8 @@ class Style:
 
     Args:
         name: of the style.
-        predicted_ms: by the simulator, on figures taken before each turn: the median.
-        first_ms: the same on figures that the job measured at its start, by which it schedules.
-        turns: measured.
+        first_ms: by the simulator, on figures that the job measured at its start, by which it schedules.
+        turns: measured, and simulated on figures of the moment.
         waited_ms: of the step, waiting for collectives: predicted, and measured with every op timed.
         collectives: how many of each kind.
         chosen: what `Auto` chose.
@@ -37,7 +39,6 @@ class Style:
     """
 
     name: str
-    predicted_ms: float
     first_ms: float
     turns: tuple[Turn, ...]
     waited_ms: tuple[float, float]
@@ -58,9 +59,14 @@ class Style:
         return median(turn.step_ms for turn in self.counted)
 
     @property
+    def predicted_ms(self) -> float:
+        """The median over turns, simulated."""
+        return median(turn.simulated_ms for turn in self.counted)
+
+    @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
-        return self.predicted_ms / self.measured_ms - 1
+        """Of the simulated step, as a share of the measured one of the same turn: the median."""
+        return median(turn.simulated_ms / turn.step_ms for turn in self.counted) - 1
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from wholestep.runtime.step import CompiledStep
 from .results import Scene, Style, Turn
 
 WARM_STEPS = 3
+Measured = tuple[float, float]  # milliseconds of a step, cores that others took
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Trained:
     step: CompiledStep
     model: nn.Module
     optimizer: AdamW
-    turns: list[Turn] = field(default_factory=list[Turn])
+    measured: list[Measured] = field(default_factory=list[Measured])
 
 
 def parallel(name: str) -> Any:
@@ -71,11 +72,13 @@ def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str
     for name in names:
         known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once, for all
         trained.append(_built(name, size, known, x, y))
-    place, moments = join(None, "cpu"), list[Machine]()
-    for _ in range(turns):
-        moments.append(measure(place))  # what neighbours leave changes within minutes
-        for one in trained:
-            one.turns.append(_turn(one, x, y, steps))
+    place = join(None, "cpu")
+    moments = [measure(place)]
+    for turn in range(turns):
+        for number in range(len(trained)):  # another one is first in each
+            one = trained[(turn + number) % len(trained)]
+            one.measured.append(_turn(one, x, y, steps))
+        moments.append(measure(place))  # what neighbours leave changes within seconds
     styles = tuple(_looked_at(one, moments, x, y) for one in trained)
     if rank == 0:
         Path(out).write_text(Scene(size, rate, world, styles).to_json())
@@ -92,7 +95,7 @@ def _built(name: str, size: str, schedule: Any, x: Tensor, y: Tensor) -> Trained
     return one
 
 
-def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Turn:
+def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Measured:
     """Steps of one style. A step ends when the last rank is done; the first one does not count."""
     busy, own = machine.busy_seconds(), machine.own_seconds()
     dist.barrier()
@@ -108,7 +111,7 @@ def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Turn:
     took = time.monotonic() - begun
     others = max(machine.busy_seconds() - busy - float(used), 0.0) / took
     last = [float(end) for end in ends[1:]]
-    return Turn(statistics.median(after - before for before, after in pairwise(last)) * 1e3, others)
+    return statistics.median(after - before for before, after in pairwise(last)) * 1e3, others
 
 
 def _looked_at(one: Trained, moments: Sequence[Machine], x: Tensor, y: Tensor) -> Style:
@@ -122,9 +125,10 @@ def _looked_at(one: Trained, moments: Sequence[Machine], x: Tensor, y: Tensor) -
     data = one.step.options.parallel.options
     kept = {None: "", True: ", reshard", False: ", keep"}[data.reshard_after_forward]
     chosen = f"{data.style}{kept}" if one.name.startswith("auto") else ""
-    predicted = statistics.median(simulate(local, moment).step_us for moment in moments) / 1e3
+    at = [simulate(local, moment).step_us / 1e3 for moment in moments]
+    turns = [Turn(*its, sum(both) / 2) for its, both in zip(one.measured, pairwise(at), strict=True)]
     return Style(
-        one.name, predicted, simulated.step_us / 1e3, tuple(one.turns), waited, kinds, classes,
+        one.name, simulated.step_us / 1e3, tuple(turns), waited, kinds, classes,
         asdict(known) if isinstance(known, Machine) else {}, chosen,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ def figures(rank: int, world: int, mesh: str) -> None:
         assert wire.byte_us > 0
         assert wire.busy_us >= 0
         assert wire.own_us > 0
+        assert wire.beside >= 1
         assert (wire.sum_byte_us > 0) == (wire.kind == "reduce_scatter")
     assert found.carried_bytes_per_us > 0
     assert 0 <= crowded(joined) <= 1

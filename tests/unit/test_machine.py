@@ -13,7 +13,7 @@ from wholestep.cost.machine import Wire
 from wholestep.cost.schedule import Clock, kind_of, simulate, whole_bytes
 from wholestep.cost.speeds import Work
 from wholestep.graph.ops import streams
-from wholestep.graph.verify import is_collective
+from wholestep.graph.verify import is_collective, is_wait
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.fill import Fill, multiply_into, new_bucket, put_pieces
 from wholestep.runtime.launch import join
@@ -72,7 +72,9 @@ def test_each_kind_of_collective_has_its_figures() -> None:
     own = replace(machine, wires=(Wire("reduce_scatter", 1, 1, own_us=5, own_byte_us=0.01, sum_byte_us=0.5),))
     assert own.handled_us("reduce_scatter", 1000, MESH, "dp") == pytest.approx((5 + 5, 250))
     assert own.handled_us("all_gather", 1000, MESH, "dp") == (1, 0)
-    assert ws.Machine.of(asdict(machine)) == machine
+    late = replace(machine, wires=(Wire("all_gather", 5, 0.125, beside=1.5),))
+    assert [late.beside(kind) for kind in ("all_gather", "all_reduce")] == [1.5, 1]
+    assert ws.Machine.of(asdict(late)) == late
 
 
 def test_what_the_thread_that_computes_does_for_collectives_is_not_hidden() -> None:
@@ -153,6 +155,26 @@ def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
     assert after(90, 40) == pytest.approx(130)
     assert after(30, 400) == pytest.approx(120), "something is left for computing"
     assert after(5, 400) == pytest.approx(50)
+
+
+def test_collectives_are_faster_while_a_rank_waits() -> None:
+    """Two of 50 us each that take 100 beside computing: after 40 us of that, 30 us of waiting bring the first."""
+    local = program(passes=False)
+    calls = [n for n in local.graph.nodes if n.op == "call_function"]
+    first, second = [n for n in calls if is_collective(n)][:2]
+    op = next(n for n in calls if n.target is aten.add.Tensor)
+    made, wire = work(op), Wire("all_reduce", 50.0, 0.0, beside=2.0)
+    assert made is not None
+    clock = Clock(replace(PLAIN, launch_us=0.0, memory_bytes_per_us=made.moved_bytes / 40, wires=(wire,)), MESH)
+    clock.run(first)
+    clock.run(second)
+    assert [clock.done[n] for n in (first, second)] == pytest.approx([100, 200]), "if it computes all the while"
+    clock.run(op)
+    clock.run(next(n for n in first.users if is_wait(n)))
+    assert (clock.now, clock.waited) == pytest.approx((40 + 30, 30))
+    assert (clock.begun[second], clock.done[second], clock.wire) == pytest.approx((70, 170, 170))
+    clock.run(next(n for n in second.users if is_wait(n)))
+    assert (clock.now, clock.waited) == pytest.approx((70 + 50, 30 + 50))
 
 
 def test_steps_whose_collectives_take_processors_are_longer() -> None:

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.truth.results import BEGIN, END, Scene, Style, Turn, into, markdown, read
 
 
 def style(name: str, predicted: float, *turns: float, others: float = 0.0, chosen: str = "") -> Style:
-    made = tuple(Turn(ms, others) for ms in turns)
+    made = tuple(Turn(ms, others, predicted) for ms in turns)
     return Style(
         name,
-        predicted,
         predicted + 3,
         made,
         (1.0, 2.0),
@@ -24,12 +25,16 @@ SCENE = Scene("S", "1gbit", 2, (style("replicate", 90, 100, 102, 98), style("zer
 
 
 def test_only_quiet_turns_count_where_there_are_three() -> None:
-    quiet, busy = (Turn(100.0, 0.1), Turn(101.0, 0.2), Turn(102.0, 0.0)), Turn(500.0, 1.0)
-    one = Style("x", 101.0, 99.0, (*quiet, busy), (0.0, 0.0), {}, {})
-    assert one.measured_ms == 101
-    assert one.error == 0
-    two = Style("x", 101.0, 99.0, (*quiet[:2], busy, busy), (0.0, 0.0), {}, {})
+    quiet, busy = (Turn(100.0, 0.1, 90.0), Turn(101.0, 0.2, 101.0), Turn(102.0, 0.0, 204.0)), Turn(500.0, 1.0, 1.0)
+    one = Style("x", 99.0, (*quiet, busy), (0.0, 0.0), {}, {})
+    assert (one.measured_ms, one.predicted_ms) == (101, 101)
+    two = Style("x", 99.0, (*quiet[:2], busy, busy), (0.0, 0.0), {}, {})
     assert two.measured_ms == (101 + 500) / 2
+
+
+def test_each_turn_is_compared_with_what_was_simulated_for_it() -> None:
+    slower = Turn(100.0, 0.0, 90.0), Turn(200.0, 0.0, 180.0), Turn(300.0, 0.0, 270.0), Turn(100.0, 0.0, 300.0)
+    assert Style("x", 99.0, slower, (0.0, 0.0), {}, {}).error == pytest.approx(-0.1)
 
 
 def test_pairs_that_are_ranked_the_wrong_way_round() -> None:

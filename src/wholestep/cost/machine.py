@@ -14,7 +14,7 @@ from .speeds import Work
 class Wire:
     """What collectives of one kind take, in microseconds: to start, and for each byte that a rank sends; what they take
     from computing beside them, likewise; what the thread that computes does itself to start them, likewise, and for
-    each byte to add up what came.
+    each byte to add up what came. Beside computing all takes `beside` times as long.
     """
 
     kind: str
@@ -25,6 +25,7 @@ class Wire:
     own_us: float = 0.0
     own_byte_us: float = 0.0
     sum_byte_us: float = 0.0
+    beside: float = 1.0
 
 
 def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
@@ -100,6 +101,10 @@ class Machine:
         """One collective by the ring algorithm."""
         wire = self._wire(kind)
         return wire.start_us + wire.byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+
+    def beside(self, kind: str) -> float:
+        """As measured beside products."""
+        return self._wire(kind).beside
 
     def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """What it takes from computing."""

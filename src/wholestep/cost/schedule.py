@@ -21,8 +21,9 @@ _MOST_TAKEN = 0.9  # of computing, by collectives: something is left
 @dataclass
 class Clock:
     """The streams at some point of a step, in microseconds since its start. `wires` says of each axis when all of its
-    collectives are complete, `done` the same of each. Those of two axes that share links get half the rate each.
-    `taken` is what those that are not complete take from computing, evenly while they are on their way.
+    collectives are complete, `done` the same of each: if the rank computes until then, since while it waits they are
+    faster. Those of two axes that share links get half the rate each. `taken` is what those that are not complete take
+    from computing, evenly while they are on their way.
     """
 
     machine: Speeds
@@ -44,6 +45,7 @@ class Clock:
         """`node` is the next of the computing stream."""
         if is_wait(node):
             sent = node_at(node, 0)
+            self._hurry(sent)
             arrived = self.done.get(sent, 0.0)
             self.flying.pop(sent, None)
             self.waited += max(arrived - self.now, 0.0)
@@ -58,7 +60,7 @@ class Clock:
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
-        us = self.machine.collective_us(kind, whole, self.mesh, axis)
+        us = self.machine.collective_us(kind, whole, self.mesh, axis) * self.machine.beside(kind)
         begin = max(self.wires.get(axis, 0.0), self.now)
         beside = 0.0
         for other, until in self.wires.items():
@@ -70,6 +72,19 @@ class Clock:
         self.done[node] = self.wires[axis] = begin + us + beside
         if taken := self.machine.taken_us(kind, whole, self.mesh, axis):
             self.taken[node] = taken
+
+    def _hurry(self, sent: Node) -> None:
+        """A rank that waits for `sent` computes nothing beside what is on its way."""
+        beside = self.machine.beside(kind_of(sent)) if sent in self.flying else 1.0
+        if beside == 1 or self.done[sent] <= self.now:
+            return
+        gained = (self.done[sent] - self.now) * (1 - 1 / beside)
+        for node in self.flying:
+            if self.done[node] > self.now:
+                self.begun[node] -= min(gained, max(self.begun[node] - self.now, 0.0))
+                self.done[node] = max(self.done[node] - gained, self.now)
+        for axis, until in self.wires.items():
+            self.wires[axis] = max(until - gained, min(until, self.now))
 
     def _delay(self, axis: str, after: float, us: float) -> None:
         self.wires[axis] += us

@@ -68,6 +68,10 @@ class Speeds(Protocol):
         """One collective along `axis` on the largest buffer that a rank holds for it."""
         ...
 
+    def beside(self, kind: str) -> float:
+        """How many times as long a collective takes while the rank computes."""
+        ...
+
     def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """How much less a rank has computed when that collective, beside which it computes, is complete."""
         ...

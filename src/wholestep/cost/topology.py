@@ -164,6 +164,10 @@ class Topology:
         units = units_of(mesh, axis, tuple(level.ranks for level in self.levels))
         return self.units_us(kind, whole_bytes if largest_bytes is None else largest_bytes * units[0], units)
 
+    def beside(self, kind: str) -> float:
+        """1: links are as fast while a device computes."""
+        return 1.0
+
     def taken_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """By the device's contention: computing takes that much longer while a collective is on its way."""
         return self.collective_us(kind, whole_bytes, mesh, axis) * (1 - 1 / self.device.contention)

@@ -103,10 +103,8 @@ def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
     """
 
     def hidden(axis: str) -> float:
-        kind = "all_reduce"
-        sent_us = machine.collective_us(kind, _SAMPLE, mesh, axis) - machine.collective_us(kind, 0, mesh, axis)
-        taken_us = machine.taken_us(kind, _SAMPLE, mesh, axis) - machine.taken_us(kind, 0, mesh, axis)
-        return 1 - taken_us / max(sent_us, 1e-9)
+        carried = "all_reduce", bucket_bytes, mesh, axis
+        return 1 - machine.taken_us(*carried) / max(machine.collective_us(*carried), 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
     while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
@@ -44,12 +43,18 @@ def measure(world: World) -> Machine:
 
 
 def _together(world: World) -> list[float]:
-    """What `_computing` finds while all ranks compute, as they do in a step."""
-    if world.mesh.size > 1:
+    """What `_computing` finds while all ranks compute, as they do in a step: of each probe the median of its rounds,
+    since a step pays what is usual, not what is best.
+    """
+    together = world.mesh.size > 1
+    if together:
         dist.barrier()
     devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
     with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
-        return list(_computing(world.device).values())
+        rounds = torch.tensor(list(_computing(world.device).values()), dtype=torch.float64).to(world.device)
+    if together:
+        dist.all_reduce(rounds, dist.ReduceOp.MAX)  # in each part of a step all wait for the slowest
+    return [float(v) for v in rounds[:, 1:].median(1).values]
 
 
 @dataclass(frozen=True)
@@ -98,18 +103,17 @@ def _probes(device: str) -> Mapping[str, _Probe]:
     }
 
 
-def _computing(device: str) -> dict[str, float]:
-    """Microseconds for an operation, a byte or a call of each probe.
+def _computing(device: str) -> dict[str, list[float]]:
+    """Microseconds for an operation, a byte or a call of each probe, in each of a few rounds.
 
-    They take turns, so that each finds caches as in a step: full of what others left. The median of a few rounds
-    counts: a step pays what is usual, not what is best.
+    They take turns, so that each finds caches as in a step: full of what others left.
     """
     probes = _probes(device)
     times: dict[str, list[float]] = {name: [] for name in probes}
     for _ in range(_ROUNDS):
         for name, probe in probes.items():
             times[name].append(_timed(probe.run, device) / probe.does)
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return times
 
 
 def _timed(run: Callable[[], object], device: str) -> float:

@@ -6,30 +6,34 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..backend.buffers import Buffers
 from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
 _FEW, _LEAST = 4 << 10, 1 << 20
-_SIZES = ((4_000.0, 4 << 20, (3, 4)), (16_000.0, _LEAST, (4, 4)), (float("inf"), _LEAST, (3, 2)))
+_SIZES = ((4_000.0, 4 << 20, (3, 3)), (16_000.0, _LEAST, (6, 3)), (float("inf"), _LEAST, (3, 3)))
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
 _OF_WHAT_CAME = 7
+_COMPUTED = 0.8
+_SHORT = (1, 24)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
-Run = Callable[[], object]
+Run = Callable[..., object]
+Typical = Callable[[Iterable[float]], float]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one collective: until its result is there, of the thread that calls it, and of others that
-    computing lacks.
+    """Microseconds of one collective: until its result is there, of the thread that calls it, and what computing lacks
+    beside it.
     """
 
     us: float
@@ -50,14 +54,15 @@ class Link:
 def measure_link(world: World, axis: str) -> Link:
     """What collectives take along `axis`.
 
-    Each is timed with few bytes and with many: their difference is the rate. Those of many follow each other without a
-    pause, so that no rank counts a time in which it came late to what others had sent before. Many are 4 MiB, or as
-    much less as a slow link sends in a bucket.
+    Each is timed with few bytes and with many: their difference is the rate. Those of many are on their way together,
+    so that no rank counts a time in which it came late to what others had sent before, and enough that what a link
+    lets through at once before it keeps to its rate is little of them. Many are 4 MiB, or as much less as a slow link
+    sends in a bucket.
     """
     group, ranks = world.groups[axis], world.mesh.axis_size(axis)
     trial = _runner("all_reduce", _LEAST, ranks, group, world.device)
-    trial()
-    us = torch.tensor([_seconds(trial, world.device) * 1e6]).to(world.device)
+    trial(1)
+    us = torch.tensor([_seconds(lambda: trial(1), world.device) * 1e6]).to(world.device)
     dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
     most, often = next((size, often) for limit_us, size, often in _SIZES if float(us) <= limit_us)
     share = crowded(world)
@@ -89,17 +94,20 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
 
 
 def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
-    """From few bytes and many. What processors do for few varies tenfold: their time for many is what is kept to, and
-    bytes are at least half of that; of the time that few take, starting is.
+    """From few bytes and many, and many beside products. What processors do for few varies tenfold: their time for many
+    is what is kept to, and bytes are at least half of that; of the time that few take, starting is.
     """
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
-    short = _timed(_runner(kind, _FEW, ranks, group, device), device, (1, 24), share)
-    long = _timed(_runner(kind, most, ranks, group, device), device, often, share)
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, _SHORT, share, min)
+    run = _runner(kind, most, ranks, group, device)
+    long = _timed(run, device, often, share, statistics.median)
+    beside = long if device.startswith("cuda") else _beside(run, long, often, share)
     each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (many - few)
     own = max(long.own_us - short.own_us, 0.0) / (many - few)
-    busy = max(long.busy_us - short.busy_us, long.busy_us / 2, 1e-6) / (many - few)
+    busy = max(beside.busy_us - short.busy_us, beside.busy_us / 2, 1e-6) / (many - few)
     start = max(short.us - short.own_us - each * few, short.us / 2, 1.0)
-    return Wire(kind, start, each, max(long.busy_us - busy * many, 0.0), busy, short.own_us, own)
+    taken = max(beside.busy_us - busy * many, 0.0)
+    return Wire(kind, start, each, taken, busy, short.own_us, own, beside=max(beside.us / long.us, 1.0))
 
 
 def crowded(world: World) -> float:
@@ -117,33 +125,39 @@ def crowded(world: World) -> float:
 
 
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
-    """One collective of `size` bytes in the whole, as a step calls it."""
-    length = max(size // 4 // ranks, 1) * ranks
-    whole = torch.zeros(length, dtype=torch.float32, device=device)
-    part = whole[: length // ranks]
-    wait, kept = funcol.wait_tensor.default, Buffers()
+    """As many collectives of `size` bytes in the whole as are asked for, at once, as a step calls them."""
+    length, kept = max(size // 4 // ranks, 1) * ranks, Buffers()
+    wholes = [torch.zeros(length, dtype=torch.float32, device=device)]
 
-    def scatter() -> object:
+    def start(whole: Tensor) -> Tensor:
+        if kind == "all_reduce":
+            return funcol.all_reduce_.default(whole, "sum", group)
+        if kind == "all_gather":
+            return kept.gather(whole[: length // ranks], ranks, group)
         if device.startswith("cuda"):
-            return wait(funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group))
-        return wait(kept.swap(whole, ranks, group))
+            return funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group)
+        return kept.swap(whole, ranks, group)
 
-    return {
-        "all_reduce": lambda: wait(funcol.all_reduce_.default(whole, "sum", group)),
-        "all_gather": lambda: wait(kept.gather(part, ranks, group)),
-        "reduce_scatter": scatter,
-    }[kind]
+    def run(times: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+        while len(wholes) < times:
+            wholes.append(torch.zeros_like(wholes[0]))
+        started = [start(whole) for whole in wholes[:times]]
+        meanwhile()
+        for sent in started:
+            funcol.wait_tensor.default(sent)
+
+    return run
 
 
-def _timed(run: Run, device: str, often: tuple[int, int], share: float) -> Timed:
-    """Of each of a row of runs, `often` being how many and how many rows: the best row, and what processors did in all.
+def _timed(run: Run, device: str, often: tuple[int, int], share: float, typical: Typical) -> Timed:
+    """Of each of a row of runs, `often` being how many and how many rows: the typical row, and what processors did.
 
     Of other threads the `share` that computing lacks counts; on a GPU nothing does.
     """
     times, rows = often
-    run()
+    run(times)
     process, own = time.process_time(), time.thread_time()
-    us = min(_seconds(run, device, times) for _ in range(rows)) * 1e6
+    us = typical(_seconds(lambda: run(times), device) for _ in range(rows)) * 1e6
     process, own = time.process_time() - process, time.thread_time() - own
     if device.startswith("cuda"):
         return Timed(us / times, 0.0, 0.0)
@@ -151,10 +165,38 @@ def _timed(run: Run, device: str, often: tuple[int, int], share: float) -> Timed
     return Timed(us / times, own * each, share * (process - own) * each)
 
 
-def _seconds(run: Run, device: str, times: int = 1) -> float:
+def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> Timed:
+    """The same while the rank computes for most of what they take `alone`.
+
+    Computing lacks what other threads do, and its own thread takes longer for the same products: their caches are
+    others', and the kernel handles packets on its time.
+    """
+    times, rows = often
+    one, other, made = torch.full((128, 384), 0.5), torch.full((384, 768), 0.5), torch.empty(128, 768)
+    products = 1
+
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(one, other, out=made)
+
+    each_us = statistics.median(_seconds(compute, "cpu") for _ in range(9)) * 1e6
+    products = int(_COMPUTED * times * alone.us / each_us)
+    us, others, longer = list[float](), list[float](), list[float]()
+    for _ in range(rows):
+        before = time.thread_time()
+        compute()
+        process, own = time.process_time(), time.thread_time()
+        us.append(_seconds(lambda: run(times, compute), "cpu") * 1e6)
+        process, later = time.process_time() - process, time.thread_time() - own
+        others.append((process - later) * 1e6)
+        longer.append((later - (own - before)) * 1e6 - alone.own_us * times)
+    busy = share * statistics.mean(others) + max(statistics.median(longer), 0.0)
+    return Timed(statistics.median(us) / times, alone.own_us, busy / times)
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
     start = time.perf_counter()
-    for _ in range(times):
-        run()
+    run()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter() - start
