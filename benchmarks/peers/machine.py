@@ -17,6 +17,11 @@ def busy_seconds() -> float:
     return (user + nice + system + steal) / TICKS
 
 
+def packet_seconds() -> float:
+    """Processor seconds of soft interrupts, in which the kernel handles packets; to a hundredth."""
+    return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[7]) / TICKS
+
+
 def own_seconds() -> float:
     """Processor seconds of this process, all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -74,6 +74,8 @@ class TurnTaken:
     update_ms: float
     others: float
     speed_ms: float
+    calling_ms: float
+    packets_ms: float
 
 
 def groups(specs: Sequence[Spec], together: int) -> list[list[Spec]]:
@@ -174,15 +176,18 @@ def _turn(up: dict[str, Running], name: str, effort: Effort) -> None:
             floor_ms=beside.step_ms,
             floor_update_ms=beside.update_ms,
             floor_others=beside.others,
+            calling_ms=taken.calling_ms,
+            packets_ms=taken.packets_ms,
         )
     )
 
 
 def _take(running: Running, steps: int) -> TurnTaken:
     peer = running.peer
-    busy, begun = machine.busy_seconds(), time.monotonic()
+    busy, packets, begun = machine.busy_seconds(), machine.packet_seconds(), time.monotonic()
     answers = peer.ask("run", TURN_SECONDS, steps=1 + steps)
     seconds, busy = time.monotonic() - begun, machine.busy_seconds() - busy
+    packets = machine.packet_seconds() - packets
     running.losses += _losses(answers)
     cpu = sum(answer["cpu"] for answer in answers)
     speed = sum(answer["speed"] for answer in answers)
@@ -196,6 +201,8 @@ def _take(running: Running, steps: int) -> TurnTaken:
         update_ms=1e3 * max(answer["update"] for answer in answers) / (1 + steps),
         others=max(0.0, busy - cpu - speed) / seconds,
         speed_ms=1e3 * max(answer["speed"] for answer in answers),
+        calling_ms=1e3 * sum(answer["calling"] for answer in answers) / (1 + steps),
+        packets_ms=1e3 * packets / (1 + steps),
     )
 
 

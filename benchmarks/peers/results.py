@@ -84,6 +84,8 @@ class Row:
     limit_ms: float
     to_limit: float
     cpu_ms: float
+    calling_ms: float
+    packets_ms: float
     sent_bytes: float
     least_bytes: float
     collectives: Mapping[str, int]
@@ -122,6 +124,8 @@ def _row(scene: Scene, peer: Measured, compute_factor: float) -> Row:
         limit_ms=statistics.median(limits),
         to_limit=median_ratio([(turn.step_ms, least) for turn, least in zip(turns, limits, strict=True)]),
         cpu_ms=statistics.median(turn.cpu_ms for turn in turns),
+        calling_ms=statistics.median(turn.calling_ms for turn in turns),
+        packets_ms=statistics.fmean(turn.packets_ms for turn in turns),
         sent_bytes=statistics.median(turn.sent_bytes for turn in turns),
         least_bytes=least_bytes(spec, scene.world, peer.parameter_bytes),
         collectives=peer.collectives,

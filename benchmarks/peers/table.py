@@ -11,7 +11,7 @@ from .sizes import CONFIGS
 
 SHORT = {"allreduce": "AR", "all-reduce": "AR", "reduce_scatter": "RS", "allgather": "AG", "broadcast": "BC"}
 HEADS = (
-    "peer", "step ms", "x floor", "x limit", "CPU ms", "sent MB", "least MB", "collectives", "at rest MB", "peak MB",
+    "peer", "step ms", "x floor", "x limit", "CPU ms", "of it", "sent MB", "least MB", "collectives", "at rest MB", "peak MB",
     "first step s", "loss gap", "quiet turns",
 )  # fmt: skip
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
@@ -19,8 +19,10 @@ NOTES = """\
 - step ms: median over turns of the median step of a turn. x floor: median over turns of the ratio to the floor's
   turn just before. x limit: likewise to the physical limit, the larger of the floor (its optimizer's part divided
   by the ranks where optimizer state is sharded) and the least bytes of the style over what the link carries.
-- CPU ms: processor time of a step, all ranks. sent MB: per rank and step, counted at the interface, headers
-  included. least MB: what the style has to send.
+- CPU ms: processor time of a step, all ranks and the kernel's packets; of it: that of the threads that call the
+  step, of all others of the ranks, and of the soft interrupts of the machine. Over the number of cores it is the least
+  that a step can take. sent MB: per rank and step, counted at the interface, headers included. least MB: what the
+  style has to send.
 - collectives: of one step; AR all-reduce, RS reduce-scatter, AG all-gather, BC broadcast.
 - at rest MB: parameters and optimizer state of one rank. peak MB: resident memory in steps, over what the process
   holds before it imports anything. first step s: with all that is compiled in it.
@@ -64,7 +66,8 @@ def _cells(row: Row) -> list[str]:
         f"{row.step_ms:.0f}",
         f"{row.to_floor:.2f}",
         f"{row.to_limit:.2f}",
-        f"{row.cpu_ms:.0f}",
+        f"{row.cpu_ms + row.packets_ms:.0f}",
+        f"{row.calling_ms:.0f} + {row.cpu_ms - row.calling_ms:.0f} + {row.packets_ms:.0f}" if row.calling_ms else "-",
         f"{row.sent_bytes / 1e6:.1f}",
         f"{row.least_bytes / 1e6:.1f}",
         counts(row) or "-",
@@ -112,7 +115,7 @@ def screen(scene: Scene) -> Table:
         title=shown.title, title_justify="left", caption="\n".join(shown.remarks) or None, caption_justify="left"
     )
     for i, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if i in (0, 7) else "right", no_wrap=i == 0)
+        table.add_column(head, justify="left" if i in (0, 8) else "right", no_wrap=i == 0)
     for cells in shown.cells:
         table.add_row(*cells)
     return table

@@ -22,6 +22,8 @@ class Turn:
         floor_ms: the floor's step.
         floor_update_ms: the part of it that the optimizer took.
         floor_others: as `others`, during the floor's turn.
+        calling_ms: the part of `cpu_ms` of the threads that call the step, which compute.
+        packets_ms: of a step, processor time in which the kernel handles packets: no process's.
     """
 
     step_ms: float
@@ -32,6 +34,8 @@ class Turn:
     floor_ms: float
     floor_update_ms: float
     floor_others: float
+    calling_ms: float = 0.0
+    packets_ms: float = 0.0
 
     @property
     def quiet(self) -> bool:

@@ -79,17 +79,19 @@ class Rank:
         """Steps that count."""
         batches, ends, losses, trainer = self.take(steps), list[float](), list[float](), self.trainer
         speed, update = speed_seconds(), trainer.update_seconds
-        cpu, sent, begin = machine.own_seconds(), machine.sent_bytes(self.interface), time.monotonic()
+        sent, begin = machine.sent_bytes(self.interface), time.monotonic()
+        cpu, calling = machine.own_seconds(), time.thread_time()
         for batch in batches:
             losses.append(trainer.step(batch))
             ends.append(time.monotonic())
-        cpu = machine.own_seconds() - cpu
+        cpu, calling = machine.own_seconds() - cpu, time.thread_time() - calling
         trainer.finish()
         return {
             "begin": begin,
             "ends": ends,
             "losses": losses,
             "cpu": cpu,
+            "calling": calling,
             "sent": machine.sent_bytes(self.interface) - sent,
             "update": trainer.update_seconds - update,
             "speed": speed,

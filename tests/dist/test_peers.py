@@ -45,6 +45,7 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     assert set(raw) == {"config", "rate", "world", "shaped", "peers"}
     assert set(raw["peers"]["ddp"]["turns"][0]) == {
         "step_ms", "cpu_ms", "sent_bytes", "others", "speed_ms", "floor_ms", "floor_update_ms", "floor_others",
+        "calling_ms", "packets_ms",
     }  # fmt: skip
     floor, ddp, zero1, wire = rows(scene)
     assert [floor.peer, ddp.peer, zero1.peer, wire.peer] == ["floor", "ddp", "wholestep:zero1", "wire:parts,late"]
@@ -56,7 +57,7 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
         assert row.sent_bytes >= size
         assert row.collectives
         assert row.step_ms > 0
-        assert row.cpu_ms > 0
+        assert row.cpu_ms > row.calling_ms > 0
     assert wire.least_bytes == size
     assert wire.loss_gap is None
     assert wire.sent_bytes >= size

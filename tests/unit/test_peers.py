@@ -132,7 +132,7 @@ def test_a_step_lasts_until_the_last_rank_is_done() -> None:
 
 
 def turn(step_ms: float, floor_ms: float = 100.0, **fields: float) -> Turn:
-    plain = Turn(step_ms, 150.0, 1e6, 0.1, 10.0, floor_ms, 20.0, 0.1)
+    plain = Turn(step_ms, 150.0, 1e6, 0.1, 10.0, floor_ms, 20.0, 0.1, 120.0, 10.0)
     return replace(plain, **fields)
 
 
@@ -284,7 +284,7 @@ for line in sys.stdin:
         %(what)s
     n, now = message.get("steps", 0), time.monotonic()
     answer = {"build": 0.5, "empty": 1000, "begin": now, "ends": [now + 0.1 * (i + 1) for i in range(n)],
-              "losses": [2.0 + rank] * n, "cpu": 0.2 * n, "sent": 500 * n, "update": 0.01 * n, "speed": 0.0, "note": "",
+              "losses": [2.0 + rank] * n, "cpu": 0.2 * n, "calling": 0.15 * n, "sent": 500 * n, "update": 0.01 * n, "speed": 0.0, "note": "",
               "rest": 10, "parameters": 20, "peak": 3000, "collectives": {"allreduce": 2}}
     print(json.dumps(answer), flush=True)
 """
@@ -348,6 +348,8 @@ def test_others_go_on_when_one_fails(here: Network, tmp_path: Path) -> None:
     for each in ddp.turns:
         assert each.step_ms == pytest.approx(100)
         assert each.cpu_ms == pytest.approx(400)
+        assert each.calling_ms == pytest.approx(300)
+        assert each.packets_ms >= 0
         assert each.sent_bytes == 250  # one interface: either rank read the sum of both
         assert each.floor_update_ms == pytest.approx(10)
     assert [event.peer for event in said if event.kind == "failed"] == ["fsdp2"]
@@ -424,9 +426,12 @@ def test_markdown_has_every_peer() -> None:
     lines = markdown([scene()]).splitlines()
     assert lines[0] == "### S: GPT of 3.0 M parameters, 2 ranks, 1gbit"
     assert lines[2] == f"| {' | '.join(HEADS)} |"
-    assert lines[5] == "| ddp | 210 | 1.50 | 1.50 | 150 | 1.0 | 12.0 | 4 AR, 3 AG | 12.0 | 80 | 1.5 | 0e+00 | 3/3 |"
+    assert (
+        lines[5]
+        == "| ddp | 210 | 1.50 | 1.50 | 160 | 120 + 30 + 10 | 1.0 | 12.0 | 4 AR, 3 AG | 12.0 | 80 | 1.5 | 0e+00 | 3/3 |"
+    )
     assert lines[6] == (
-        "| wholestep:zero1 | 300 | 3.00 | 2.99 | 150 | 7.5 | 12.0 | 4 AR, 3 AG | 12.0 | 80 | 1.5 | 5e-01 | 3/3 |"
+        "| wholestep:zero1 | 300 | 3.00 | 2.99 | 160 | 120 + 30 + 10 | 7.5 | 12.0 | 4 AR, 3 AG | 12.0 | 80 | 1.5 | 5e-01 | 3/3 |"
     )
     assert lines[8] == "- jax failed: rank 0 died"
 

@@ -40,11 +40,9 @@ class Finish:
         """What runs."""
         return run_passes(local, self._ways()[0])
 
-    def with_buckets(self, again: int) -> Finish:
-        """The same for part of a step that gathers so many bytes of parameters `again`: with its size of buckets."""
-        if self.schedule is None or self.schedule.bucket_bytes is not None:
-            return self
-        return replace(self, schedule=replace(self.schedule, bucket_bytes=self.schedule.sized(again)))
+    def gathering_again(self, size_bytes: int) -> Finish:
+        """The same for part of a step, all of which gathers so many bytes of parameters again."""
+        return replace(self, schedule=replace(self.schedule, again_bytes=size_bytes)) if self.schedule else self
 
     def fit(self, local: LocalGraph, budget_bytes: int, machine: Speeds, gathers: bool) -> Fitted:
         """`local` within the budget, in the shortest simulated step. `gathers`: parameters may be gathered again too.

@@ -100,7 +100,7 @@ class Short:
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], finish: Finish) -> Costs:
         """What the whole step costs, from plans and programs of those with so many blocks, finished as it would be."""
         few, more = (gathered_again(local) for _, local in made)
-        finish = finish.with_buckets(round(self.whole(pair, (few, more))))
+        finish = finish.gathering_again(round(self.whole(pair, (few, more))))
         return self.costs(pair, [costs_of(finish(local), planned, self.machine) for planned, local in made])
 
     def least(self, pair: tuple[int, int], found: Sequence[Least]) -> Least:

@@ -190,9 +190,9 @@ class ShortFit:
 
     def _simulated(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
         made = [made_again(v.local, v.names(kinds), gathers=self.gathers) for v in (self.few, self.more)]
-        if schedule is not None and schedule.bucket_bytes is None:
+        if schedule is not None:
             again = self.short.whole(self.pair, (gathered_again(made[0]), gathered_again(made[1])))
-            schedule = replace(schedule, bucket_bytes=schedule.sized(round(again)))
+            schedule = replace(schedule, again_bytes=round(again))
         done = [run_passes(local, self.passes(schedule)) for local in made]
         took, peaks = [simulate(p, self.short.machine).step_us for p in done], [peak_memory(p).size_bytes for p in done]
         return self.short.whole(self.pair, (took[0], took[1])), self.short.whole(self.pair, (peaks[0], peaks[1]))

@@ -35,6 +35,8 @@ class Schedule(InPlace):
             scattered; three buckets each if None, and two tensors each however large.
         across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
+        again_bytes: of parameters that the step gathers again to hold less; counted in the graph if None, which is right
+            unless that is part of a step.
     """
 
     machine: Speeds = field(default_factory=Machine)
@@ -42,6 +44,7 @@ class Schedule(InPlace):
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
     across_steps: bool = False
+    again_bytes: int | None = None
 
     def __call__(self, local: LocalGraph, watch: Watch | None = None) -> LocalGraph:
         """The same step in another order, with fewer and larger collectives; nothing is left to the next call.
@@ -75,12 +78,12 @@ class Schedule(InPlace):
         return [LateWaits(), *sums, SplitOptimizer(), LateWaits(), gathers]
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
-        return self.sized(gathered_again(local)) if self.bucket_bytes is None else self.bucket_bytes
-
-    def sized(self, again: int) -> int:
-        """Bytes of a bucket as the link wants it; but where so many bytes of parameters are gathered `again` to hold
-        less, the buckets that are in flight hold a quarter of them at most.
+        """As given, or as the link wants it; but where parameters are gathered again to hold less, the buckets that are
+        in flight hold a quarter of them at most.
         """
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        again = gathered_again(local) if self.again_bytes is None else self.again_bytes
         few = max(again // (4 * _IN_FLIGHT), _LEAST_BUCKET) if again else self.machine.bucket_bytes
         return min(few, self.machine.bucket_bytes)
 

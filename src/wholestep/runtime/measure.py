@@ -10,6 +10,7 @@ from itertools import chain, islice
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..cost.machine import Machine, Wire
 from .launch import World
@@ -22,7 +23,8 @@ def measure(world: World) -> Machine:
     """The Machine that the slowest rank and the slowest axis make."""
     before = _together(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
-    times = [min(both) for both in zip(before, _together(world), strict=True)]  # others may compute for a while
+    rounds = torch.cat([before, _together(world)], 1)  # others may compute during half of them
+    times = [float(usual) for usual in rounds.median(1).values]  # a step pays what is usual, not what is best
     wires = max((link.wires for link in links), key=lambda wires: wires[0].byte_us, default=())
     times.append(max((link.carried_byte_us for link in links), default=0.0))
     if world.mesh.size > 1:
@@ -42,19 +44,13 @@ def measure(world: World) -> Machine:
     )  # fmt: skip
 
 
-def _together(world: World) -> list[float]:
-    """What `_computing` finds while all ranks compute, as they do in a step: of each probe the median of its rounds,
-    since a step pays what is usual, not what is best.
-    """
-    together = world.mesh.size > 1
-    if together:
+def _together(world: World) -> Tensor:
+    """What `_computing` finds while all ranks compute, as they do in a step: a row of each probe, of rounds."""
+    if world.mesh.size > 1:
         dist.barrier()
     devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
     with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
-        rounds = torch.tensor(list(_computing(world.device).values()), dtype=torch.float64).to(world.device)
-    if together:
-        dist.all_reduce(rounds, dist.ReduceOp.MAX)  # in each part of a step all wait for the slowest
-    return [float(v) for v in rounds[:, 1:].median(1).values]
+        return torch.tensor(list(_computing(world.device).values()), dtype=torch.float64)[:, 1:]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from ..cost.machine import Wire, sent_bytes
 from .launch import World
 
 _FEW, _LEAST = 4 << 10, 1 << 20
-_SIZES = ((4_000.0, 4 << 20, (3, 3)), (16_000.0, _LEAST, (6, 3)), (float("inf"), _LEAST, (3, 3)))
+_SIZES = (
+    (4_000.0, 4 << 20, (3, 3)), (16_000.0, _LEAST, (6, 3)), (64_000.0, _LEAST, (3, 3)), (float("inf"), _LEAST, (2, 1)),
+)  # fmt: skip
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
 _OF_WHAT_CAME = 7
 _COMPUTED = 0.8
