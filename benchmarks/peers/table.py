@@ -11,8 +11,8 @@ from .sizes import CONFIGS
 
 SHORT = {"allreduce": "AR", "all-reduce": "AR", "reduce_scatter": "RS", "allgather": "AG", "broadcast": "BC"}
 HEADS = (
-    "peer", "step ms", "x floor", "x limit", "CPU ms", "of it", "sent MB", "least MB", "collectives", "at rest MB", "peak MB",
-    "first step s", "loss gap", "quiet turns",
+    "peer", "step ms", "x floor", "x limit", "CPU ms", "of it", "sent MB", "least MB", "collectives", "at rest MB",
+    "peak MB", "first step s", "loss gap", "quiet turns",
 )  # fmt: skip
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 NOTES = """\

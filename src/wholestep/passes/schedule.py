@@ -35,8 +35,8 @@ class Schedule(InPlace):
             scattered; three buckets each if None, and two tensors each however large.
         across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
-        again_bytes: of parameters that the step gathers again to hold less; counted in the graph if None, which is right
-            unless that is part of a step.
+        again_bytes: of parameters that the step gathers again to hold less; counted in the graph if None: right unless
+            that is part of a step.
     """
 
     machine: Speeds = field(default_factory=Machine)
