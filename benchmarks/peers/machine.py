@@ -12,14 +12,19 @@ def busy_seconds() -> float:
 
     Soft interrupts are left out: they are the benchmark's own packets.
     """
-    columns = [int(column) for column in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    columns = _processor_columns()
     user, nice, system, steal = columns[0], columns[1], columns[2], columns[7]
     return (user + nice + system + steal) / TICKS
 
 
 def packet_seconds() -> float:
     """Processor seconds of soft interrupts, in which the kernel handles packets; to a hundredth."""
-    return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[7]) / TICKS
+    return _processor_columns()[6] / TICKS
+
+
+def _processor_columns() -> list[int]:
+    """Ticks of all processors: user, nice, system, idle, waiting, interrupts, soft interrupts, stolen."""
+    return [int(column) for column in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
 
 
 def own_seconds() -> float:

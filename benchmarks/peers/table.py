@@ -11,18 +11,17 @@ from .sizes import CONFIGS
 
 SHORT = {"allreduce": "AR", "all-reduce": "AR", "reduce_scatter": "RS", "allgather": "AG", "broadcast": "BC"}
 HEADS = (
-    "peer", "step ms", "x floor", "x limit", "CPU ms", "of it", "sent MB", "least MB", "collectives", "at rest MB",
-    "peak MB", "first step s", "loss gap", "quiet turns",
+    "peer", "step ms", "x floor", "x limit", "CPU ms", "calling + others + packets", "sent MB", "least MB",
+    "collectives", "at rest MB", "peak MB", "first step s", "loss gap", "quiet turns",
 )  # fmt: skip
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 NOTES = """\
 - step ms: median over turns of the median step of a turn. x floor: median over turns of the ratio to the floor's
   turn just before. x limit: likewise to the physical limit, the larger of the floor (its optimizer's part divided
   by the ranks where optimizer state is sharded) and the least bytes of the style over what the link carries.
-- CPU ms: processor time of a step, all ranks and the kernel's packets; of it: that of the threads that call the
-  step, of all others of the ranks, and of the soft interrupts of the machine. Over the number of cores it is the least
-  that a step can take. sent MB: per rank and step, counted at the interface, headers included. least MB: what the
-  style has to send.
+- CPU ms: processor time of a step, all ranks and the kernel's packets: of the threads that call the step, of all
+  others of the ranks, and of the machine's soft interrupts. Over the number of cores it is the least that a step takes.
+- sent MB: per rank and step, counted at the interface, headers included. least MB: what the style has to send.
 - collectives: of one step; AR all-reduce, RS reduce-scatter, AG all-gather, BC broadcast.
 - at rest MB: parameters and optimizer state of one rank. peak MB: resident memory in steps, over what the process
   holds before it imports anything. first step s: with all that is compiled in it.

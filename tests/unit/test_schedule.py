@@ -216,6 +216,14 @@ def test_all_reduces_that_processors_send_are_few(busy: float, left: int) -> Non
     assert count(Schedule(machine, bucket_bytes=MB)(local)) == {"all_reduce": 10}
 
 
+def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
+    """By what all of it gathers again, where the part itself gathers nothing again."""
+    local, machine = layers(10, 600), Machine(link_us=200, link_bytes_per_us=100_000)
+    assert count(Schedule(machine)(local)) == {"all_reduce": 2}
+    assert count(Schedule(machine, again_bytes=12 * MB)(local)) == {"all_reduce": 10}
+    assert count(Schedule(machine, again_bytes=36 * MB)(local)) == {"all_reduce": 4}, "one, then three of 1.4 MB each"
+
+
 def test_gathering_again_holds_less_on_any_link() -> None:
     """Buckets as large as a fast link wants would hold all parameters, gathered, more than once."""
     with torch.device("meta"):
