@@ -1,7 +1,8 @@
 """Run one function on several gloo ranks of this machine and hand back what each returned.
 
 Ranks are fresh processes, forked from a server that has torch imported already, so a job of two ranks costs well under
-a second and no state leaks from one job to the next.
+a second and no state leaks from one job to the next. What a rank would measure of the machine at its first call is
+told to it, the same in every run; jobs that are about measuring say so.
 """
 
 import faulthandler
@@ -24,6 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wholestep.cost.machine import Machine, Wire
+from wholestep.runtime import finish
+from wholestep.runtime.launch import World
+
 HOST = "127.0.0.1"
 STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack
 EXIT_SECONDS = 10.0  # how long a rank gets to tear its process group down once all results are in
@@ -40,6 +45,15 @@ PRELOAD = [
     "torch.testing._internal.composite_compliance",
     "wholestep",
 ]
+USUAL = Machine(
+    flops_per_us=77_000.0, memory_bytes_per_us=18_000.0, launch_us=28.0, link_us=200.0, link_bytes_per_us=1_100.0,
+    math_bytes_per_us=9_000.0, attention_flops_per_us=44_000.0, view_us=14.0, carried_bytes_per_us=5_000.0,
+    wires=(
+        Wire("all_reduce", 200.0, 0.0009, 1_200.0, 0.00056, 213.0, 0.00004, 0.0, 1.1),
+        Wire("all_gather", 195.0, 0.0012, 360.0, 0.0013, 238.0, 0.0002, 0.0, 1.2),
+        Wire("reduce_scatter", 127.0, 0.0009, 430.0, 0.0006, 208.0, 0.00016, 0.001, 1.2),
+    ),
+)  # as two ranks on loopback measured it  # fmt: skip
 
 
 class RankError(RuntimeError):
@@ -56,16 +70,18 @@ def start_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, measures: bool = False
+) -> list[Any]:
     """Call `fn(rank, world, *args)` on `world` gloo ranks and return their results in rank order.
 
-    `fn` is a top-level function of an importable module; `args` and results are pickled. Raises `RankError` with the
-    traceback of the first rank that failed, and `RankTimeout` when not all have finished after `timeout` seconds. No
-    rank outlives the call.
+    `fn` is a top-level function of an importable module; `args` and results are pickled. Ranks know the machine as
+    `USUAL` unless the job `measures` it. Raises `RankError` with the traceback of the first rank that failed, and
+    `RankTimeout` when not all have finished after `timeout` seconds. No rank outlives the call.
     """
     start_server()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    job = pickle.dumps((fn, args))
+    job = pickle.dumps((fn, args, measures))
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as stacks:
         ranks: list[tuple[BaseProcess, Connection]] = []
@@ -132,6 +148,10 @@ def _hang_text(ranks: list[tuple[BaseProcess, Connection]], late: list[int], tim
     return "\n".join(lines)
 
 
+def _usual(_: World) -> Machine:
+    return USUAL
+
+
 def _rank_main(rank: int, world: int, port: int, timeout: float, stacks: str, results: Connection, job: bytes) -> None:
     with open(Path(stacks) / f"{rank}.new", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -152,7 +172,9 @@ def _rank_main(rank: int, world: int, port: int, timeout: float, stacks: str, re
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
             )
-            fn, args = pickle.loads(job)
+            fn, args, measures = pickle.loads(job)
+            if not measures:
+                finish.measure = _usual
             message = pickle.dumps((time.monotonic(), True, fn(rank, world, *args)))
         except BaseException:  # SystemExit and KeyboardInterrupt are failures of a rank as well
             message = pickle.dumps((time.monotonic(), False, traceback.format_exc()))

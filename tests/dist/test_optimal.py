@@ -125,7 +125,7 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_it_is_solved_for_the_measured_machine() -> None:
-    first, second = run_ranks(_measured, 2)
+    first, second = run_ranks(_measured, 2, measures=True)
     assert first == second
     assert first["machine"] == first["used"]
     assert first["machine"] not in (None, ws.Machine())

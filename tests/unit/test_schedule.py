@@ -19,13 +19,13 @@ from wholestep.graph.graph import Role, node_at, operands
 from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, Bucket, add_call, join_rows, made_by
+from wholestep.passes.bucket import GATHER, REDUCE, Bucket, Carried, add_call, join_rows, made_by
 from wholestep.passes.fill import Fill, multiply_into, part_of_average, put_pieces
 from wholestep.passes.late_waits import LateWaits
 from wholestep.passes.next_step import move_to_next_step
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
-from wholestep.passes.schedule import Schedule
+from wholestep.passes.schedule import Schedule, even_bytes
 from wholestep.passes.split_optimizer import SplitOptimizer
 
 MB = 1 << 20
@@ -216,12 +216,23 @@ def test_all_reduces_that_processors_send_are_few(busy: float, left: int) -> Non
     assert count(Schedule(machine, bucket_bytes=MB)(local)) == {"all_reduce": 10}
 
 
+def test_few_bytes_go_in_smaller_buckets() -> None:
+    """Nothing hides the last bucket: a link that starts slowly wants 8 MiB at once, but not of a step that has 14."""
+    local, machine = layers(10, 600), Machine(link_us=2000, link_bytes_per_us=120)
+    assert machine.bucket_bytes == 8 * MB
+    assert count(Schedule(machine)(local)) == {"all_reduce": 6}, "one, then pairs of 1.4 MB each"
+    late = [even_bytes(machine, local.mesh, reduced, 8 * MB) for reduced in (0, MB, 14 * MB, 100 * MB, 1000 * MB)]
+    assert late == [8 * MB, 512 << 10, 2 * MB, 4 * MB, 8 * MB]
+
+
 def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
-    """By what all of it gathers again, where the part itself gathers nothing again."""
-    local, machine = layers(10, 600), Machine(link_us=200, link_bytes_per_us=100_000)
+    """By what all of it carries, where the part itself carries little and gathers nothing again."""
+    local, machine = layers(10, 600), Machine(link_us=2000, link_bytes_per_us=120)
+    assert count(Schedule(machine, whole=Carried(1000 * MB, 0))(local)) == {"all_reduce": 3}
+    machine = Machine(link_us=200, link_bytes_per_us=100_000)
     assert count(Schedule(machine)(local)) == {"all_reduce": 2}
-    assert count(Schedule(machine, again_bytes=12 * MB)(local)) == {"all_reduce": 10}
-    assert count(Schedule(machine, again_bytes=36 * MB)(local)) == {"all_reduce": 4}, "one, then three of 1.4 MB each"
+    assert count(Schedule(machine, whole=Carried(12 * MB, 12 * MB))(local)) == {"all_reduce": 10}
+    assert count(Schedule(machine, whole=Carried(36 * MB, 36 * MB))(local)) == {"all_reduce": 4}, "one, then three each"
 
 
 def test_gathering_again_holds_less_on_any_link() -> None:

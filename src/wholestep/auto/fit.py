@@ -11,6 +11,7 @@ from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
 from ..passes.again import made_again
 from ..passes.base import Pass, run_passes
+from ..passes.bucket import Carried
 from ..passes.choose import Choice, choices
 from ..passes.fill import Fill
 from ..passes.flat import Flat
@@ -40,9 +41,9 @@ class Finish:
         """What runs."""
         return run_passes(local, self._ways()[0])
 
-    def gathering_again(self, size_bytes: int) -> Finish:
-        """The same for part of a step, all of which gathers so many bytes of parameters again."""
-        return replace(self, schedule=replace(self.schedule, again_bytes=size_bytes)) if self.schedule else self
+    def part_of(self, whole: Carried) -> Finish:
+        """The same for part of a step, all of which carries so much."""
+        return replace(self, schedule=replace(self.schedule, whole=whole)) if self.schedule else self
 
     def fit(self, local: LocalGraph, budget_bytes: int, machine: Speeds, gathers: bool) -> Fitted:
         """`local` within the budget, in the shortest simulated step. `gathers`: parameters may be gathered again too.

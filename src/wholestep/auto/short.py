@@ -15,7 +15,7 @@ from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
 from ..layout import Layout, replicated
 from ..mesh import Mesh
-from ..passes.bucket import gathered_again
+from ..passes.bucket import Carried, carried_by
 from ..plan.data_parallel import DataParallel
 from ..plan.make import bytes_at_rest
 from ..plan.plan import Plan
@@ -99,9 +99,13 @@ class Short:
 
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], finish: Finish) -> Costs:
         """What the whole step costs, from plans and programs of those with so many blocks, finished as it would be."""
-        few, more = (gathered_again(local) for _, local in made)
-        finish = finish.gathering_again(round(self.whole(pair, (few, more))))
+        finish = finish.part_of(self.carried(pair, [local for _, local in made]))
         return self.costs(pair, [costs_of(finish(local), planned, self.machine) for planned, local in made])
+
+    def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> Carried:
+        """What the whole step carries, from programs of those with so many blocks."""
+        few, more = (astuple(carried_by(local)) for local in made)
+        return Carried(*(round(self.whole(pair, two)) for two in zip(few, more, strict=True)))
 
     def least(self, pair: tuple[int, int], found: Sequence[Least]) -> Least:
         """The bound of the whole step, from the parts of those with so many blocks; what is sent is exact."""

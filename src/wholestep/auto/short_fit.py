@@ -17,7 +17,6 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, operands
 from ..passes.again import made_again
 from ..passes.base import Pass, run_passes
-from ..passes.bucket import gathered_again
 from ..passes.choose import choices
 from ..passes.recompute import held_by
 from ..passes.saved import Saved
@@ -191,8 +190,7 @@ class ShortFit:
     def _simulated(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
         made = [made_again(v.local, v.names(kinds), gathers=self.gathers) for v in (self.few, self.more)]
         if schedule is not None:
-            again = self.short.whole(self.pair, (gathered_again(made[0]), gathered_again(made[1])))
-            schedule = replace(schedule, again_bytes=round(again))
+            schedule = replace(schedule, whole=self.short.carried(self.pair, made))
         done = [run_passes(local, self.passes(schedule)) for local in made]
         took, peaks = [simulate(p, self.short.machine).step_us for p in done], [peak_memory(p).size_bytes for p in done]
         return self.short.whole(self.pair, (took[0], took[1])), self.short.whole(self.pair, (peaks[0], peaks[1]))

@@ -117,17 +117,30 @@ def chain_of(node: Node) -> list[Node] | None:
     return chain if at.op == "placeholder" else None
 
 
-def gathered_again(local: LocalGraph) -> int:
-    """Bytes of the parameters that are gathered more than once, each counted whole and once; 0 where they are less than
-    half of what is gathered: a few that are needed in several layouts are not gathered again to hold less.
+@dataclass(frozen=True)
+class Carried:
+    """Bytes that a step's collectives carry, of whole tensors: of what they reduce, and of the parameters that are
+    gathered more than once, each counted once.
     """
-    sizes, again = dict[Node, int](), dict[Node, int]()
+
+    reduced_bytes: int
+    again_bytes: int
+
+
+def carried_by(local: LocalGraph) -> Carried:
+    """Counted in the graph. `again_bytes` is 0 where they are less than half of what is gathered: a few that are needed
+    in several layouts are not gathered again to hold less.
+    """
+    sizes, again, reduced = dict[Node, int](), dict[Node, int](), 0
     for node in local.graph.nodes:
+        if node.target in (SCATTER, REDUCE):
+            reduced += made_by(node_at(node, 0)).size_bytes
         chain = chain_of(node) if node.target is GATHER else None
         if chain:
             rests = node_at(chain[0], 0)
             (again if rests in sizes else sizes)[rests] = made_by(node).size_bytes
-    return sum(again.values()) if 2 * sum(again.values()) >= sum(sizes.values()) else 0
+    most = sum(again.values())
+    return Carried(reduced, most if 2 * most >= sum(sizes.values()) else 0)
 
 
 def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from ..graph.graph import LocalGraph
 from ..mesh import Mesh
 from .base import InPlace, Pass, Watch, run_passes
 from .bounded_reductions import BoundedReductions
-from .bucket import Bucket, gathered_again
+from .bucket import Bucket, Carried, carried_by
 from .late_waits import LateWaits
 from .next_step import AcrossSteps, move_to_next_step
 from .overlap import Overlap
@@ -35,8 +35,7 @@ class Schedule(InPlace):
             scattered; three buckets each if None, and two tensors each however large.
         across_steps: reductions that are on their way when a step ends are waited for in the next call, where what is
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
-        again_bytes: of parameters that the step gathers again to hold less; counted in the graph if None: right unless
-            that is part of a step.
+        whole: what the step carries; counted in the graph if None: right unless that is part of a step.
     """
 
     machine: Speeds = field(default_factory=Machine)
@@ -44,7 +43,7 @@ class Schedule(InPlace):
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
     across_steps: bool = False
-    again_bytes: int | None = None
+    whole: Carried | None = None
 
     def __call__(self, local: LocalGraph, watch: Watch | None = None) -> LocalGraph:
         """The same step in another order, with fewer and larger collectives; nothing is left to the next call.
@@ -78,14 +77,15 @@ class Schedule(InPlace):
         return [LateWaits(), *sums, SplitOptimizer(), LateWaits(), gathers]
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
-        """As given, or as the link wants it; but where parameters are gathered again to hold less, the buckets that are
-        in flight hold a quarter of them at most.
+        """As given, or as the link and what it has to carry want it; but where parameters are gathered again to hold
+        less, the buckets that are in flight hold a quarter of them at most.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        again = gathered_again(local) if self.again_bytes is None else self.again_bytes
-        few = max(again // (4 * _IN_FLIGHT), _LEAST_BUCKET) if again else self.machine.bucket_bytes
-        return min(few, self.machine.bucket_bytes)
+        carried, most = self.whole or carried_by(local), self.machine.bucket_bytes
+        if carried.again_bytes:
+            most = min(max(carried.again_bytes // (4 * _IN_FLIGHT), _LEAST_BUCKET), most)
+        return even_bytes(self.machine, local.mesh, carried.reduced_bytes, most)
 
     def _in_flight(self, bucket_bytes: int) -> tuple[int, int]:
         """Bytes, and how many at least: on a link that is the bottleneck the next one has to be there."""
@@ -100,19 +100,44 @@ def alone_bytes(machine: Speeds, mesh: Mesh) -> int:
     return int(max(starts, default=0.0) * _SAMPLE / max(copy_us, 1e-9))
 
 
+def even_bytes(machine: Speeds, mesh: Mesh, reduced_bytes: int, most_bytes: int) -> int:
+    """What collectives should carry that reduce so much in all: `most_bytes`, or half as often as that takes less.
+
+    Nothing hides the last one of a step, and all have to be started: n of them, of which computing could hide T
+    microseconds in all, and each of which takes s to start, cost n s + T / n.
+    """
+    axes = [axis.name for axis in mesh.axes if axis.size > 1]
+
+    def cost_us(size: int) -> float:
+        started = reduced_bytes / size
+        costs = (started * _start_us(machine, "all_reduce", mesh, a) + _hidden_us(machine, size, mesh, a) for a in axes)
+        return max(costs, default=0.0)
+
+    best = most_bytes
+    while reduced_bytes and best // 2 >= _LEAST_BUCKET and cost_us(best // 2) < cost_us(best):
+        best //= 2
+    return best
+
+
 def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
     """What an all-reduce should carry where others carry `bucket_bytes`: doubled as often as computing beside it hides
     half as much of it. What processors send while they should compute is not hidden at all, and few send it cheapest.
     """
 
     def hidden(axis: str) -> float:
-        carried = "all_reduce", bucket_bytes, mesh, axis
-        return 1 - machine.taken_us(*carried) / max(machine.collective_us(*carried), 1e-9)
+        whole_us = machine.collective_us("all_reduce", bucket_bytes, mesh, axis)
+        return _hidden_us(machine, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
     while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:
         bucket_bytes, share = 2 * bucket_bytes, 2 * share
     return bucket_bytes
+
+
+def _hidden_us(machine: Speeds, size_bytes: int, mesh: Mesh, axis: str) -> float:
+    """How much of an all-reduce computing beside it can hide."""
+    carried = "all_reduce", size_bytes, mesh, axis
+    return max(machine.collective_us(*carried) - machine.taken_us(*carried), 0.0)
 
 
 def _start_us(machine: Speeds, kind: str, mesh: Mesh, axis: str) -> float:
