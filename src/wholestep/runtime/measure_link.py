@@ -20,11 +20,15 @@ from .launch import World
 
 _FEW, _LEAST = 4 << 10, 1 << 20
 _SIZES = (
-    (4_000.0, 4 << 20, (3, 3)), (16_000.0, _LEAST, (6, 3)), (64_000.0, _LEAST, (3, 3)), (float("inf"), _LEAST, (2, 1)),
-)  # fmt: skip
+    (4_000.0, 4 << 20, (3, 3)),
+    (16_000.0, _LEAST, (6, 3)),
+    (64_000.0, _LEAST // 2, (8, 2)),
+    (float("inf"), _LEAST, (2, 1)),
+)
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
 _OF_WHAT_CAME = 7
 _COMPUTED = 0.8
+_MOST = 4.0
 _SHORT = (1, 24)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
@@ -103,13 +107,13 @@ def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, 
     short = _timed(_runner(kind, _FEW, ranks, group, device), device, _SHORT, share, min)
     run = _runner(kind, most, ranks, group, device)
     long = _timed(run, device, often, share, statistics.median)
-    beside = long if device.startswith("cuda") else _beside(run, long, often, share)
+    stretch, busy_us = (1.0, long.busy_us) if device.startswith("cuda") else _beside(run, long, often, share)
     each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (many - few)
     own = max(long.own_us - short.own_us, 0.0) / (many - few)
-    busy = max(beside.busy_us - short.busy_us, beside.busy_us / 2, 1e-6) / (many - few)
+    busy = max(busy_us - short.busy_us, busy_us / 2, 1e-6) / (many - few)
     start = max(short.us - short.own_us - each * few, short.us / 2, 1.0)
-    taken = max(beside.busy_us - busy * many, 0.0)
-    return Wire(kind, start, each, taken, busy, short.own_us, own, beside=max(beside.us / long.us, 1.0))
+    taken = max(busy_us - busy * many, 0.0)
+    return Wire(kind, start, each, taken, busy, short.own_us, own, beside=stretch)
 
 
 def crowded(world: World) -> float:
@@ -167,33 +171,51 @@ def _timed(run: Run, device: str, often: tuple[int, int], share: float, typical:
     return Timed(us / times, own * each, share * (process - own) * each)
 
 
-def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> Timed:
-    """The same while the rank computes for most of what they take `alone`.
+def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tuple[float, float]:
+    """How many times as long as `alone` they take while the rank computes, and what computing lacks for each of them.
 
-    Computing lacks what other threads do, and its own thread takes longer for the same products: their caches are
+    The rank computes for most of the time that they take alone, and what is left of them then goes at that speed. Of
+    computing they take what other threads do; and its own thread takes longer for the same products: their caches are
     others', and the kernel handles packets on its time.
     """
     times, rows = often
-    one, other, made = torch.full((128, 384), 0.5), torch.full((384, 768), 0.5), torch.empty(128, 768)
-    products = 1
-
-    def compute() -> None:
-        for _ in range(products):
-            torch.mm(one, other, out=made)
-
-    each_us = statistics.median(_seconds(compute, "cpu") for _ in range(9)) * 1e6
-    products = int(_COMPUTED * times * alone.us / each_us)
-    us, others, longer = list[float](), list[float](), list[float]()
+    lasts_us = times * alone.us
+    products = _Products(_COMPUTED * lasts_us / 1e6)
+    stretch, others, longer = list[float](), list[float](), list[float]()
     for _ in range(rows):
-        before = time.thread_time()
-        compute()
+        products()
+        usual_us = products.own_us / products.count
         process, own = time.process_time(), time.thread_time()
-        us.append(_seconds(lambda: run(times, compute), "cpu") * 1e6)
-        process, later = time.process_time() - process, time.thread_time() - own
-        others.append((process - later) * 1e6)
-        longer.append((later - (own - before)) * 1e6 - alone.own_us * times)
+        us = _seconds(lambda: run(times, products), "cpu") * 1e6
+        process, own = time.process_time() - process, time.thread_time() - own
+        others.append((process - own) * 1e6)
+        longer.append(products.own_us - products.count * usual_us)
+        done_us = lasts_us - (us - products.us)  # of their time alone, while the rank computed
+        stretch.append(products.us / max(done_us, products.us / _MOST))
     busy = share * statistics.mean(others) + max(statistics.median(longer), 0.0)
-    return Timed(statistics.median(us) / times, alone.own_us, busy / times)
+    return max(statistics.median(stretch), 1.0), busy / times
+
+
+class _Products:
+    """Computes for so many seconds when called. Of the last call: how many products, and microseconds of the clock and
+    of this thread.
+    """
+
+    count: int
+    us: float
+    own_us: float
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.one, self.other = torch.full((128, 384), 0.5), torch.full((384, 768), 0.5)
+        self.made = torch.empty(128, 768)
+
+    def __call__(self) -> None:
+        self.count, start, own = 0, time.perf_counter(), time.thread_time()
+        while self.count == 0 or time.perf_counter() < start + self.seconds:
+            torch.mm(self.one, self.other, out=self.made)
+            self.count += 1
+        self.us, self.own_us = (time.perf_counter() - start) * 1e6, (time.thread_time() - own) * 1e6
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
