@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.graph import Input, Output, Role, TrainGraph, node_at
+from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
@@ -100,6 +100,10 @@ def _drop_noise(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith("profiler.") and not node.users:
             graph.erase_node(node)
+    aliases = {node: node_at(node, 0) for node in graph.nodes if node.target in _SAME}
+    redirect(aliases)
+    for node in reversed(aliases):
+        graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op == "call_function":
             same = _same_as(node)
@@ -129,8 +133,6 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
 def _same_as(node: Node) -> Node | None:
     """The earlier node that has the very value of `node`, if `node` changes nothing."""
     target = node.target
-    if target in _SAME:
-        return node_at(node, 0)
     if target in _TRANSPOSES and isinstance(node.args[0], Node) and node.args[0].target in _TRANSPOSES:
         return node_at(node.args[0], 0)
     if target is aten.copy.default:

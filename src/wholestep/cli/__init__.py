@@ -45,6 +45,7 @@ def options(
 
 def main() -> None:
     """Entry point of the `wholestep` command."""
+    gc.set_threshold(50_000, 20, 50)  # of what graphs make most stays: it is looked at less often
     try:
         app()
     finally:

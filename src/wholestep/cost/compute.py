@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -32,14 +34,23 @@ def work(node: Node) -> Work | None:
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
-    backward, product = "backward" in str(node.target), _matmul(node)
+    product = _matmul(node)
     if product is not None and made is not None:
         b, m, n, k = product
-        return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, flops(node), dtype, product)
+        return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, 2.0 * prod(product), dtype, product)
     return Work(
-        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), backward, streams(node.target),
-        node.target in CARRIED,
+        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), "backward" in str(node.target),
+        streams(node.target), node.target in CARRIED,
     )  # fmt: skip
+
+
+@cache
+def _arithmetic(target: object) -> Literal["product", "attention", "convolution", ""]:
+    """What `flops` counts of an op, by its name."""
+    if target in PRODUCTS:
+        return "product"
+    name = str(target)
+    return "attention" if "attention" in name else "convolution" if "convolution" in name else ""
 
 
 def _moved(node: Node) -> int:
@@ -60,14 +71,17 @@ def _is_free(node: Node) -> bool:
 
 def flops(node: Node) -> float:
     """Multiplications and additions of a product, a convolution or attention (two; 2.5 times that backward)."""
-    made, name, shapes = meta.tensors(node), str(node.target), _shapes(node)
-    if (product := _matmul(node)) is not None:
-        return 2.0 * prod(product)
-    if "attention" in name and len(shapes) >= 3:
+    kind = _arithmetic(node.target)
+    if not kind:
+        return 0.0
+    if kind == "product":
+        product = _matmul(node)
+        return 2.0 * prod(product) if product else 0.0
+    made, shapes, backward = meta.tensors(node), _shapes(node), "backward" in str(node.target)
+    if kind == "attention" and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
-        return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if "backward" in name else 1.0)
-    if "convolution" in name and len(shapes) >= 2:
-        backward = "backward" in name
+        return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if backward else 1.0)
+    if kind == "convolution" and len(shapes) >= 2:
         data, weight = (shapes[0], shapes[2]) if backward else (made[0].shape if made[0] else (), shapes[1])
         return 2.0 * prod(data[:1] + data[2:]) * prod(weight) * (2 if backward else 1)
     return 0.0
@@ -84,8 +98,10 @@ def peak_us(graph: Graph, speeds: Speeds) -> float:
 
 
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:
+    if _arithmetic(node.target) != "product":
+        return None
     made, shapes = meta.tensors(node), _shapes(node)
-    if node.target not in PRODUCTS or made[0] is None or len(shapes) < 2:
+    if made[0] is None or len(shapes) < 2:
         return None
     if node.target is aten.linear.default:
         return 1, prod(made[0].shape[:-1]), made[0].shape[-1], shapes[0][-1]
@@ -95,16 +111,17 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
 
 def _attention(node: Node) -> tuple[int, int, int, int, int] | None:
     """(batch, heads, queries, keys, width): a backward is given the gradient of its output first."""
-    shapes, name = _shapes(node), str(node.target)
-    first = 1 if "backward" in name else 0
-    if "attention" not in name or len(shapes) < first + 3 or len(shapes[first]) != 4:
+    if _arithmetic(node.target) != "attention":
+        return None
+    shapes, first = _shapes(node), 1 if "backward" in str(node.target) else 0
+    if len(shapes) < first + 3 or len(shapes[first]) != 4:
         return None
     (batch, heads, queries, width), keys = shapes[first], shapes[first + 1][-2]
     return batch, heads, queries, keys, width
 
 
 def _is_causal(node: Node) -> bool:
-    if "attention" not in str(node.target):
+    if _arithmetic(node.target) != "attention":
         return False
     names = [a.name for a in _torch.schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -133,8 +133,9 @@ class LocalGraph:
 def operands(node: Node) -> list[Node]:
     """Every node `node` reads, in argument order, lists opened, repeats kept."""
     found: list[Node] = []
-    for given in (*node.args, *node.kwargs.values()):
-        if isinstance(given, Node):
+    args, kwargs = node.args, node.kwargs
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if type(given) is Node:
             found.append(given)
         elif isinstance(given, (list, tuple, dict, slice)):
             map_arg(given, found.append)
@@ -169,6 +170,22 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
     new = add_node(graph, node.op, node.target, args, kwargs, node.name)
     meta.copy(node, new)
     return new
+
+
+def redirect(moved: Mapping[Node, Node]) -> None:
+    """Who reads a key of `moved` reads its value from now on, or that one's where it is a key itself.
+
+    As `Node.replace_all_uses_with` of each, which goes through all operands of a reader for each that it replaces:
+    through the thousands of an output or an optimizer over lists, thousands of times.
+    """
+
+    def final(node: Node) -> Node:
+        while node in moved:
+            node = moved[node]
+        return node
+
+    for reader in {reader: None for old in moved for reader in old.users}:
+        reader.args, reader.kwargs = map_arg(reader.args, final), map_arg(reader.kwargs, final)
 
 
 def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:

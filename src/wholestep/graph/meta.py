@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -77,6 +78,7 @@ def value(node: Node) -> Any:
 def set_value(node: Node, new: Any) -> None:
     """Record what `node` makes."""
     node.meta["val"] = new
+    node.meta.pop("starts", None)
 
 
 def set_made_again(node: Node) -> None:
@@ -92,7 +94,7 @@ def set_made_again(node: Node) -> None:
 
 def replace_value(node: Node, new: Any) -> None:
     """Record that `node` makes something else than before."""
-    node.meta["val"] = new
+    set_value(node, new)
     node.meta.pop("wholestep_tensors", None)
 
 
@@ -119,9 +121,9 @@ def _opened(item: Any) -> Sequence[Any]:
 
 def tensor(node: Node) -> TensorMeta | None:
     """The TensorMeta of a node that makes one tensor, else None."""
-    if isinstance(value(node), (tuple, list)):
+    if isinstance(node.meta.get("val"), (tuple, list)):
         return None
-    found = tensors(node)
+    found = node.meta.get("wholestep_tensors") or tensors(node)
     return found[0] if len(found) == 1 else None
 
 
@@ -210,6 +212,18 @@ def last_user_frame(stack: str) -> str:
 def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
     """Record the shapes of what `node` makes where no fake value exists."""
     node.meta["wholestep_tensors"] = tuple(made)
+
+
+def picked(item: Node) -> slice:
+    """Which of the flat outputs of its operand a getitem picks: one, or of an op that makes lists, one list."""
+    source, index = cast(tuple[Node, int], item.args)
+    if not isinstance(value(source), (list, tuple)):
+        return slice(index, index + 1)
+    made, starts = cast(Sequence[Any], value(source)), source.meta.get("starts")
+    if starts is None:
+        starts = source.meta["starts"] = [0, *accumulate(map(flat_length, made))]
+    index %= len(made)
+    return slice(starts[index], starts[index + 1])
 
 
 def flat_length(item: Any) -> int:

@@ -160,11 +160,8 @@ class _Work:
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
         """A getitem picks one output, or, of an op that makes several lists, one list."""
-        source, index = cast(tuple[Node, int], node.args)
-        value = meta.value(source)
-        items = list(cast(Sequence[Any], value)) if isinstance(value, (list, tuple)) else []
-        start = sum(meta.flat_length(item) for item in items[:index]) if items else index
-        picked = self.of.get(source, [])[start : start + count]
+        start = meta.picked(node).start
+        picked = self.of.get(cast(Node, node.args[0]), [])[start : start + count]
         return picked + [None] * (count - len(picked))
 
     def _one(self, node: Node, index: int, made: TensorMeta | None) -> Storage | None:

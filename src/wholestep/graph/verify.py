@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
@@ -13,6 +14,7 @@ from . import meta
 from .graph import Input, LocalGraph, Output, TrainGraph, operands
 
 COLLECTIVES = "_c10d_functional"
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def check_train_graph(train: TrainGraph) -> None:
@@ -48,12 +50,16 @@ def check_local_graph(local: LocalGraph) -> None:
                 "no node whose value nothing uses",
                 "remove it in the pass that left it",
             )
-        early = [u for u in node.users if not (is_wait(u) or (node in carried and u.op == "output"))]
-        if is_collective(node) and early:
-            user = early[0]
-            raise GraphError(
-                f"%{user.name} reads %{node.name} before it is waited for", "a wait between a collective and its users"
-            )
+        if is_collective(node):
+            _check_waited(node, node in carried)
+
+
+def _check_waited(sent: Node, carried: bool) -> None:
+    early = next((u for u in sent.users if not (is_wait(u) or (carried and u.op == "output"))), None)
+    if early is not None:
+        raise GraphError(
+            f"%{early.name} reads %{sent.name} before it is waited for", "a wait between a collective and its users"
+        )
 
 
 def _check_order(graph: Graph) -> None:
@@ -96,9 +102,9 @@ def is_mutating(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """True for a node that communicates."""
-    return getattr(node.target, "namespace", "") == COLLECTIVES and not is_wait(node)
+    return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
 
 
 def is_wait(node: Node) -> bool:
     """True for the node that waits for a collective."""
-    return getattr(node.target, "namespace", "") == COLLECTIVES and "wait_tensor" in str(node.target)
+    return node.target is _WAIT

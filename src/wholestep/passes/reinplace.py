@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Output, Role, operands
+from ..graph.graph import LocalGraph, Output, Role, operands, redirect
 from ..graph.storage import UNSAID
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
@@ -173,8 +173,8 @@ class _Work:
             if not unread and not all(self._can_hold(n, node, m) for n, m in zip(entries, made, strict=True)):
                 return
         node.target = inplace
+        redirect({taker: lists[position][i] for (position, i), taker in takers.items()})
         for (position, i), taker in takers.items():
-            taker.replace_all_uses_with(lists[position][i])
             self._merge(taker, lists[position][i])
         for user in list(node.users):
             for inner in list(user.users):

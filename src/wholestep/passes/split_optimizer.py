@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, operands
+from ..graph.graph import LocalGraph, operands, redirect
 from ..graph.verify import is_wait
 from .base import InPlace
 from .bucket import together
@@ -111,14 +111,15 @@ class _Work:
                 self.items[new] = [self.items[node][i] for i in group]
                 made.append(new)
         place = {i: (new, at) for new, group in zip(made, groups, strict=True) for at, i in enumerate(group)}
-        for pick in list(node.users):
+        picked: dict[Node, Node] = {}
+        for pick in node.users:
             if isinstance(meta.value(pick), (list, tuple)):
-                for item in list(pick.users):
-                    self._repick(item, place, cast(int, pick.args[1]))
+                picked |= {item: self._repick(item, place, cast(int, pick.args[1])) for item in pick.users}
             else:
-                self._repick(pick, place, None)
+                picked[pick] = self._repick(pick, place, None)
+        redirect(picked)
 
-    def _repick(self, item: Node, place: dict[int, tuple[Node, int]], outer: int | None) -> None:
+    def _repick(self, item: Node, place: dict[int, tuple[Node, int]], outer: int | None) -> Node:
         new, at = place[cast(int, item.args[1])]
         with self.graph.inserting_before(item):
             source = new
@@ -129,7 +130,7 @@ class _Work:
             picked = self.graph.create_node("call_function", _torch.GETITEM, (source, at), name=item.name)
         meta.copy(item, picked)
         self.after[picked] = self.items[new][at]
-        item.replace_all_uses_with(picked)
+        return picked
 
 
 def _lists(node: Node) -> list[list[Node]]:

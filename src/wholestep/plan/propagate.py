@@ -85,16 +85,10 @@ class _Propagation:
 
     # -- the three kinds of node ----------------------------------------------------
     def _pick(self, node: Node) -> Decision:
-        source, index = node.args
-        assert isinstance(source, Node), "getitem picks an output of a node"
-        assert isinstance(index, int), "getitem picks one output"
-        items = meta.value(source)
-        sizes = [meta.flat_length(item) for item in items]
-        start = sum(sizes[:index])
-        picked = self.layouts[source][start : start + sizes[index]]
+        source, picked = node_at(node, 0), meta.picked(node)
         if source in self.homes:
-            self.homes[node] = self.homes[source][start : start + sizes[index]]
-        return Decision((), picked, _PRODUCER, reads=(source.name,))
+            self.homes[node] = self.homes[source][picked]
+        return Decision((), self.layouts[source][picked], _PRODUCER, reads=(source.name,))
 
     def _gradient(self, node: Node) -> Decision:
         """The mark on a gradient: what varied becomes a partial value with a meaning, the mean or sum over ranks."""

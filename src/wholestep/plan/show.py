@@ -13,7 +13,10 @@ from .plan import Plan
 def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
     params = [i for i in plan.inputs if i.role is Role.PARAM]
-    states = {p.name: [i for i in plan.inputs if i.role is Role.STATE and i.owner == p.name] for p in params}
+    states: dict[str, list[Input]] = {p.name: [] for p in params}
+    for i in plan.inputs:
+        if i.role is Role.STATE and i.owner in states:
+            states[i.owner].append(i)
     rows = [("parameter", "rests as", "bytes/rank", "state rests as", "bytes/rank")]
     for p in params:
         big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]

@@ -40,8 +40,9 @@ def moving(graph: TrainGraph) -> frozenset[Node]:
     """Nodes that depend on the batch or on chance, gradients only until they are complete."""
     found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
     for node in graph.graph.nodes:
-        moves = is_random(node) or any(n in found for n in node.all_input_nodes)
-        if node.op == "call_function" and node.target is not GRAD_READY and moves:
+        if node.op != "call_function" or node.target is GRAD_READY:
+            continue
+        if any(n in found for n in node.all_input_nodes) or is_random(node):
             found.add(node)
     return frozenset(found)
 

@@ -181,10 +181,8 @@ class Build:
         """The call that makes a value, and which of its outputs it is."""
         start = 0
         while _torch.is_getitem(node.target):
-            source, index = node_at(node, 0), node.args[1]
-            assert isinstance(index, int), "getitem picks one output"
-            start += sum(meta.flat_length(item) for item in meta.value(source)[:index])
-            node = source
+            start += meta.picked(node).start
+            node = node_at(node, 0)
         return node, start
 
     def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
