@@ -32,14 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="write the table here, between its marks if there are any")
     given = parser.parse_args(argv)
     given.dir.mkdir(parents=True, exist_ok=True)
+    try:
+        _scenes(given.dir)
+    except ValueError as error:
+        parser.error(str(error))
     for size in given.size if not given.report else ():
         for rate in given.rate:
             _show(read(_run(size, rate, given)), given.classes)
-    text = markdown([read(path) for path in sorted(given.dir.glob("*.json"))])
+    text = markdown(_scenes(given.dir))
     print(text)
     if given.table:
         given.table.write_text(into(given.table.read_text(), text) if given.table.exists() else text)
     return 0
+
+
+def _scenes(folder: Path) -> list[Scene]:
+    return [read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def _run(size: str, rate: str, given: argparse.Namespace) -> Path:

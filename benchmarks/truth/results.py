@@ -100,10 +100,17 @@ class Scene:
 
 
 def read(path: Path) -> Scene:
-    """What `Scene.to_json` wrote."""
-    fields: dict[str, Any] = json.loads(path.read_text())
-    styles: list[dict[str, Any]] = fields.pop("styles")
-    return Scene(**fields, styles=tuple(map(_style, styles)))
+    """What `Scene.to_json` wrote.
+
+    Raises:
+        ValueError: naming the file, when it holds something else: what an earlier version wrote.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        styles: list[dict[str, Any]] = fields.pop("styles")
+        return Scene(**fields, styles=tuple(map(_style, styles)))
+    except (TypeError, KeyError, IndexError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no scene of this version ({error}): remove it or give another --dir") from error
 
 
 def _style(fields: dict[str, Any]) -> Style:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.truth.command import main
 from benchmarks.truth.results import BEGIN, END, Scene, Style, Turn, into, markdown, read
 
 
@@ -51,6 +52,16 @@ def test_scenes_survive_in_json(tmp_path: Path) -> None:
     found = read(path)
     assert [s.turns for s in found.styles] == [s.turns for s in SCENE.styles]
     assert markdown([found]) == markdown([SCENE])
+
+
+def test_a_file_of_an_earlier_version_is_named_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "S-none-w2.json"
+    old.write_text('{"size": "S", "styles": [{"name": "zero1", "turns": [{"step_ms": 1.0}]}]}')
+    with pytest.raises(SystemExit):
+        main(["--dir", str(tmp_path), "--size", "XS", "--rate", "none"])
+    assert f"{old} is no scene of this version" in capsys.readouterr().err
 
 
 def test_the_table_goes_between_its_marks() -> None:
