@@ -11,7 +11,7 @@ from wholestep.graph.graph import operands, redirect
 aten = torch.ops.aten
 
 
-def test_readers_follow_chains_in_lists_and_keywords_too():
+def test_readers_follow_chains_in_lists_and_keywords_too() -> None:
     graph = Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     first = graph.call_function(aten.detach.default, (a,))
@@ -27,7 +27,7 @@ def test_readers_follow_chains_in_lists_and_keywords_too():
     graph.lint()
 
 
-def test_a_pick_counts_the_tensors_of_lists_before_it():
+def test_a_pick_counts_the_tensors_of_lists_before_it() -> None:
     graph = Graph()
     made = graph.call_function(aten.cat.default, ([],))
     one = torch.zeros(())
