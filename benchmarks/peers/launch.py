@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -166,10 +167,17 @@ def _close(pipe: IO[str]) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on; in a namespace of its own every port is free."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens on; in a namespace of its own every port is free.
+
+    One that the system gives no connection of itself: peers that run open some in the seconds until a rank listens.
+    """
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    given_from = int(limits.read_text().split()[0]) if limits.exists() else 32768
+    for port in [*random.sample(range(10_000, max(given_from, 11_000)), 100), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError("no free port: 100 were tried, and the system has none to give")
 
 
 def end_all(peers: Sequence[Peer]) -> None:
