@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import output
+
 if TYPE_CHECKING:
     from wholestep.cost.calibrate import Error
 
@@ -42,6 +44,8 @@ def calibrate(
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         typer.echo(f"wholestep calibrate: device {kind!r} is not there\n  needed: cpu, or cuda with a GPU", err=True)
         raise typer.Exit(2)
+    if os.environ.get("RANK", "0") == "0":
+        output.check(out=out)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     here = f"cuda:{local}" if kind == "cuda" else kind
     own = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -71,8 +75,6 @@ def write(device: str, wanted: object, name: str, out: Path) -> None:
     assert isinstance(wanted, Sizes)
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first)
-    if first:
-        out.parent.mkdir(parents=True, exist_ok=True)
     columns = TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not first) as progress:
         task = progress.add_task("measure", total=count(wanted))

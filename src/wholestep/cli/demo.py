@@ -9,6 +9,7 @@ import typer
 
 from wholestep.demo.settings import QUICK, STANDARD, Settings, problem_with
 
+from . import output
 from .target import Style
 
 Backend = StrEnum("Backend", ["eager", "inductor"])
@@ -46,6 +47,7 @@ def demo(
     problem = problem_with(settings)
     if problem:
         _refuse(problem)
+    output.make_folder(directory, f"--dir {directory}")
     from .run import run_demo
 
     raise typer.Exit(run_demo(settings))

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from .screen import Screen, screen, staged
-from .target import built, from_function, machine_of, refuse, refusing
+from .screen import Screen, staged
+from .target import built, from_function, machine_of, refuse, working
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -39,10 +38,9 @@ def diff(
         refuse(f"both {target} and --hf {hf}: needed one of them")
     if topology is not None and target is None and hf is None:
         refuse("--topology without a model: needed MODEL or --hf, as times are those of a step")
-    shown = screen(Console(stderr=True))
     from wholestep.plan.plan import Plan
 
-    with refusing(shown):
+    with working() as shown:
         plans = Plan.load(before), Plan.load(after)
         text = str(plans[0].diff(plans[1]))
         if target is not None or hf is not None:
@@ -53,7 +51,6 @@ def diff(
 
                 graph = ws.capture(found.step, *found.args, **found.kwargs)
             text += "\n\n" + _costs(shown, graph, dict(zip((before, after), plans, strict=True)), machine_of(topology))
-    shown.close()
     typer.echo(text)
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from .screen import Screen, screen, staged
-from .target import DEMO, Style, Target, built, from_function, machine_of, refuse, refusing
+from . import output
+from .screen import Screen, staged
+from .target import DEMO, Style, Target, built, check_mesh, from_function, machine_of, refuse, working
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -41,29 +41,25 @@ def simulate(
     """
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
-    shown = screen(Console(stderr=True))
-    with refusing(shown):
+    output.check(trace=trace, json=out)
+    with working() as shown:
+        check_mesh(mesh)
+        machine = machine_of(topology)
         with staged(shown, "model"):
             found = from_function(target or DEMO) if hf is None else built(hf, batch, seq, layers)
-        machine, made = _simulated(shown, found, mesh, style, topology)
-    if trace is not None:
-        made.save(trace)
-        shown.note(f"written to {trace}")
-    if out is not None:
-        out.write_text(json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n")
-        shown.note(f"written to {out}")
-    shown.close()
+        made = _simulated(shown, found, mesh, style, machine)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
+    figures = json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n"
+    with working() as shown:
+        output.written(trace, made.save, shown.note)
+        output.written(out, lambda path: path.write_text(figures), shown.note)
 
 
-def _simulated(
-    shown: Screen, found: Target, mesh: str, style: Style, topology: str
-) -> "tuple[Machine | Topology, Timeline]":
+def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "Machine | Topology") -> "Timeline":
     import wholestep as ws
     from wholestep.report.page import program
 
     kind: Any = style.value
-    machine = machine_of(topology)
     others = tuple(name for name in ws.Mesh(mesh).names if name != "tp")
     strategies: list[Any] = [ws.DataParallel(kind, axis=others)] if others else []
     if "tp" in ws.Mesh(mesh).names:
@@ -75,7 +71,7 @@ def _simulated(
     with staged(shown, "schedule"):
         local = program(planned, graph, machine)
     with staged(shown, "simulate"):
-        return machine, ws.timeline(local, machine)
+        return ws.timeline(local, machine)
 
 
 def _figures(found: Target, mesh: str, machine: "Machine | Topology", made: "Timeline") -> dict[str, Any]:

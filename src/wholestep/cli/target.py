@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import typer
+from rich.console import Console
+
+from .screen import Screen, screen
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wholestep.cost.machine import Machine
     from wholestep.cost.topology import Topology
-
-    from .screen import Screen
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 DEMO = "wholestep.demo.train:example_step"
@@ -50,18 +51,25 @@ def refuse(text: str) -> NoReturn:
 
 
 @contextmanager
-def refusing(shown: Screen) -> Generator[None]:
-    """What wholestep cannot do is said, and the command ends; `shown` is closed where anything fails."""
+def working() -> Generator[Screen]:
+    """What shows how work goes on, closed at its end. What wholestep cannot do is said, and the command ends."""
     from wholestep.errors import WholestepError
 
+    shown = screen(Console(stderr=True))
     try:
-        yield
+        yield shown
     except WholestepError as error:
         shown.close()
         refuse(str(error))
-    except BaseException:
+    finally:
         shown.close()
-        raise
+
+
+def check_mesh(mesh: str) -> None:
+    """Raise a MeshError for what is no mesh, before anything long is done for it."""
+    from wholestep.mesh import Mesh
+
+    Mesh(mesh)
 
 
 def machine_of(topology: str | None) -> Machine | Topology:

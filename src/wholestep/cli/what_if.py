@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .screen import Screen, staged
-from .target import Target, machine_of, refuse
+from .target import Target, check_mesh, machine_of, refuse
 
 if TYPE_CHECKING:
     from wholestep.cost.speeds import Speeds
@@ -20,7 +20,7 @@ FORMS = "mesh=AXES, topology=NAME, or with --hf batch=N or seq=N"
 
 
 def check(asked: list[str], hf: bool) -> None:
-    """Refuse what cannot be asked."""
+    """Refuse what cannot be asked, before anything long is done for it."""
     for text in asked:
         kind, equals, value = text.partition("=")
         if not equals or kind not in ("mesh", "topology", "batch", "seq"):
@@ -30,6 +30,10 @@ def check(asked: list[str], hf: bool) -> None:
                 refuse(f"--what-if {text} without --hf: a function that returns the step decides that itself")
             if not value.isdigit() or int(value) < 1:
                 refuse(f"--what-if {text}: needed a number of at least 1")
+        elif kind == "mesh":
+            check_mesh(value)
+        else:
+            machine_of(value)
 
 
 def rows(
@@ -53,7 +57,7 @@ def text(found: list[WhatIf]) -> str:
     """The rows as a table, below what is there."""
     from wholestep.report.what_if import show
 
-    return f"\n\n{show(found)}"
+    return f"\n{show(found)}"
 
 
 def _case(shown: Screen, text: str, found: Target, wanted: Wanted | None) -> Case:

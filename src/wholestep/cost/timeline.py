@@ -67,8 +67,11 @@ class Timeline:
         return (COMPUTE, WAIT, *(one for one in axes if one not in (COMPUTE, WAIT)))
 
     def save(self, path: str | Path, *beside: Timeline) -> None:
-        """Write a Chrome trace, which Perfetto and chrome://tracing open; `beside` are shown under this one."""
+        """Write a Chrome trace, which Perfetto and chrome://tracing open; `beside` are shown under this one. Folders on
+        the way are made.
+        """
         events = [event for number, one in enumerate((self, *beside)) for event in _events(one, number)]
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ class Topology:
         return load(path)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON; folders on the way are made."""
         from .topology_file import save
 
         save(self, path)

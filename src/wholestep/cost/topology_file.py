@@ -20,6 +20,7 @@ _SIMPLE = {int: "a whole number", float: "a number", str: "a text"}
 
 def save(topology: Topology, path: str | Path) -> None:
     """Write `topology` as JSON."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(to_json(topology), indent=1) + "\n")
 
 

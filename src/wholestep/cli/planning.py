@@ -1,0 +1,188 @@
+"""What `wholestep plan` does once it is known what is asked for: capture, choose, show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from . import batches
+from .screen import Screen, each, staged
+from .target import Style, Target, refuse
+
+if TYPE_CHECKING:
+    from wholestep.auto.auto import Auto
+    from wholestep.auto.search import Found
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+    from wholestep.errors import WholestepError
+    from wholestep.graph.graph import TrainGraph
+    from wholestep.plan.plan import Plan
+    from wholestep.plan.strategy import Strategy
+    from wholestep.report.compare import Row
+
+    from .hf import Wanted
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step, where it is to run and what is to be said of it. `tensor` splits layers on `tp_axis`; an error says why
+    the model cannot.
+    """
+
+    target: Target
+    mesh: str
+    machine: Machine | Topology
+    semantics: Literal["per_rank", "global"]
+    tensor: Strategy | WholestepError | None
+    tp_axis: str
+    explain: Sequence[str] = ()
+    program: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What there is to say, and what of it may be written: the plan of `graph`, the rows it was compared with."""
+
+    text: str
+    target: Target
+    graph: TrainGraph
+    plan: Plan | None
+    rows: Sequence[Row] = ()
+    table: str = ""
+
+    @property
+    def as_json(self) -> str:
+        """The table, or the plan where nothing was compared."""
+        return self.table or (self.plan.to_json() if self.plan else "")
+
+
+def capture(shown: Screen, target: Target) -> TrainGraph:
+    """The step as one graph."""
+    with staged(shown, "capture") as said:
+        import wholestep as ws
+
+        graph = ws.capture(target.step, *target.args, **target.kwargs)
+        said.append(f"{len(graph.graph.nodes):,} operations")
+        return graph
+
+
+def chooser(shown: Screen, asked: Asked, memory: str | None, wishes: dict[str, Any]) -> Auto:
+    """What chooses; a model without a plan for tensor parallelism is planned without."""
+    import wholestep as ws
+
+    tensor, data = asked.tensor, ws.DataParallel(semantics=asked.semantics)
+    if isinstance(tensor, ws.WholestepError):
+        shown.note(f"without tensor parallelism: {tensor.found}")
+    used = tensor if isinstance(tensor, ws.TensorParallel) else None
+    return ws.Auto(memory, asked.machine, used, data, **wishes)
+
+
+def planned(shown: Screen, asked: Asked, style: Style) -> Done:
+    """In the style that was asked for."""
+    import wholestep as ws
+
+    strategies = _strategies(asked, style)
+    graph = capture(shown, asked.target)
+    with staged(shown, "plan"):
+        made = ws.plan(graph, asked.mesh, strategies)
+    return Done("\n".join([str(made), *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+
+
+def chosen(
+    shown: Screen, asked: Asked, auto: Auto, sizes: batches.Sizes | None, wanted: Wanted | None
+) -> tuple[Done, Wanted | None]:
+    """By `auto`: what was considered as a table, and the plan that won. With several `sizes` of the batch that of the
+    best, and what is `wanted` with it.
+    """
+    import wholestep as ws
+
+    graph = capture(shown, asked.target)
+    if sizes is not None and sizes.several and wanted is not None:
+        best, target, head = batches.chosen(shown, sizes, wanted, (asked.target, graph), asked.mesh, auto)
+        done = _told(shown, best.found, best.graph, replace(asked, target=target), head)
+        return done, replace(wanted, batch=best.batch)
+    with each(shown, len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
+        found = auto.search(graph, asked.mesh, watch=watch)
+    return _told(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), wanted
+
+
+def compared(shown: Screen, asked: Asked) -> Done:
+    """All templates as a table; the plan is that of the fastest."""
+    import wholestep as ws
+    from wholestep.report.compare import as_json, compare, show, templates
+
+    on, name = ws.Mesh(asked.mesh), asked.target.name
+    among = templates(on, asked.tensor, asked.tp_axis, asked.semantics)
+    graph = capture(shown, asked.target)
+    with each(shown, len(among)) as watch:
+        rows = compare(graph, on, among, asked.machine, watch)
+    best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
+    made = ws.plan(graph, on, list(best)) if isinstance(best, tuple) else None
+    table = json.dumps(as_json(rows, on, name, asked.machine), indent=1) + "\n"
+    return Done(f"{name} on mesh {on}\n{show(rows)}", asked.target, graph, made, rows, table)
+
+
+def tensor_parallel(
+    target: Target, tp: Sequence[str], axis: str, mesh: str, machine: Machine | Topology
+) -> Strategy | WholestepError | None:
+    """Tensor parallelism as asked for; if nothing is, by the model's own plan where `mesh` has its axis, or has axes to
+    be chosen. An error if the model has none.
+    """
+    import wholestep as ws
+
+    if list(tp) == ["auto"]:
+        return ws.TensorParallel("auto", axis=axis, topology=machine)
+    if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
+        return None
+    if not tp or list(tp) == ["model"]:
+        try:
+            return ws.TensorParallel.of((*target.models(), cast(Any, None))[0], axis=axis)
+        except ws.PlanError as error:
+            return error
+    pairs: dict[str, str] = {}
+    for entry in tp:
+        pattern, _, how = entry.rpartition("=")
+        if not pattern:
+            refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model or auto alone")
+        pairs[pattern] = how
+    return ws.TensorParallel(pairs, axis=axis)
+
+
+def _told(shown: Screen, found: Found, graph: TrainGraph, asked: Asked, head: str) -> Done:
+    """A search that is done, below `head`."""
+    from wholestep.auto.report import explained, show
+
+    made = explained(found)
+    text = "\n".join([head, show(found), f"\n{made}", *_asked_of(shown, made, graph, asked)])
+    return Done(text, asked.target, graph, made)
+
+
+def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: Asked) -> list[str]:
+    """Why tensors rest as they do, and the program of a rank, where that is asked for."""
+    import wholestep as ws
+
+    parts = [f"\n{plan.explain(name)}" for name in asked.explain]
+    if asked.program:
+        with staged(shown, "partition"):
+            parts.append(f"\n{ws.partition(graph, plan)}")
+    return parts
+
+
+def _strategies(asked: Asked, style: Style) -> list[Strategy]:
+    """Of `style` on all axes but that of tensor parallelism.
+
+    Raises:
+        WholestepError: tensor parallelism is asked for, and the model has no plan for it.
+    """
+    import wholestep as ws
+
+    kind: Any = style.value
+    if asked.tensor is None:
+        return [ws.DataParallel(kind, semantics=asked.semantics)]
+    if isinstance(asked.tensor, ws.WholestepError):
+        raise asked.tensor
+    others = tuple(name for name in ws.Mesh(asked.mesh).names if name != asked.tp_axis)
+    data = [ws.DataParallel(kind, axis=others, semantics=asked.semantics)] if others else []
+    return [*data, asked.tensor]

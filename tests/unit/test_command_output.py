@@ -1,0 +1,123 @@
+"""Files of a command that cannot be written, and input that cannot be read: known before any work is done."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from wholestep.cli import app
+
+WORK = ("make the step", "capture")
+STEP = """
+import torch
+from torch import nn
+
+def train_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+def build():
+    with torch.device("meta"):
+        model = nn.Linear(16, 16)
+        batch = torch.empty(8, 16)
+    return train_step, model, torch.optim.SGD(model.parameters()), batch
+"""
+
+
+def run(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, args)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "job.py").write_text(STEP)
+    return f"{tmp_path / 'job.py'}:build"
+
+
+FILES = [
+    *[("plan", option) for option in ("--json", "--html", "--trace")],
+    *[("simulate", option) for option in ("--json", "--trace")],
+]
+
+
+@pytest.mark.parametrize(("command", "option"), FILES)
+def test_where_nothing_can_be_written(model: str, tmp_path: Path, command: str, option: str) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path / "file" / "x", f"no folder {tmp_path / 'file'}"), (tmp_path, "is a folder")):
+        code, said = run(command, model, "--mesh", "dp=2", option, str(path))
+        assert code == 2
+        assert f"{option} {path}" in said
+        assert why in said
+        assert not any(stage in said for stage in WORK)
+
+
+@pytest.mark.parametrize(("command", "option"), FILES)
+def test_folders_on_the_way_are_made(model: str, tmp_path: Path, command: str, option: str) -> None:
+    path = tmp_path / "a" / "b" / "x"
+    code, said = run(command, model, "--mesh", "dp=2", option, str(path))
+    assert code == 0, said
+    assert f"written to {path}" in said
+    assert path.stat().st_size
+
+
+def test_two_files_in_one_place(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    code, said = run("plan", model, "--mesh", "dp=2", "--html", path, "--trace", path)
+    assert code == 2
+    assert f"--trace {path}: --html writes there already" in said
+
+
+def test_a_calibration_is_not_measured_for_nothing(tmp_path: Path) -> None:
+    code, said = run("calibrate", "--out", str(tmp_path))
+    assert code == 2
+    assert f"--out {tmp_path} is a folder" in said
+
+
+def test_a_run_has_room_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, said = run("demo", "--quick", "--dir", str(tmp_path / "file" / "run"))
+    assert code == 2
+    assert f"there is no folder {tmp_path / 'file' / 'run'}" in said
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
+def test_the_plan_is_said_though_it_cannot_be_kept(
+    model: str, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, said = run("plan", model, "--mesh", "dp=2", option, str(tmp_path / "x"))
+    assert code == 2
+    assert f"{tmp_path / 'x'} cannot be written: No space left on device" in said
+    assert "rests as" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "found"),
+    [
+        ("plan", ["--mesh", "4"], "mesh '4'"),
+        ("plan", ["--mesh", "dp=4", "--auto", "--memory", "1XB"], "memory_bytes='1XB'"),
+        ("plan", ["--mesh", "dp=4", "--auto", "--topology", "nowhere"], "nowhere"),
+        ("plan", ["--mesh", "dp=4", "--what-if", "mesh=4"], "mesh '4'"),
+        ("plan", ["--mesh", "dp=4", "--what-if", "topology=nowhere"], "nowhere"),
+        ("simulate", ["--mesh", "4"], "mesh '4'"),
+        ("simulate", ["--topology", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_read_is_said_before_the_step_is_captured(
+    model: str, command: str, options: list[str], found: str
+) -> None:
+    code, said = run(command, model, *options)
+    assert code == 2
+    assert found in said
+    assert "needed" in said
+    assert "capture" not in said
