@@ -18,21 +18,16 @@ def check(**files: Path | None) -> None:
         first = seen.setdefault(path.absolute(), option)
         if first != option:
             refuse(f"--{option} {path}: --{first} writes there already")
-        make_folder(path.parent, f"--{option} {path}")
+        _make(path.parent, f"--{option} {path}")
         if path.is_dir():
             refuse(f"--{option} {path} is a folder: needed the name of a file, as {path / 'step.json'}")
-        if path.exists() and not os.access(path, os.W_OK):
-            refuse(f"--{option} {path}: no permission to write it")
+        _may_write(path if path.exists() else path.parent, f"--{option} {path}")
 
 
 def make_folder(path: Path, given: str) -> None:
     """Make it if it is missing; refuse what was `given` if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"{given}: there is no folder {path}, and none can be made: {error.strerror}")
-    if not os.access(path, os.W_OK):
-        refuse(f"{given}: no permission to write in {path}")
+    _make(path, given)
+    _may_write(path, given)
 
 
 def written(path: Path | None, write: Callable[[Path], object], note: Callable[[str], None]) -> None:
@@ -44,3 +39,15 @@ def written(path: Path | None, write: Callable[[Path], object], note: Callable[[
     except OSError as error:
         refuse(f"{path} cannot be written: {error.strerror}")
     note(f"written to {path}")
+
+
+def _make(path: Path, given: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{given}: there is no folder {path}, and none can be made: {error.strerror}")
+
+
+def _may_write(path: Path, given: str) -> None:
+    if not os.access(path, os.W_OK):
+        refuse(f"{given}: no permission to write {path}")
