@@ -131,6 +131,17 @@ FOUR = [
     Job("partly-used", "AdamW-plain", SHARD),
     *(Job("tokens", "AdamW-fused", parallel, schedule=SMALL) for parallel in _styles()),
     Job("micro-clip", "AdamW-plain", DataParallel("hybrid"), mesh="replicate=2,shard=2", schedule=SMALL),
+    *(
+        Job(case, recipe, parallel, mesh="node=2,rank=2", schedule=schedule)
+        for case, recipe in (("tokens", "AdamW-fused"), ("uneven", "AdamW-plain"))
+        for parallel in _styles()
+        for schedule in (None, SMALL)
+    ),
+    Job("clip-norm", "AdamW-plain", SHARD, mesh="node=2,rank=2", schedule=SMALL),
+    *(
+        Job("mlp-mean", "SGD-momentum", parallel, mesh="node=2,rank=2", schedule=replace(SMALL, bucket_bytes=1 << 20))
+        for parallel in (*_styles(), DataParallel("fully_shard", reshard_after_forward=True))
+    ),
 ]  # fmt: skip
 
 

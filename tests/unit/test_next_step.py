@@ -35,10 +35,10 @@ def captured(case: str, recipe: str) -> Capture:
     return capture_step(CASES[case].step, (model, optimizer, batch), {})
 
 
-def both(case: str, recipe: str, style: str, world: int = 2) -> tuple[Simulation, Simulation]:
+def both(case: str, recipe: str, style: str, mesh: str = "dp=2") -> tuple[Simulation, Simulation]:
     """The same step as it is, and across steps."""
     capture = captured(case, recipe)
-    planned = plan(capture.graph, f"dp={world}", DataParallel(style))  # type: ignore[arg-type]
+    planned = plan(capture.graph, mesh, DataParallel(style))  # type: ignore[arg-type]
     local = partition(capture.graph, planned)
     across = SMALL.across(local)
     assert across is not None
@@ -82,6 +82,17 @@ def test_optimizers(recipe: str, style: str) -> None:
         assert not same(plain, late), "something is carried"
         late.flush()
         assert same(plain, late)
+
+
+@pytest.mark.parametrize("style", [*STYLES, "hybrid"])
+@pytest.mark.parametrize("case", ["tiny", "uneven"])
+def test_further_hops_are_left_to_the_next_call_too(case: str, style: str) -> None:
+    plain, late = both(case, "Adam-fused", style, "a=2,b=2")
+    expected, found = (train(one, case, range(STEPS)) for one in (plain, late))
+    assert all(torch.equal(a, b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+    assert not same(plain, late), "something is carried"
+    late.flush()
+    assert same(plain, late)
 
 
 @pytest.mark.parametrize("style", STYLES)

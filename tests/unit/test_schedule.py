@@ -1,5 +1,6 @@
 """Passes that merge, split and order: how many collectives are left, what is refused, what the simulation says."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,15 +41,15 @@ def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def layers(
-    count: int, width: int, style: str = "replicate", fused: bool = True, rows: int = 2, ranks: int = 2
+    count: int, width: int, style: str = "replicate", fused: bool = True, rows: int = 2, ranks: int = 2, mesh: str = ""
 ) -> ws.LocalGraph:
-    """The program of one of `ranks` for so many square linear layers, on `meta`."""
+    """The program of one of `ranks`, or of `mesh`, for so many square linear layers, on `meta`."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
         x = torch.empty(rows, width)
     optimizer: Optimizer = Adam(model.parameters(), fused=True) if fused else SGD(model.parameters(), lr=0.1)
     graph = ws.capture(train, model, optimizer, x)
-    return ws.partition(graph, ws.plan(graph, f"dp={ranks}", ws.DataParallel(style)))  # type: ignore[arg-type]
+    return ws.partition(graph, ws.plan(graph, mesh or f"dp={ranks}", ws.DataParallel(style)))  # type: ignore[arg-type]
 
 
 def count(local: ws.LocalGraph) -> dict[str, int]:
@@ -81,6 +82,42 @@ def test_uneven_parts_go_in_as_many_buckets_as_even_ones(style: str) -> None:
     even, uneven = (Schedule(SLOW, 40 << 10, 40 << 10)(layers(8, 64, style, ranks=ranks)) for ranks in (2, 3))
     assert count(even) == count(uneven)
     assert count(uneven)["all_gather"] < 16
+
+
+@pytest.mark.parametrize(
+    ("style", "hops"),
+    [
+        ("replicate", {"all_reduce": "ab"}),
+        ("hybrid", {"reduce_scatter": "b", "all_reduce": "a", "all_gather": "b"}),
+        ("zero1", {"reduce_scatter": "ab", "all_gather": "ba"}),
+        ("fully_shard", {"reduce_scatter": "ab", "all_gather": "ba"}),
+    ],
+)
+def test_a_bucket_goes_on_along_further_axes(style: str, hops: dict[str, str]) -> None:
+    """Along each axis as many collectives, and for each bucket one update, as along the first one alone."""
+    apart = layers(8, 64, style, mesh="a=2,b=2")
+    local = Schedule(SLOW, 40 << 10, 40 << 10)(apart)
+    sent = Counter(
+        (str(n.target).split(".")[1].split("_into")[0].split("_tensor")[0], n.args[-1]) for n in sends(local)
+    )
+    assert sent == {(kind, axis): 3 for kind, axes in hops.items() for axis in axes}
+    assert [total.bytes for total in local.collectives().values()] == [
+        total.bytes for total in apart.collectives().values()
+    ]
+    assert len([n for n in local.graph.nodes if "_fused_adam" in str(n.target)]) == 3
+
+
+def test_further_hops_start_while_others_are_computed() -> None:
+    """Sums between nodes do not wait for the end of the backward, though no bucket is merged."""
+    local = layers(8, 300, "hybrid", rows=128, mesh="node=2,rank=2")
+    for changed in (Overlap(SLOW)(local), Schedule(SLOW, 512 << 10, 256 << 10)(local)):
+        order = ["all_reduce" in str(n.target) for n in sends(changed)]
+        assert order.index(True) < len(order) - 1 - order[::-1].index(False)
+        assert simulate(changed, SLOW).exposed_us < 0.25 * simulate(local, SLOW).exposed_us
+
+
+def sends(local: ws.LocalGraph) -> list[torch.fx.Node]:
+    return [n for n in local.graph.nodes if is_collective(n)]
 
 
 def test_one_optimizer_for_each_bucket() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -18,8 +20,8 @@ _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 @dataclass(frozen=True)
 class BoundedReductions(InPlace):
-    """Before a reduce-scatter starts, the oldest are waited for until all of them read `in_flight_bytes` at most, or
-    no more than `in_flight` are left.
+    """Before a reduce-scatter starts, the oldest along its axis are waited for until all of them read `in_flight_bytes`
+    at most, or no more than `in_flight` are left along that axis: the next hop of one keeps none from starting.
 
     Without it whole gradients would be held to the end of the backward where only the update waits for them. The wire
     carries the others meanwhile, so that it is as busy as before. Bitwise the same.
@@ -33,20 +35,26 @@ class BoundedReductions(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Move waits of `local` up."""
         graph = local.graph
-        flying: dict[Node, int] = {}
+        flying: dict[Any, dict[Node, int]] = defaultdict(dict)
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if is_wait(node):
-                flying.pop(node_at(node, 0), None)
+                for one in flying.values():
+                    one.pop(node_at(node, 0), None)
             elif node.target is _SCATTER:
                 given = node_at(node, 0)
                 size_bytes = sum(made.size_bytes for made in meta.tensors(given) if made is not None)
-                while len(flying) >= self.in_flight and sum(flying.values()) + size_bytes > self.in_flight_bytes:
-                    oldest = next(iter(flying))
-                    del flying[oldest]
+                alike = flying[node.args[-1]]
+                while len(alike) >= self.in_flight and size_bytes + _sum(flying) > self.in_flight_bytes:
+                    oldest = next(iter(alike))
+                    del alike[oldest]
                     stays = not is_wait(given)  # waits have moved: their places are known no more
                     start = given if stays and place[given] > place[oldest] else node
                     for wait in list(oldest.users):
                         start.prepend(wait)
-                flying[node] = size_bytes
+                alike[node] = size_bytes
         return local
+
+
+def _sum(flying: Mapping[Any, Mapping[Node, int]]) -> int:
+    return sum(sum(one.values()) for one in flying.values())

@@ -24,11 +24,13 @@ funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
 REDUCE = funcol.all_reduce.default
 KINDS = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": REDUCE}
+SUMS = (SCATTER, REDUCE)
 
 
 @dataclass(frozen=True)
 class Bucket(InPlace):
     """Gathers of what rests on the rank, reduce-scatters and all-reduces, those of one kind along one axis, merged.
+    Where one follows another along a further axis, with nothing between, it goes on with the bucket of the first.
 
     A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire
     going early, as DDP does. Gathers for the forward and for the backward stay apart, and those of updated parameters
@@ -46,50 +48,59 @@ class Bucket(InPlace):
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Merge the collectives of `local`."""
-        graph = local.graph
+        """Merge the collectives of `local`: those of several hops first, then each by itself that is left."""
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
-        groups = self._groups(graph)
-        place = {node: i for i, node in enumerate(graph.nodes)}
-        for group in groups:
-            if len(group) > 1:
-                _merge(graph, group, fixed, place)
+        done = set[Node]()
+        for several in (False,) if fixed else (True, False):
+            groups = self._groups(local.graph, several, done)
+            place = {node: i for i, node in enumerate(local.graph.nodes)}
+            for group in groups:
+                if len(group) > 1:
+                    done.update(_merge(local.graph, group, fixed, place))
         return local
 
-    def _groups(self, graph: Graph) -> list[list[Node]]:
-        """Collectives to be merged, in the order of their places."""
-        open_groups, done, kinds = dict[Any, _Group](), list[list[Node]](), set[Any]()
+    def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
+        """Collectives to be merged, each with its further hops if `several`, in the order of their places. What is left
+        alone with all of its hops becomes `done`.
+        """
+        open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
         wanted = {KINDS[kind] for kind in self.kinds}
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
             after[node] = frozenset({node}) if is_wait(node) else together([after[n] for n in operands(node)])
             if is_wait(node):
-                for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.nodes and not g.ahead]:
-                    done.append(open_groups.pop(key).nodes)
-            key = _key(node, backward, after[node]) if node.target in wanted else None
-            if key is None:
+                for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
+                    closed.append(open_groups.pop(key).chains)
+            if node.target not in wanted or node in done or node_at(node, 0).target is join_rows:
                 continue
-            whole_bytes = max(made_by(node).size_bytes, made_by(node_at(node, 0)).size_bytes)
+            head, hops = _head(node), hops_from(node) if several else [node]
+            if head.target not in wanted or (several and (len(hops) == 1 or head is not node)):
+                continue
+            key = _key(hops, backward, after[node])
+            whole_bytes = max(made_by(one).size_bytes for one in (*hops, node_at(node, 0)))
             if node.target is not REDUCE and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
                 kinds.add(key)
+                done.update(hops)
                 continue
             group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
-            group.nodes.append(node)
+            group.chains.append(hops)
+            group.lasts.add(hops[-1])
             group.bytes += whole_bytes
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
             if group.bytes >= most and (group.ahead or node.target is not GATHER):
-                done.append(open_groups.pop(key).nodes)
+                closed.append(open_groups.pop(key).chains)
                 kinds.add(key)
-        return done + [g.nodes for g in open_groups.values()]
+        return closed + [g.chains for g in open_groups.values()]
 
 
 @dataclass
 class _Group:
-    """`ahead`: gathers of what rests on the rank, which may start at any time."""
+    """`ahead`: gathers of what rests on the rank, which may start at any time. `lasts`: each one's last hop."""
 
     ahead: bool
-    nodes: list[Node] = field(default_factory=list[Node])
+    chains: list[list[Node]] = field(default_factory=list[list[Node]])
+    lasts: set[Node] = field(default_factory=set[Node])
     bytes: int = 0
 
 
@@ -102,6 +113,34 @@ def together(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
 def _ahead(node: Node) -> bool:
     chain = chain_of(node) if node.target is GATHER else None
     return chain is not None and not any(is_wait(n) for n in chain)  # gathered over another axis before: it waits
+
+
+def hops_from(node: Node) -> list[Node]:
+    """`node`, and the collectives along further axes that take its result as it is, each the only reader of the last:
+    gathers after a gather, sums after a sum.
+    """
+    hops = [node]
+    while (after := _next_hop(hops[-1])) is not None:
+        hops.append(after)
+    return hops
+
+
+def _next_hop(node: Node) -> Node | None:
+    wait = _only_user(node)
+    after = _only_user(wait) if wait is not None and is_wait(wait) else None
+    alike = next((kinds for kinds in ((GATHER,), SUMS) if node.target in kinds), ())
+    return after if after is not None and after.target in alike else None
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _head(node: Node) -> Node:
+    """The first of the hops of which `node` is one."""
+    while is_wait(wait := node_at(node, 0)) and _next_hop(node_at(wait, 0)) is node:
+        node = node_at(wait, 0)
+    return node
 
 
 def chain_of(node: Node) -> list[Node] | None:
@@ -119,8 +158,8 @@ def chain_of(node: Node) -> list[Node] | None:
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that a step's collectives carry, of whole tensors: of what they reduce, and of the parameters that are
-    gathered more than once, each counted once.
+    """Bytes that a step's collectives carry, of whole tensors: of what they reduce, along one axis or several, and of
+    the parameters that are gathered more than once, each counted once.
     """
 
     reduced_bytes: int
@@ -133,56 +172,64 @@ def carried_by(local: LocalGraph) -> Carried:
     """
     sizes, again, reduced = dict[Node, int](), dict[Node, int](), 0
     for node in local.graph.nodes:
-        if node.target in (SCATTER, REDUCE):
+        if node.target in SUMS and _head(node) is node:
             reduced += made_by(node_at(node, 0)).size_bytes
-        chain = chain_of(node) if node.target is GATHER else None
-        if chain:
-            rests = node_at(chain[0], 0)
-            (again if rests in sizes else sizes)[rests] = made_by(node).size_bytes
+        if _ahead(node):
+            rests = node_at((chain_of(node) or [node])[0], 0)
+            (again if rests in sizes else sizes)[rests] = made_by(hops_from(node)[-1]).size_bytes
     most = sum(again.values())
     return Carried(reduced, most if 2 * most >= sum(sizes.values()) else 0)
 
 
-def _key(node: Node, backward: bool, after: frozenset[Node]) -> tuple[Any, ...] | None:
-    """What collectives must share to be merged; None for one that is left alone."""
-    if node_at(node, 0).target is join_rows:
-        return None
-    if node.target is GATHER:
-        return (GATHER, *node.args[1:], made_by(node).dtype, backward if _ahead(node) else after)
-    return (node.target, *node.args[1:], made_by(node).dtype)
+def _key(hops: Sequence[Node], backward: bool, after: frozenset[Node]) -> tuple[Any, ...]:
+    """What collectives must share to be merged."""
+    calls = tuple((hop.target, *hop.args[1:]) for hop in hops)
+    gathers = hops[0].target is GATHER
+    return (*calls, made_by(hops[0]).dtype, *((backward if _ahead(hops[0]) else after,) if gathers else ()))
 
 
-def _merge(graph: Graph, group: Sequence[Node], fixed: bool, place: Mapping[Node, int]) -> None:
-    """One collective in place of several, and a piece of it at each wait. `fixed`: shapes are alike on all ranks;
-    `place` has an order in which waits stand.
+def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int]) -> list[Node]:
+    """One collective for each hop in place of several, and a piece of the last one's result at each last wait; these
+    collectives. `fixed`: shapes are alike on all ranks; `place` has an order in which waits stand.
     """
-    kind, first = cast(Any, group[0].target), group[0]
-    ahead = _ahead(first)
-    at = first if ahead else group[-1]
-    for node in group if ahead else ():
+    heads, hops = [one[0] for one in group], group[0]
+    first, gathers, ahead = heads[0], heads[0].target is GATHER, _ahead(heads[0])
+    at = first if ahead else heads[-1]
+    for node in heads if ahead else ():
         for part in (chain_of(node) or ())[:-1]:
             at.prepend(part)
-    parts = 1 if kind is REDUCE else cast(int, first.args[1] if kind is GATHER else first.args[2])
-    given = [node_at(node, 0) for node in group]
-    numel = sum(made_by(n).numel for n in given)
-    length = {GATHER: numel * parts, SCATTER: numel // parts, REDUCE: numel}[kind]
-    like = made_by(given[0])
+    parts = prod(_parts(hop) for hop in hops)
+    given = [node_at(node, 0) for node in heads]
+    length, like = sum(made_by(n).numel for n in given), made_by(given[0])
     with graph.inserting_before(at):
-        joined = add_call(graph, join_rows, (given, 1 if kind is GATHER else parts), contiguous([numel], like), first)
+        whole = add_call(graph, join_rows, (given, 1 if gathers else parts), contiguous([length], like), first)
         shapes: list[Any] = [
             made_by(n).shape if fixed else add_call(graph, outline, (n,), made_by(n), first) for n in given
         ]
-        whole = add_call(graph, kind, (joined, *first.args[1:]), contiguous([length], like), first)
-    waits = [next(u for u in node.users if is_wait(u)) for node in group]
-    with graph.inserting_before(min(waits, key=place.__getitem__)):
-        waited = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), first)
-    cut = part_of_gather if kind is GATHER else part_of_scatter
-    for number, (node, wait) in enumerate(zip(group, waits, strict=True)):
+    waits = [next(u for u in one[-1].users if is_wait(u)) for one in group]
+    made: list[Node] = []
+    for hop in hops:
+        length = length * _parts(hop) if gathers else length // _parts(hop)
+        with graph.inserting_before(at):
+            whole = add_call(graph, cast(Any, hop.target), (whole, *hop.args[1:]), contiguous([length], like), hop)
+        made.append(whole)
+        at = min(waits, key=place.__getitem__)
+        with graph.inserting_before(at):
+            whole = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), hop)
+    cut = part_of_gather if gathers else part_of_scatter
+    for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
-            new = add_call(graph, cut, (waited, shapes, number, parts), made_by(wait), wait)
+            new = add_call(graph, cut, (whole, shapes, number, parts), made_by(wait), wait)
         wait.replace_all_uses_with(new)
-        graph.erase_node(wait)
-        graph.erase_node(node)
+        for hop in reversed(one):
+            graph.erase_node(next(iter(hop.users)))
+            graph.erase_node(hop)
+    return made
+
+
+def _parts(hop: Node) -> int:
+    """Of how many ranks a gather holds pieces, or to how many a scatter sends them."""
+    return 1 if hop.target is REDUCE else cast(int, hop.args[1] if hop.target is GATHER else hop.args[2])
 
 
 def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -120,7 +120,7 @@ class _Work:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
         self.clock = start(self.local, self.machine, self.arrivals)
-        moving, main = parts(self.local)
+        moving, main = parts(self.local, hops=False)
         urgency = self._urgency([n for n in calls if n in main and n in moving])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in moving]
         self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first.__getitem__)}
@@ -136,14 +136,14 @@ class _Work:
             elif node in main and node in moving:
                 for needed in _cone(node, self.settled):
                     self._gather_ahead(needed)
-                    while (late := self.tail.next(self.clock.now)) is not None:
+                    while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
                         self._place_all(_cone(late, self.placed))
                     self._place_all(_cone(needed, self.placed))
             while self.held and self.clock.wire <= self.clock.now:
                 self._place_all(_cone(heappop(self.held)[2], self.placed))
         while self.held:
             self._place_all(_cone(heappop(self.held)[2], self.placed))
-        while (late := self.tail.next(_NEVER)) is not None:
+        while (late := self.tail.next(_NEVER, lambda _: True)) is not None:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
@@ -209,6 +209,12 @@ class _Work:
             self._place_all(self.ahead.pop(gather))
             self.flying[gather] = _bytes(gather)
 
+    def _has_links(self, node: Node) -> bool:
+        """True unless collectives along another axis are on the links that it needs: it would slow them down."""
+        axis, mesh = str(node.args[-1]), self.local.mesh
+        busy = [other for other, until in self.clock.wires.items() if other != axis and until > self.clock.now]
+        return not any(self.machine.shares_links(mesh, axis, other) for other in busy)
+
     def _must_wait(self, gather: Node) -> bool:
         """True when there is no room for it, or what it gathers has not arrived."""
         size_bytes, count = self.most
@@ -248,9 +254,9 @@ class _Tail:
                 else:
                     todo.append(reader)
 
-    def next(self, now: float) -> Node | None:
-        """The collective that can start first, if it can by `now`."""
-        if not self.starts or self.starts[0][0] > now:
+    def next(self, now: float, may: Callable[[Node], bool]) -> Node | None:
+        """The collective that can start first, if it can by `now`, and `may`."""
+        if not self.starts or self.starts[0][0] > now or not may(self.nodes[self.starts[0][1]]):
             return None
         return self.nodes[heappop(self.starts)[1]]
 
@@ -259,12 +265,12 @@ class _Tail:
         return self.ready[node], self.place[node]
 
 
-def parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
+def parts(local: LocalGraph, hops: bool = True) -> tuple[set[Node], set[Node]]:
     """What depends on the batch or on chance; and forward and backward: of those, what does not follow from complete
-    gradients, all that this needs, and the collectives on it.
+    gradients, all that this needs, and the collectives on it; with `hops` those too that send on what others brought.
     """
     moving = {n for i, n in local.placeholders() if i.role in (Role.BATCH, Role.GRAD)}
-    settled = set[Node]()
+    settled, brought = set[Node](), set[Node]()
     todo: list[Node] = []
     for node in local.graph.nodes:
         given = [n for n in operands(node) if n in moving]
@@ -274,8 +280,10 @@ def parts(local: LocalGraph) -> tuple[set[Node], set[Node]]:
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
         if meta.rests(node) or (piece and all(n in settled for n in given)):
             settled.add(node)
-        elif meta.value(node) is not None or is_collective(node):
+        elif meta.value(node) is not None or (is_collective(node) and (hops or not brought.issuperset(given))):
             todo.append(node)
+        elif is_wait(node) or brought.issuperset(given):
+            brought.add(node)
     main = set[Node]()
     while todo:
         node = todo.pop()
