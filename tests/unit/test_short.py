@@ -18,7 +18,11 @@ from wholestep.plan.strategy import compose
 
 LAYERS = 12
 FAST = ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
-MACHINES = {"slow": ws.Machine(link_bytes_per_us=12.0), "dgx-h100": ws.Topology.preset("dgx-h100")}
+MACHINES = {
+    "slow": ws.Machine(link_bytes_per_us=12.0),
+    "dgx-h100": ws.Topology.preset("dgx-h100"),
+    "two levels": ws.Topology.preset("dgx-h100+ethernet-100"),
+}
 PAIRS = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 MESH = ws.Mesh("dp=4,tp=2")
 
@@ -95,29 +99,36 @@ def test_the_winner_is_that_of_all_layers(kind: str, machine: str) -> None:
     assert short.plan.to_json() == long.plan.to_json()
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_extrapolated_costs_are_near(machine: str) -> None:
-    graph, speeds = GRAPHS["wide"], MACHINES[machine]
+@pytest.mark.parametrize(
+    ("machine", "mesh", "tensor", "least"),
+    [
+        ("slow", "dp=4,tp=2", PAIRS, 12),
+        ("dgx-h100", "dp=4,tp=2", PAIRS, 7),
+        ("two levels", "node=4,rank=8", None, 7),
+    ],
+)
+def test_extrapolated_costs_are_near(machine: str, mesh: str, tensor: ws.TensorParallel | None, least: int) -> None:
+    graph, speeds, on = deep(2048, 16), MACHINES[machine], ws.Mesh(mesh)
     short, seen = short_of(graph, speeds), 0
-    for template in templates(MESH, PAIRS):
+    for template in templates(on, tensor):
         assert not isinstance(template.strategies, ws.WholestepError)
         strategies = compose(template.strategies)
-        pair = short.blocks(MESH, strategies)
+        pair = short.blocks(on, strategies)
         if pair is None:
             continue
-        plans = [(ws.plan(g, MESH, strategies), g) for g in map(short.with_blocks, pair)]
+        plans = [(ws.plan(g, on, strategies), g) for g in map(short.with_blocks, pair)]
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
-        made, real = short.priced(pair, programs, finish_of(speeds)), priced(graph, template, speeds)
+        made, real = short.priced(pair, programs, finish_of(speeds)), priced(graph, template, speeds, on)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
         assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=0.35), template.name
         assert made.rest_bytes == real.rest_bytes
         assert made.sent_bytes == real.sent_bytes
         seen += 1
-    assert seen > 5
+    assert seen >= least
 
 
-def priced(graph: ws.TrainGraph, template: Template, machine: Any) -> Any:
-    planned = ws.plan(graph, MESH, template.strategies)  # pyright: ignore[reportArgumentType]
+def priced(graph: ws.TrainGraph, template: Template, machine: Any, mesh: ws.Mesh = MESH) -> Any:
+    planned = ws.plan(graph, mesh, template.strategies)  # pyright: ignore[reportArgumentType]
     return costs(ws.partition(graph, planned), planned, machine)
 
 
@@ -179,10 +190,12 @@ def test_shallow_steps_are_left_whole() -> None:
 
 def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
     graph = GRAPHS["narrow"]
-    strategies = compose(ws.DataParallel("zero1"))
+    one, both = (compose(ws.DataParallel("zero1", axis=axis)) for axis in ("dp", None))
     wide, narrow = short_of(GRAPHS["wide"], FAST), short_of(graph, FAST)
-    assert wide.blocks(MESH, strategies) == FEWEST
-    assert narrow.blocks(MESH, strategies) is None
+    assert wide.blocks(MESH, one) == FEWEST
+    assert narrow.blocks(MESH, one) is None
+    assert wide.blocks(MESH, both) is None, "twice as many for a second hop"
+    assert short_of(deep(2048, 16), FAST).blocks(MESH, both) == (3, 5)
 
 
 def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from types import MappingProxyType
 from typing import Literal
 
 from ..cost.compute import peak_us
@@ -242,7 +243,7 @@ class Search:
             return replace(row, fate="same", why=self.programs[mark])
         self.programs[mark] = row.name
         if row.blocks not in (None, FEWEST):
-            made = self._made(row, row.blocks)
+            made = self._made(row, row.blocks, known=dict(zip(FEWEST, made, strict=True)))
         if short and row.blocks:
             row = self._priced(row, short.priced(row.blocks, made, self.finish))
         else:
@@ -250,7 +251,9 @@ class Search:
         return replace(row, fate="peak") if self._over(row.needs_bytes) else self._compared(row, made[-1][0])
 
     def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
-        """With values made again in all equal layers alike: on short steps, then with all layers those that may win."""
+        """With values made again in all equal layers alike: on short steps, then with all layers those that may win. By
+        how much extrapolation was off for one, up to what it may be, it is taken to be for the next.
+        """
         fitting: dict[int, ShortFit] = {}
         most_s = self.best.batch_s if self.best else _INFINITE
         for i in sorted(range(len(rows)), key=lambda i: rows[i].batch_s):
@@ -263,12 +266,13 @@ class Search:
                 else:
                     fitting[i], most_s = one, min(most_s, longest_us / 1e6 / row.batches)
         near = {i: one.best(budget_bytes) for i, one in fitting.items() if rows[i].batch_s < most_s * (1 + SURE)}
-        found = [(fit.step_us / 1e6 / rows[i].batches, i, fit) for i, fit in near.items()]
+        found, off = [(fit.step_us / 1e6 / rows[i].batches, i, fit) for i, fit in near.items()], 1.0
         for batch_s, i, fit in sorted(found, key=lambda one: one[0]):
             peak = round(fit.peak_bytes)
             rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, costs=None)
-            if self.best is None or batch_s < self.best.batch_s:
+            if self.best is None or batch_s * off < self.best.batch_s:
                 rows[i] = self._fitted_whole(rows[i], fitting[i], fit, budget_bytes)
+                off = min(max(rows[i].batch_s / batch_s, 1 - SURE), 1 + SURE)
         return rows
 
     def _fitting(self, row: Considered, short: Short, doing: str) -> ShortFit:
@@ -287,13 +291,16 @@ class Search:
                 return self._compared(replace(self._priced(row, found), again=made[1]), planned)
         return self._fitted(replace(row, fate="peak"), budget_bytes)
 
-    def _made(self, row: Considered, blocks: tuple[int, int] | None, doing: str = "") -> list[tuple[Plan, LocalGraph]]:
-        """Plans and programs of the steps with so many equal layers, or of that with all."""
+    def _made(
+        self, row: Considered, blocks: tuple[int, int] | None, doing: str = "",
+        known: Mapping[int, tuple[Plan, LocalGraph]] = MappingProxyType({}),
+    ) -> list[tuple[Plan, LocalGraph]]:  # fmt: skip
+        """Plans and programs of the steps with so many equal layers, or of that with all; some may be `known`."""
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
-        short = self.short
-        graphs = [short.with_blocks(n) for n in blocks] if short and blocks else [self.graph]
-        return [self._planned(row, graph) for graph in graphs]
+        if not self.short or not blocks:
+            return [self._planned(row, self.graph)]
+        return [known.get(n) or self._planned(row, self.short.with_blocks(n)) for n in blocks]
 
     def _over(self, size_bytes: int, sure: float = 1.0) -> bool:
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * sure

@@ -59,15 +59,17 @@ class Short:
 
         A collective carries `machine.bucket_bytes` at least. So many layers fill a few buckets in the first step, and a
         few more in the second, with parameters cut as tensor parallelism does: then it matters little where in a layer
-        a bucket is full.
+        a bucket is full. A further hop of gathers and sums is one layer behind.
         """
         cut = prod(mesh.axis_size(axis) for part in strategies.parts if part is not strategies.data
                    for axis in part.axes(mesh))  # fmt: skip
         owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
                  if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
         several = ceil(_BUCKETS * self.machine.bucket_bytes * cut / max(sum(owned), 1))
-        few = max(FEWEST[0], several)
-        more = few + max(FEWEST[1] - FEWEST[0], several)
+        axes = strategies.data.axes(mesh) if strategies.data else ()
+        behind = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
+        few = max(FEWEST[0] + behind, several)
+        more = few + max(FEWEST[1] - FEWEST[0] + behind, several)
         alike = few + more <= self.count * _WORTH and all(self._alike(mesh, part) for part in strategies.parts)
         if not alike:
             return None
