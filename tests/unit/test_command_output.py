@@ -10,35 +10,12 @@ from typer.testing import CliRunner
 from wholestep.cli import app
 
 WORK = ("make the step", "capture")
-STEP = """
-import torch
-from torch import nn
-
-def train_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-def build():
-    with torch.device("meta"):
-        model = nn.Linear(16, 16)
-        batch = torch.empty(8, 16)
-    return train_step, model, torch.optim.SGD(model.parameters()), batch
-"""
 
 
 def run(*args: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, args)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "job.py").write_text(STEP)
-    return f"{tmp_path / 'job.py'}:build"
 
 
 FILES = [
@@ -48,10 +25,10 @@ FILES = [
 
 
 @pytest.mark.parametrize(("command", "option"), FILES)
-def test_where_nothing_can_be_written(model: str, tmp_path: Path, command: str, option: str) -> None:
+def test_where_nothing_can_be_written(tmp_path: Path, command: str, option: str) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path / "file" / "x", f"no folder {tmp_path / 'file'}"), (tmp_path, "is a folder")):
-        code, said = run(command, model, "--mesh", "dp=2", option, str(path))
+        code, said = run(command, "--mesh", "dp=2", option, str(path))
         assert code == 2
         assert f"{option} {path}" in said
         assert why in said
@@ -59,17 +36,17 @@ def test_where_nothing_can_be_written(model: str, tmp_path: Path, command: str, 
 
 
 @pytest.mark.parametrize(("command", "option"), FILES)
-def test_folders_on_the_way_are_made(model: str, tmp_path: Path, command: str, option: str) -> None:
+def test_folders_on_the_way_are_made(tmp_path: Path, command: str, option: str) -> None:
     path = tmp_path / "a" / "b" / "x"
-    code, said = run(command, model, "--mesh", "dp=2", option, str(path))
+    code, said = run(command, "--mesh", "dp=2", option, str(path))
     assert code == 0, said
     assert f"written to {path}" in said
     assert path.stat().st_size
 
 
-def test_two_files_in_one_place(model: str, tmp_path: Path) -> None:
+def test_two_files_in_one_place(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    code, said = run("plan", model, "--mesh", "dp=2", "--html", path, "--trace", path)
+    code, said = run("plan", "--mesh", "dp=2", "--html", path, "--trace", path)
     assert code == 2
     assert f"--trace {path}: --html writes there already" in said
 
@@ -89,13 +66,13 @@ def test_a_run_has_room_before_it_starts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
 def test_the_plan_is_said_though_it_cannot_be_kept(
-    model: str, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Path, *_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
-    code, said = run("plan", model, "--mesh", "dp=2", option, str(tmp_path / "x"))
+    code, said = run("plan", "--mesh", "dp=2", option, str(tmp_path / "x"))
     assert code == 2
     assert f"{tmp_path / 'x'} cannot be written: No space left on device" in said
     assert "rests as" in said
@@ -113,10 +90,8 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
         ("simulate", ["--topology", "nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_read_is_said_before_the_step_is_captured(
-    model: str, command: str, options: list[str], found: str
-) -> None:
-    code, said = run(command, model, *options)
+def test_what_cannot_be_read_is_said_before_the_step_is_captured(command: str, options: list[str], found: str) -> None:
+    code, said = run(command, *options)
     assert code == 2
     assert found in said
     assert "needed" in said

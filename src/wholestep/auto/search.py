@@ -269,8 +269,8 @@ class Search:
         found, off = [(fit.step_us / 1e6 / rows[i].batches, i, fit) for i, fit in near.items()], 1.0
         for batch_s, i, fit in sorted(found, key=lambda one: one[0]):
             peak = round(fit.peak_bytes)
-            rows[i] = replace(rows[i], fate="slower", batch_s=batch_s, needs_bytes=peak, costs=None)
-            if self.best is None or batch_s * off < self.best.batch_s:
+            rows[i] = replace(rows[i], fate="slower", batch_s=batch_s * off, needs_bytes=peak, costs=None)
+            if self.best is None or rows[i].batch_s < self.best.batch_s:
                 rows[i] = self._fitted_whole(rows[i], fitting[i], fit, budget_bytes)
                 off = min(max(rows[i].batch_s / batch_s, 1 - SURE), 1 + SURE)
         return rows
