@@ -159,6 +159,7 @@ def test_budgets_as_with_all_layers() -> None:
         assert found.best.blocks is None
         assert max(found.best.needs_bytes, long.best.needs_bytes) <= budget
         assert found.best.batch_s <= long.best.batch_s * (1 + SURE)
+        assert found.rows[0] is found.best
 
 
 def test_values_are_made_again_alike_in_equal_layers() -> None:

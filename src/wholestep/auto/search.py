@@ -186,7 +186,8 @@ class Search:
                 found = self._simulated(replace(row, fate="slower", blocks=None), "all layers: ")
                 if found.fate == "peak" and self.recompute and self.budget_bytes is not None:
                     found = self._fitted(found, self.budget_bytes)
-                rows[i] = found if found.fate == "slower" else rows[i]
+                if found.fate == "slower" and rows[i] is not self.best:
+                    rows[i] = found
         return rows
 
     def _resting(self, mesh: Mesh, template: Template) -> Considered:
