@@ -226,7 +226,8 @@ class _Run:
                 if grad is None:
                     self.cleared.append(i.owner)
                 now = now if grad is None else grad
-            finals.append(now.detach().to(i.meta.dtype))
+            itself = now is given[i.name] and now.dtype == i.meta.dtype
+            finals.append(now if itself else now.detach().to(i.meta.dtype))
         return finals
 
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Node
 
 from .. import _torch
@@ -336,7 +337,7 @@ class _Propagation:
     def _cost(self, node: Node, have: AxisState, want: AxisState, axis: str) -> float:
         if have == want:
             return 0.0
-        return self._cost_of(meta.tensor(node) or TensorMeta((), (), _torch.torch.float32, "cpu"), have, want, axis)
+        return self._cost_of(meta.tensor(node) or TensorMeta((), (), torch.float32, "cpu"), have, want, axis)
 
     def _cost_of(self, made: TensorMeta, have: AxisState, want: AxisState, axis: str) -> float:
         plain = replicated(len(made.shape))

@@ -1,0 +1,134 @@
+"""Every private torch name wholestep uses, and why. Checked with torch 2.11 to 2.15.
+
+Each entry: the name (the version it is there since), what it is for; what would replace it.
+
+- fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
+- fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val (2.0): records ops in half the time
+  (`dispatch`); a tracer whose dispatch costs less than the op.
+- _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
+- nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
+- compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
+- autograd.graph._engine_run_backward (2.2): marks nodes made in a backward; node.meta["autograd_backward"] on every op.
+- _decomp.get_decompositions (1.13): batch norm's hidden write into its statistics; schemas that name every mutation.
+- _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
+  and whose context manager warns about TF32; a public switch without either.
+- library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
+- fx._lazy_graph_module (2.2): graph modules that write no code before they are called; a switch of GraphModule.
+- utils._pytree (1.8): flattens a step's arguments and results, writes their structure to a file; torch.utils.pytree.
+- _C.DisableTorchFunction (1.13): values are read while a step is traced; a public switch for torch function modes.
+- _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
+- distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
+- utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
+- _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
+  of them run on CPU, to check the rules of whole families; a public list.
+- testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
+- _C._storage_Use_Count (2.0): whether memory is held by others yet; a public count.
+- _C._distributed_c10d._resolve_process_group, _register_work (2.3): an exchange into memory that is given, waited for
+  as a functional collective; an out variant of all_to_all_single.
+- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant and
+  an all-reduce in place; entries.
+- distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local
+  that leaves the piece where it is.
+- distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
+- _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
+  of a part.
+- _dynamo.config.optimize_ddp (2.0): torch's own splitter off where ours is chosen; a say of the backend's in that.
+- DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), and in torch.distributed
+  _DEFAULT_FIRST_BUCKET_BYTES (1.8): which model runs, whether its buckets are settled, its first cap; properties.
+- _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
+  results with the strides it really makes; a public way to compile one graph as several.
+- _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
+- _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
+- nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
+"""
+
+from .distributed import (
+    buckets_are_settled,
+    count_our_collectives,
+    ddp_in_use,
+    default_store,
+    dtensor,
+    first_bucket_bytes,
+    forget_shardings,
+    local_tensor,
+    shard_of,
+    start_exchange,
+    strided_shard,
+)
+from .dynamo import (
+    PartContext,
+    dynamo_backend,
+    give_origin,
+    in_dynamo,
+    inductor_compile,
+    inductor_settings,
+    is_grad_switch,
+    split_by_torch,
+    switch_off_own_splitter,
+)
+from .held import (
+    TreeSpec,
+    attribute,
+    buffers_of,
+    children_of,
+    is_compiled,
+    is_plain,
+    parameters_of,
+    read_spec,
+    storage_holders,
+    storage_key,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+    write_spec,
+)
+from .ops import (
+    GETITEM,
+    OP_TYPES,
+    OpOverload,
+    Recorder,
+    changes_shape,
+    functional_form,
+    is_fused_optimizer,
+    is_getitem,
+    is_op,
+    op_infos,
+    overload_of,
+    overloads,
+    runs_on_cpu,
+    schema_of,
+    set_operands,
+)
+from .patches import patched_for_tracing
+from .tracing import (
+    DATA_DEPENDENT,
+    fake_mode,
+    functionalize,
+    graph_module,
+    is_fake,
+    known_constant,
+    note_on_nodes,
+    noted,
+    outside_of_trace,
+    tensor_only_optimizers,
+    trace,
+    trace_plain,
+    traced_node,
+    unobserved,
+    untracked,
+    without_onednn,
+)
+
+__all__ = [
+    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec", "attribute",
+    "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use",
+    "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings",
+    "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo", "inductor_compile",
+    "inductor_settings", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op",
+    "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
+    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "runs_on_cpu", "schema_of",
+    "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
+    "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
+    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn",
+    "write_spec",
+]  # fmt: skip

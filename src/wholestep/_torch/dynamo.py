@@ -1,0 +1,129 @@
+"""Dynamo and TorchInductor: compiling graphs, and being compiled by them."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import BackendError
+from .tracing import fake_mode
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph of tensors with TorchInductor; `options` are names of `torch._inductor.config`."""
+    try:
+        from torch._inductor import compile as compile_graph
+    except ImportError as error:
+        raise BackendError(
+            f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
+        ) from error
+    mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
+    with tracing(TracingContext(mode)):  # Inductor keeps graphs on disk only where there is such a context
+        return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
+
+
+def dynamo_backend(name: str) -> Callable[..., Any]:
+    """The `torch.compile` backend of that name.
+
+    Raises:
+        BackendError: there is none.
+    """
+    import torch._dynamo as dynamo
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return dynamo.lookup_backend(name)
+    except InvalidBackend as error:
+        known = ", ".join(dynamo.list_backends())
+        raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {known}, or a callable") from error
+
+
+def inductor_settings(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
+    """How the backend "inductor" is told the `mode` and `options` that `torch.compile` was called with."""
+    from torch._inductor import list_mode_options
+
+    settings = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    return {"config_patches": settings} if settings else {}
+
+
+def switch_off_own_splitter() -> bool:
+    """Keep torch from splitting graphs of DDP models in this process; True if it was going to."""
+    import torch._dynamo.config as config
+
+    mode: Any = config.optimize_ddp
+    if mode not in (True, "ddp_optimizer"):
+        return False
+    config.optimize_ddp = False
+    return True
+
+
+def split_by_torch() -> bool:
+    """True while torch's own splitter compiles the parts that it has cut."""
+    context = TracingContext.try_get()
+    return context is not None and context.ddp_optimizer_ctx is not None
+
+
+def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None:
+    """Tell `part`, cut out of dynamo's graph `whole`, where in the user's program its inputs come from."""
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in whole.graph.find_nodes(op="placeholder")}
+    for node in part.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = sources.get(node.name)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(whole, name):
+            setattr(part, name, getattr(whole, name))
+
+
+class PartContext:
+    """While one part of a dynamo graph is compiled: what later stages note about it stays with it."""
+
+    def __init__(self) -> None:
+        self._notes: Any = copy.copy(TracingContext.get())
+        self._notes.fw_metadata = None
+
+    @contextlib.contextmanager
+    def compiling(self) -> Generator[None]:
+        """The first call of what aot_autograd compiles inside gives fakes with the strides of the real results."""
+        self._notes.fakify_first_call = True
+        try:
+            with tracing(self._notes):
+                yield
+        finally:
+            self._notes.fakify_first_call = False
+
+    @property
+    def through_aot(self) -> bool:
+        """True if aot_autograd compiled the part."""
+        return self._notes.fw_metadata is not None
+
+    def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
+        """The first call, on fakes."""
+        mode: Any = self._notes.fake_mode
+        before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+        set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
+        held = set_tracing(True)
+        try:
+            with mode:
+                return compiled(*fakes)
+        finally:
+            set_tracing(held)
+            mode.allow_non_fake_inputs = before
+
+
+def is_grad_switch(target: object) -> bool:
+    """True for what dynamo calls where `no_grad` or `enable_grad` begins or ends."""
+    return target is torch._C._set_grad_enabled
+
+
+def in_dynamo() -> bool:
+    """True while dynamo has a graph compiled."""
+    context = TracingContext.try_get()
+    return context is not None and context.fake_mode is not None

@@ -1,0 +1,199 @@
+"""Traces steps with make_fx: fake tensors, notes on nodes, what torch does differently while it is traced."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._decomp import get_decompositions  # pyright: ignore[reportUnknownVariableType]  # torch leaves its result open
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .dispatch import quick_dispatch
+from .ops import FUSED
+
+try:
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+except ImportError:  # a torch without them: graph modules write their code when they are made
+    _LazyGraphModule, _use_lazy_graph_module = torch.fx.GraphModule, contextlib.nullcontext
+
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_aten = torch.ops.aten
+
+
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """`native_batch_norm` writes its running statistics and its schema hides that; this form says it. Same kernel."""
+    if mean is None:
+        return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
+    return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake mode with static shapes in which scalars read by optimizers stay symbolic."""
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
+    )
+
+
+def is_fake(value: object) -> bool:
+    """True for a tensor without storage that belongs to a trace."""
+    return isinstance(value, FakeTensor)
+
+
+def known_constant(value: torch.Tensor) -> bool:
+    """True when a traced tensor's value was fixed by a literal in the user's code."""
+    return isinstance(value, FakeTensor) and value.constant is not None
+
+
+def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | None:
+    """The node of the trace under way that made `value`, and the module that holds the trace's constants."""
+    mode = get_proxy_mode()
+    tracer: Any = mode.tracer if mode is not None else None
+    slot: Any = get_proxy_slot(value, tracer, None) if tracer is not None else None
+    return (slot.proxy.node, tracer.root) if slot is not None and tracer is not None else None
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Generator[None]:
+    """Inside, operations on real tensors really run, and the trace under way does not see them."""
+    with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def unobserved() -> Generator[None]:
+    """Inside, operations on real tensors really run, and neither a trace nor a torch function mode sees them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def tensor_only_optimizers() -> Generator[None]:
+    """`torch.compiler.is_compiling()` is true inside, so torch.optim takes its tensor-only form."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def note_on_nodes(**notes: object) -> None:
+    """Nodes traced from here on carry these notes; None removes one."""
+    custom = {**fx_traceback.current_meta.get("custom", {}), **notes}
+    fx_traceback.current_meta["custom"] = {k: v for k, v in custom.items() if v is not None}
+
+
+def noted(key: str) -> Any:
+    """A note as it stands now."""
+    return fx_traceback.current_meta.get("custom", {}).get(key)
+
+
+_fused_library = torch.library.Library("aten", "IMPL")
+
+
+def _shapes_for_fused_optimizers() -> None:
+    """Fused optimizers with a tensor learning rate have no shape function; in place there is nothing to do."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    for name in FUSED:
+        for overload in getattr(torch.ops.aten, name).overloads():
+            full = f"aten::{name}" + (f".{overload}" if overload != "default" else "")
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(full, "Meta"):
+                _fused_library.impl(full.removeprefix("aten::"), nothing, "Meta")
+
+
+def trace(
+    fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]]
+) -> torch.fx.GraphModule:
+    """One ATen graph of `fn(*inputs)`, in-place ops included; nodes carry the notes of `note_on_nodes`.
+
+    `forms` gives ops in other terms; a form that returns NotImplemented leaves the op as it is.
+    """
+    _shapes_for_fused_optimizers()
+    with fx_traceback.preserve_node_meta():
+        fx_traceback.current_meta.pop("custom", None)
+        table = {**_decompositions(), **forms}
+        with _use_lazy_graph_module(True), quick_dispatch():
+            return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of `graph` that writes its code when it is called.
+
+    `torch.fx.GraphModule` writes code when it is made, which for deep steps takes longer than any pass over them, and a
+    captured graph is not run as a module (`torch.fx._lazy_graph_module`, 2.11 to 2.15).
+    """
+    return _LazyGraphModule(root, graph)
+
+
+def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
+    """`fn` on fake tensors as a graph of ATen calls."""
+    return make_fx(fn)(*fakes).graph
+
+
+@contextlib.contextmanager
+def without_onednn() -> Generator[None]:
+    """OneDNN's recurrent layers need a workspace that autograd alone makes; other layers trace alike without it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+class _Replay(torch.fx.Interpreter):
+    """Runs a graph as functionalization needs it: fused optimizers functional, since it refuses their empty lists."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
+        if packet not in FUSED:
+            return super().call_function(target, args, kwargs)
+        functional = getattr(getattr(torch.ops.aten, packet.removesuffix("_")), target._overloadname)
+        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
+        for name, new in zip(written, functional(*args, **kwargs), strict=True):
+            if name != "grads" or given.get("grad_scale") is not None:
+                for tensor, value in zip(given[name], new, strict=True):
+                    tensor.copy_(value)
+        return None
+
+
+def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The same graph without mutation: in-place ops become functional, inputs are updated by trailing copies."""
+    with fx_traceback.preserve_node_meta():
+
+        def run(*args: Any) -> Any:
+            return _Replay(module).run(*args)
+
+        return make_fx(
+            torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*inputs)
+
+
+def untracked(value: torch.Tensor) -> torch.Tensor:
+    """A plain fake tensor like `value`, free of parameter and autograd state."""
+    return value.detach()

@@ -1,0 +1,122 @@
+"""What the quick way records of a step is what torch's own tracer records."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholestep as ws
+from tests.catalogue import CASES, OPTIMIZERS
+from wholestep import _torch
+from wholestep._torch import dispatch
+from wholestep.graph import meta
+
+Step = Callable[[Tensor, Tensor], Any]
+
+
+@pytest.fixture
+def own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Switches the quick way off."""
+    return lambda: monkeypatch.setattr(dispatch, "_NEEDED", ("a name that torch does not have",))
+
+
+def text(module: GraphModule) -> list[str]:
+    return [
+        f"{node.format_node()} {meta.tensors(node)} {meta.is_backward(node)} {meta.source_line(node)}"
+        for node in module.graph.nodes
+    ]
+
+
+def literals(x: Tensor, y: Tensor) -> Any:
+    scale = torch.tensor(2.0)
+    scale += 1
+    return x * scale, y * torch.tensor([1.0, float(scale)]).sum()
+
+
+def views_in_place(x: Tensor, y: Tensor) -> Any:
+    flat = x.clone().unsqueeze_(0).transpose_(1, 2)
+    flat.squeeze_(0)[1].add_(y[:, 0])
+    return flat, y.t_().clone()
+
+
+def several_results(x: Tensor, y: Tensor) -> Any:
+    values, at = x.max(0)
+    parts = [p * 2 for p in y.split(2)]
+    return values, at, parts, torch._foreach_add(parts, parts), torch.linalg.qr(x).R
+
+
+def composed(x: Tensor, y: Tensor) -> Any:
+    z = F.group_norm(torch.einsum("ij,kj->ik", x, y)[None], 2)
+    return F.scaled_dot_product_attention(z, z, z, is_causal=True), F.dropout(x, 0.3)
+
+
+def made_without_tensors(x: Tensor, y: Tensor) -> Any:
+    at = torch.arange(4)
+    return x[at.flip(0)], torch.zeros(2, 4).sum() + y, torch.full_like(y, 3, dtype=torch.complex64) * 2j
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 + ctx.saved_tensors[0] * 0
+
+
+def differentiated(x: Tensor, y: Tensor) -> Any:
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    out = checkpoint(lambda a, b: torch.tanh(a @ b) * F.dropout(b, 0.5), Doubled.apply(x), y, use_reentrant=False)
+    out.sum().backward()
+    return x.grad, y.grad
+
+
+STEPS = [literals, views_in_place, several_results, composed, made_without_tensors, differentiated]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_of_functions(step: Step, own_way: Callable[[], None]) -> None:
+    def traced() -> list[str]:
+        with _torch.fake_mode() as mode:
+            fakes = [mode.from_tensor(torch.ones(4, 4)) for _ in range(2)]
+        return text(_torch.trace(lambda x, y: _torch.tree_flatten(step(x, y))[0], fakes, {}))
+
+    quick = traced()
+    own_way()
+    assert quick == traced()
+
+
+RECIPES = itertools.cycle(["AdamW-fused", "SGD-momentum-foreach", "Adam-tensor-lr"])
+
+
+@pytest.mark.parametrize(("case", "recipe"), zip(CASES, RECIPES, strict=False))
+def test_of_whole_steps(case: str, recipe: str, own_way: Callable[[], None]) -> None:
+    chosen = CASES[case]
+
+    def captured() -> str:
+        model = chosen.build()
+        graph = ws.capture(chosen.step, model, OPTIMIZERS[recipe].make(model.parameters()), chosen.batches(0))
+        return f"{graph}\n{graph.outputs}"
+
+    quick = captured()
+    own_way()
+    assert quick == captured()
+
+
+def test_torch_is_left_as_it_was() -> None:
+    def fails(model: nn.Module, x: Tensor) -> None:
+        raise ValueError("not this one")
+
+    modes = (dispatch.proxy_tensor.ProxyTorchDispatchMode, dispatch.FakeTensorMode)
+    before = [mode.__torch_dispatch__ for mode in modes]
+    with pytest.raises(ws.CaptureError):
+        ws.capture(fails, nn.Linear(2, 2), torch.ones(2))
+    assert [mode.__torch_dispatch__ for mode in modes] == before
