@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from ...graph.graph import TrainGraph
 from .build import Asked, Build, Found
 from .chains import Joined, joined
 from .highs import Solution, solve
+from .problem import fits
 
 aten = torch.ops.aten
 _WRITTEN_OUT = {
@@ -74,11 +75,12 @@ def _needed(solved: Solved, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Program:
-    """The problem of a graph with some ops written out."""
+    """The problem of a graph with some ops written out; `known`: what was found for which budgets."""
 
     build: Build
     joined: Joined
     names: tuple[str, ...]
+    known: list[tuple[float | None, Solved]] = field(default_factory=list[tuple[float | None, Solved]])
 
     @staticmethod
     def of(graph: TrainGraph, asked: Asked, names: Sequence[str]) -> _Program:
@@ -86,10 +88,16 @@ class _Program:
         return _Program(build, joined(build.problem()), tuple(names))
 
     def solve(self, budget: float | None, gap: float) -> Solved | None:
-        made = solve(replace(self.joined.problem, budget_bytes=budget), gap)
+        """The best within `budget`: that of a larger one, where it is."""
+        problem = replace(self.joined.problem, budget_bytes=budget)
+        for larger, found in self.known:
+            if (larger is None or (budget is not None and larger >= budget)) and fits(problem, found.solution.load):
+                return found
+        made = solve(problem, gap)
         if made is None:
             return None
         found = self.build.found(self.joined.opened(made.picked))
         found = replace(found, pins=replace(found.pins, expanded=self.names))
         nodes = len(self.build.calls) + len(self.build.params)
-        return Solved(found, made, len(self.joined.problem.choices), nodes)
+        self.known.append((budget, Solved(found, made, len(self.joined.problem.choices), nodes)))
+        return self.known[-1][1]
