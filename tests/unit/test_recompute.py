@@ -18,6 +18,7 @@ from tests.catalogue import CASES, OPTIMIZERS
 from tests.simulate import Simulation
 from wholestep.capture import Capture, capture_step
 from wholestep.cost.compute import flops, node_us
+from wholestep.graph.graph import LocalGraph
 from wholestep.graph.verify import check_local_graph
 from wholestep.passes.again import made_again
 from wholestep.passes.choose import choices
@@ -60,16 +61,21 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def all_again(saved: Saved) -> LocalGraph:
+    return made_again(saved, [v.name for v in saved.candidates])
+
+
 def check_bits(case: str, recipe: str, style: str) -> None:
     capture = captured(case, recipe)
     mesh = "r=1,s=2" if style == "hybrid" else "dp=2"
     plan = ws.plan(capture.graph, mesh, parallel("fully_shard", True) if style == "again" else parallel(style, False))
     local = ws.partition(capture.graph, plan)
     expected = bits(capture, plan, local, case)
-    names = [v.name for v in Saved(local).candidates]
+    saved = Saved(local)
+    names = [v.name for v in saved.candidates]
     assert names, "there is something to be made again"
     for chosen in (names, random.Random(0).sample(names, len(names) // 2)):
-        changed = made_again(local, chosen)
+        changed = made_again(saved, chosen)
         check_local_graph(changed)
         finished = ws.run_passes(changed, [Schedule(MACHINE, 2000, 300), Reinplace()])
         assert same(bits(capture, plan, finished, case), expected)
@@ -117,7 +123,7 @@ def test_random_numbers_are_drawn_once() -> None:
     capture = capture_step(mean_square, (model, SGD(model.parameters(), lr=0.1), torch.randn(30, 6).double()), {})
     plan = ws.plan(capture.graph, "dp=2", parallel("fully_shard", False))
     local = ws.partition(capture.graph, plan)
-    changed = made_again(local, [v.name for v in Saved(local).candidates])
+    changed = all_again(Saved(local))
     assert len(list(changed.graph.nodes)) > len(list(local.graph.nodes)), "something is made again"
     draws = [sum(is_random(n) for n in one.graph.nodes) for one in (local, changed)]
     assert draws[0] == draws[1] > 0
@@ -241,7 +247,7 @@ def test_gathers_are_left_alone_unless_allowed() -> None:
 def test_a_weight_that_is_gathered_twice_is_not_gathered_a_third_time() -> None:
     """What is computed again in the backward reads the copy that the backward gathers for itself."""
     plain = gpt(again=True)
-    changed = made_again(plain, [v.name for v in Saved(plain, gathers=False).candidates], gathers=False)
+    changed = all_again(Saved(plain, gathers=False))
     assert any("addmm" in n.name and "_again" in n.name for n in changed.graph.nodes)
     assert changed.collectives() == plain.collectives()
 
@@ -251,14 +257,15 @@ def test_near_the_best_of_all_choices() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
     graph = ws.capture(mean_square, model, SGD(model.parameters(), lr=0.1), torch.randn(256, 8))
     local = ws.partition(graph, ws.plan(graph, "dp=1"))
-    names = [v.name for v in Saved(local, gathers=False).candidates if v.storage.size_bytes > 4096]
+    saved = Saved(local, gathers=False)
+    names = [v.name for v in saved.candidates if v.storage.size_bytes > 4096]
     assert 4 <= len(names) <= 8
     plain_us = work(local)[0]
     every = [
         (in_place_peak(changed).size_bytes, work(changed)[0] - plain_us)
         for count in range(len(names) + 1)
         for chosen in combinations(names, count)
-        for changed in [made_again(local, chosen, gathers=False)]
+        for changed in [made_again(saved, chosen)]
     ]
     lowest = min(peak for peak, _ in every)
     for budget in sorted({peak for peak, _ in every}):
@@ -276,7 +283,7 @@ def test_expected_peaks_are_true() -> None:
     path = choices(saved, held_by(plain), MACHINE)
     assert len(path) > 20
     for choice in path[::6]:
-        true = in_place_peak(made_again(plain, choice.names)).size_bytes
+        true = in_place_peak(made_again(saved, choice.names)).size_bytes
         assert true <= 1.02 * choice.peak_bytes
         assert choice.peak_bytes <= 1.05 * true
 
@@ -287,7 +294,7 @@ def test_a_budget_that_is_too_small() -> None:
     local = ws.partition(graph, ws.plan(graph, "dp=1"))
     with pytest.raises(ws.PlanError) as error:
         Recompute(2000)(local)
-    lowest = in_place_peak(made_again(local, [v.name for v in Saved(local).candidates])).size_bytes
+    lowest = in_place_peak(all_again(Saved(local))).size_bytes
     text = str(error.value)
     assert text.startswith("the step needs 6212 bytes on a rank at least, 1.9 kB of them at rest; with all made again")
     assert lowest >= 6212
@@ -300,4 +307,4 @@ def test_a_budget_that_is_too_small() -> None:
 
 def test_a_value_that_is_not_kept() -> None:
     with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be made again"):
-        made_again(gpt(), ["nothing:0"])
+        made_again(Saved(gpt()), ["nothing:0"])

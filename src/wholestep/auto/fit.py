@@ -52,7 +52,7 @@ class Finish:
         """
         saved = Saved(local, gathers=gathers)
         path = choices(saved, held_by(local), machine)
-        found = [_fit(saved, path, budget_bytes, way, gathers) for way in self._ways()]
+        found = [_fit(saved, path, budget_bytes, way) for way in self._ways()]
         fitting = [(simulate(f.program, machine).step_us, i) for i, f in enumerate(found) if f.program is not None]
         return found[min(fitting)[1]] if fitting else min(found, key=lambda one: one.peak_bytes)
 
@@ -64,10 +64,10 @@ class Finish:
         return [[*([one] if one else []), *self.after] for one in schedules(self.schedule)]
 
 
-def _fit(saved: Saved, path: Sequence[Choice], budget_bytes: int, way: Sequence[Pass], gathers: bool) -> Fitted:
+def _fit(saved: Saved, path: Sequence[Choice], budget_bytes: int, way: Sequence[Pass]) -> Fitted:
     names = choose(saved, path, budget_bytes, lambda changed: peak_memory(run_passes(changed, way)))
     if names is None:
         names = min(path, key=lambda choice: choice.peak_bytes).names
-    found = run_passes(made_again(saved.local, names, gathers=gathers), way)
+    found = run_passes(made_again(saved, names), way)
     peak = peak_memory(found).size_bytes
     return Fitted(found if peak <= budget_bytes else None, names, peak)

@@ -188,7 +188,7 @@ class ShortFit:
         return self.known[key]
 
     def _simulated(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
-        made = [made_again(v.local, v.names(kinds), gathers=self.gathers) for v in (self.few, self.more)]
+        made = [made_again(v.saved, v.names(kinds)) for v in (self.few, self.more)]
         if schedule is not None:
             schedule = replace(schedule, whole=self.short.carried(self.pair, made))
         done = [run_passes(local, self.passes(schedule)) for local in made]
@@ -209,5 +209,5 @@ class ShortFit:
             if sizes[2] != round(self.short.whole(self.pair, (sizes[0], sizes[1]))):
                 return None
         names = values.names(fit.kinds, fit.partly, fit.blocks)
-        made = made_again(local, names, gathers=self.gathers)
+        made = made_again(values.saved, names)
         return run_passes(made, self.passes(fit.schedule)), tuple(names)

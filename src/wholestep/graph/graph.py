@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -137,7 +137,13 @@ def operands(node: Node) -> list[Node]:
     for given in (*args, *kwargs.values()) if kwargs else args:
         if type(given) is Node:
             found.append(given)
-        elif isinstance(given, (list, tuple, dict, slice)):
+        elif isinstance(given, (list, tuple)):  # by hand: `map_arg` makes another list, and calls for each entry
+            for one in cast("Sequence[Any]", given):
+                if type(one) is Node:
+                    found.append(one)
+                elif isinstance(one, (list, tuple, dict, slice)):
+                    map_arg(cast(Any, one), found.append)
+        elif isinstance(given, (dict, slice)):
             map_arg(given, found.append)
     return found
 
@@ -154,11 +160,15 @@ def function_of(node: Node) -> Callable[..., Any]:
 
 def copy_graph(graph: Graph) -> Graph:
     """An independent copy: same names, same metadata."""
-    new = Graph()
-    twins: dict[Node, Node] = {}
+    return copy_with(graph)[0]
+
+
+def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """An independent copy, and its node for each of `graph`."""
+    new, twins = Graph(), dict[Node, Node]()
     for node in graph.nodes:
         twins[node] = copy_node(node, new, twins.__getitem__)
-    return new
+    return new, twins
 
 
 def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:

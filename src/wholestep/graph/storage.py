@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -75,6 +76,8 @@ def storage_bytes(made: TensorMeta) -> int:
 
 def shared_operand(node: Node, index: int = 0) -> Node | None:
     """The operand whose memory output `index` of `node` is; None when it is new."""
+    if _is_new(node.target) and not is_wait(node):
+        return None
     given = operands(node)
     if node.op != "call_function" or not given:
         return None
@@ -86,6 +89,14 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
         here = meta.tensor(given[0])
         return given[0] if here is not None and here.is_contiguous else None
     return _by_schema(node, index)
+
+
+@cache
+def _is_new(target: Any) -> bool:
+    """True for an op that never returns memory that it is given: no letter of its schema is on a return."""
+    if not _torch.is_op(target) or target in UNSAID or target in _COPIES_AT_NEED:
+        return False
+    return all(one.alias_info is None for one in _torch.schema_of(target).returns)
 
 
 def _shares_first(node: Node, given: Node) -> bool:

@@ -43,8 +43,7 @@ def check_local_graph(local: LocalGraph) -> None:
     for node in local.graph.nodes:
         if node.op != "call_function":
             continue
-        written = operands(node)[0] if is_wait(node) else node
-        if not node.users and not is_mutating(written):
+        if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):
             raise GraphError(
                 f"%{node.name} ({node.target}) is dead",
                 "no node whose value nothing uses",
@@ -66,9 +65,11 @@ def _check_order(graph: Graph) -> None:
     """What `Graph.lint` says of operands and names, in a fraction of the time."""
     seen, names = set[Node](), set[str]()
     for node in graph.nodes:
-        early = next((given for given in node.all_input_nodes if given not in seen), None)
-        if early is not None:
-            raise GraphError(f"%{node.name} reads %{early.name}, which is not there yet", "operands before their users")
+        for given in node.all_input_nodes:
+            if given not in seen:
+                raise GraphError(
+                    f"%{node.name} reads %{given.name}, which is not there yet", "operands before their users"
+                )
         if node.name in names:
             raise GraphError(f"two nodes are called %{node.name}", "distinct names")
         seen.add(node)

@@ -106,8 +106,9 @@ class _Group:
 
 def together(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
     """Their union: the largest itself where it has all of the others, so that many nodes share one set."""
-    largest = max(sets, key=len, default=frozenset[Node]())
-    return largest if all(one <= largest for one in sets) else largest.union(*sets)
+    distinct = list({id(one): one for one in sets}.values())
+    largest = max(distinct, key=len, default=frozenset[Node]())
+    return largest if len(distinct) < 2 or all(one <= largest for one in distinct) else largest.union(*distinct)
 
 
 def _ahead(node: Node) -> bool:

@@ -53,7 +53,7 @@ class Recompute:
         names = choose(saved, path, self.budget_bytes, in_place_peak)
         if names is None:
             raise too_small(saved, path, self.budget_bytes, in_place_peak)
-        return made_again(local, names, self.compute, self.gathers)
+        return made_again(saved, names)
 
 
 def in_place_peak(local: LocalGraph) -> PeakMemory:
@@ -115,7 +115,7 @@ def held_by(local: LocalGraph) -> list[int]:
 
 
 def _peak(saved: Saved, choice: Choice, peak: Peak) -> PeakMemory:
-    return peak(made_again(saved.local, choice.names, saved.compute, saved.gathers))
+    return peak(made_again(saved, choice.names))
 
 
 def too_small(saved: Saved, path: Sequence[Choice], budget_bytes: int, peak: Peak) -> PlanError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
@@ -98,6 +99,7 @@ def rule(
         for target in found:
             RULES[target] = Rule(target, body, samples, origin)
         _bound.clear()
+        _of_node.clear()
 
     if text:
         bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled))
@@ -143,6 +145,15 @@ def bind_rule(call: Call, discover: bool = False) -> BoundRule | None:
 
 def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
     """The rule of `node` on its global shapes. Calls that look alike share one."""
+    known = _of_node.get(node)
+    if known is not None and known[0] is node.args and known[1] is node.kwargs:
+        return known[2]
+    found = _rule_for(node, discover)
+    _of_node[node] = node.args, node.kwargs, found
+    return found
+
+
+def _rule_for(node: Node, discover: bool) -> BoundRule | None:
     call = Call.of(node)
     key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs, discover)
     try:
@@ -154,6 +165,8 @@ def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
 
 
 _bound: dict[Any, BoundRule | None] = {}
+_of_node: MutableMapping[Node, tuple[Any, Any, BoundRule | None]] = WeakKeyDictionary()
+"""What was found for nodes, as long as they read the same: a search plans one graph many times."""
 
 
 def _frozen(value: Any) -> Any:

@@ -72,7 +72,7 @@ class Fit:
         if said[0] == _FAILED:
             raise PlanError(*said[1:])
         schedule = schedules(self.schedule)[int(said[0])]
-        local = made_again(local, said[1:], gathers=self.gathers)
+        local = made_again(Saved(local, gathers=self.gathers), said[1:]) if said[1:] else local
         saved, peak = Saved(local, gathers=False), self._peak_after(schedule)
         if peak(local).size_bytes <= self.budget_bytes:
             return local, schedule
@@ -80,7 +80,7 @@ class Fit:
         names = choose(saved, path, self.budget_bytes, peak)
         if names is None:
             raise too_small(saved, path, self.budget_bytes, peak)
-        return made_again(local, names, gathers=False), schedule
+        return made_again(saved, names), schedule
 
     def check(self, final: LocalGraph) -> None:
         """Raise PlanError when what runs in the end holds more than the budget."""
@@ -110,7 +110,7 @@ class Fit:
         def attempt(number: int, path: Sequence[Choice]) -> None:
             names = choose(saved, path, self.budget_bytes, self._peak_after(several[number]))
             if names is not None:
-                found.append((self._time_us(local, several[number], names), number, names))
+                found.append((self._time_us(saved, several[number], names), number, names))
 
         for number in range(len(several)):
             attempt(number, path)
@@ -124,9 +124,8 @@ class Fit:
         _, number, names = min(found)
         return [str(number), *names]
 
-    def _time_us(self, local: LocalGraph, schedule: Schedule | None, names: Sequence[str]) -> float:
-        changed = made_again(local, names, gathers=self.gathers)
-        return simulate(run_passes(changed, self._passes(schedule)), self.machine).step_us
+    def _time_us(self, saved: Saved, schedule: Schedule | None, names: Sequence[str]) -> float:
+        return simulate(run_passes(made_again(saved, names), self._passes(schedule)), self.machine).step_us
 
 
 def bound(local: LocalGraph, world: World) -> LocalGraph:
