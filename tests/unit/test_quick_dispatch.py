@@ -97,7 +97,7 @@ def test_of_functions(step: Step, own_way: Callable[[], None]) -> None:
 RECIPES = itertools.cycle(["AdamW-fused", "SGD-momentum-foreach", "Adam-tensor-lr"])
 
 
-@pytest.mark.parametrize(("case", "recipe"), zip(CASES, RECIPES, strict=False))
+@pytest.mark.parametrize(("case", "recipe"), list(zip(CASES, RECIPES, strict=False)))
 def test_of_whole_steps(case: str, recipe: str, own_way: Callable[[], None]) -> None:
     chosen = CASES[case]
 

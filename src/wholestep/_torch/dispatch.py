@@ -41,15 +41,15 @@ class _OwnWay(Exception):
 
 
 @contextlib.contextmanager
-def quick_dispatch() -> Generator[None]:
+def quick_dispatch(forms: Mapping[Any, Any]) -> Generator[None]:
     """Inside, what make_fx traces is recorded the quick way, and fake tensors are computed without dynamo's guard.
 
-    Both modes' `__torch_dispatch__` are replaced. A torch without the names that this needs keeps its own.
+    Both modes' `__torch_dispatch__` are replaced; `forms` are the ops that are given in other terms. A torch without the names that this needs keeps its own.
     """
     modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
     before = [mode.__dict__["__torch_dispatch__"] for mode in modes]
     if all(hasattr(_own, name) for name in _NEEDED):
-        modes[0].__torch_dispatch__ = _quick(before[0])
+        modes[0].__torch_dispatch__ = _quick(before[0], forms)
         modes[1].__torch_dispatch__ = _innermost(before[1])
     try:
         yield
@@ -65,25 +65,26 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def _quick(own_way: Callable[..., Any]) -> Callable[..., Any]:
-    """The dispatch of one trace; `own_way` is torch's."""
-    forms: Any = None
+def _quick(own_way: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:
+    """The dispatch of one trace; `own_way` is torch's, for traces inside it too."""
+    ours: Any = None
     plain: dict[Any, bool] = {}
 
     def dispatch(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        nonlocal forms, plain
+        nonlocal ours
         if op is _DEVICE and type(args[0]) is FakeTensor:
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        if mode.decomposition_table is not forms:
-            forms, plain = mode.decomposition_table, {}
+        ours = ours or mode
         if op not in plain:
             plain[op] = _is_plain(op, forms)
         named: dict[str, Any] = kwargs or {}
         try:
-            nodes = (_nodes(mode, args), {k: _nodes(mode, v) for k, v in named.items()}) if plain[op] else None
+            if mode is not ours or not plain[op]:
+                raise _OwnWay
+            nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
         except _OwnWay:
-            nodes = None
-        return own_way(mode, op, types, args, kwargs) if nodes is None else _recorded(mode, op, (args, named), nodes)
+            return own_way(mode, op, types, args, kwargs)
+        return _recorded(mode, op, (args, named), nodes)
 
     return dispatch
 

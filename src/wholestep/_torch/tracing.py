@@ -136,7 +136,7 @@ def trace(
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        with _use_lazy_graph_module(True), quick_dispatch():
+        with _use_lazy_graph_module(True), quick_dispatch(table):
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
