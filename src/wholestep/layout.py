@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 from .errors import LayoutError
@@ -57,18 +58,7 @@ class Layout:
 
     def put(self, axis: str, state: AxisState) -> Layout:
         """This layout with `axis` in another state; a new shard goes innermost."""
-        if self.state(axis) == state:
-            return self
-        dims = tuple(tuple(a for a in axes if a != axis) for axes in self.dims)
-        partial = tuple(p for p in self.partial if p[0] != axis)
-        varies = tuple(a for a in self.varies if a != axis)
-        if state.kind == "S":
-            dims = tuple((*axes, axis) if d == state.dim else axes for d, axes in enumerate(dims))
-        elif state.kind == "P":
-            partial = tuple(sorted((*partial, (axis, state.op))))
-        elif state.kind == "V":
-            varies = tuple(sorted((*varies, axis)))
-        return Layout(dims, partial, varies)
+        return _put(self, axis, state)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -128,6 +118,23 @@ class Layout:
 
     def __str__(self) -> str:
         return self.show("_" * len(self.dims))
+
+
+@lru_cache(maxsize=1 << 14)
+def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
+    """`Layout.put`: a step has few layouts, and planning asks for each of them often."""
+    if layout.state(axis) == state:
+        return layout
+    dims = tuple(tuple(a for a in axes if a != axis) for axes in layout.dims)
+    partial = tuple(p for p in layout.partial if p[0] != axis)
+    varies = tuple(a for a in layout.varies if a != axis)
+    if state.kind == "S":
+        dims = tuple((*axes, axis) if d == state.dim else axes for d, axes in enumerate(dims))
+    elif state.kind == "P":
+        partial = tuple(sorted((*partial, (axis, state.op))))
+    elif state.kind == "V":
+        varies = tuple(sorted((*varies, axis)))
+    return Layout(dims, partial, varies)
 
 
 def replicated(ndim: int) -> Layout:

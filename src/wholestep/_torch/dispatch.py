@@ -44,7 +44,8 @@ class _OwnWay(Exception):
 def quick_dispatch(forms: Mapping[Any, Any]) -> Generator[None]:
     """Inside, what make_fx traces is recorded the quick way, and fake tensors are computed without dynamo's guard.
 
-    Both modes' `__torch_dispatch__` are replaced; `forms` are the ops that are given in other terms. A torch without the names that this needs keeps its own.
+    Both modes' `__torch_dispatch__` are replaced; `forms` are the ops that are given in other terms. A torch without
+    the names that this needs keeps its own.
     """
     modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
     before = [mode.__dict__["__torch_dispatch__"] for mode in modes]
