@@ -147,9 +147,9 @@ class _Work:
             return
         self.at += node.op == "call_function"
         if node.op == "call_function":
-            self._hold(operands(node))
+            self._hold(node.all_input_nodes)
             if is_wait(node):
-                self._hold(operands(operands(node)[0]))
+                self._hold(operands(node)[0].all_input_nodes)
         self.of[node] = self._made(node)
         for storage in self.of[node]:
             if storage is not None:

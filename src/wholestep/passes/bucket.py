@@ -68,7 +68,7 @@ class Bucket(InPlace):
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
-            after[node] = frozenset({node}) if is_wait(node) else together([after[n] for n in operands(node)])
+            after[node] = frozenset({node}) if is_wait(node) else together([after[n] for n in node.all_input_nodes])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)

@@ -34,8 +34,10 @@ class Flat(InPlace):
         place = {node: i for i, node in enumerate(graph.nodes)}
         writes = _writes(graph, params)
         for node in graph.nodes:
+            if not _gathers(node):
+                continue
             pieces = tuple(operands(node))
-            if not _gathers(node) or not params.issuperset(pieces) or len(set(pieces)) < len(pieces):
+            if not params.issuperset(pieces) or len(set(pieces)) < len(pieces):
                 continue
             free = all(claimed.get(piece, pieces) == pieces for piece in pieces)
             if free and not _written(writes, set(pieces), place[node], _until(node, place)):

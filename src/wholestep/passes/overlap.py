@@ -169,7 +169,7 @@ class _Work:
         """
         ready = {n: self.arrivals.get(i.name, 0.0) for i, n in self.local.placeholders() if i.role is Role.CARRY}
         for node in calls:
-            known = [ready[n] for n in operands(node) if n in ready]
+            known = [ready[n] for n in node.all_input_nodes if n in ready]
             if known and node in self.first:
                 ready[node] = _NEVER if is_collective(node) else max(known)
         able = [n for n, when in ready.items() if n.op == "call_function" and when < _NEVER]
@@ -200,7 +200,7 @@ class _Work:
 
     def _gather_ahead(self, node: Node) -> None:
         """Start gathers while there is room, and at least those that `node` reads."""
-        needed = {n for n in operands(node) if n in self.ahead}
+        needed = {n for n in node.all_input_nodes if n in self.ahead}
         while self.ahead:
             gather = next(iter(self.ahead))
             if not needed and self._must_wait(gather):
@@ -231,11 +231,11 @@ class _Tail:
         self.place = {node: i for i, node in enumerate(nodes)}
         self.nodes = nodes
         self.ready = dict.fromkeys(nodes, 0.0)
-        self.unknown = {node: len(operands(node)) for node in nodes}
+        self.unknown = {node: len(node.all_input_nodes) for node in nodes}
         self.readers: dict[Node, list[Node]] = {}
         self.starts: list[tuple[float, int]] = []
         for node in nodes:
-            for given in operands(node):
+            for given in node.all_input_nodes:
                 self.readers.setdefault(given, []).append(node)
 
     def learn(self, node: Node, clock: Clock) -> None:
@@ -273,7 +273,7 @@ def parts(local: LocalGraph, hops: bool = True) -> tuple[set[Node], set[Node]]:
     settled, brought = set[Node](), set[Node]()
     todo: list[Node] = []
     for node in local.graph.nodes:
-        given = [n for n in operands(node) if n in moving]
+        given = [n for n in node.all_input_nodes if n in moving]
         if node.op != "call_function" or not (given or is_random(node)):
             continue
         moving.add(node)
@@ -289,7 +289,7 @@ def parts(local: LocalGraph, hops: bool = True) -> tuple[set[Node], set[Node]]:
         node = todo.pop()
         if node not in main:
             main.add(node)
-            todo += [n for n in operands(node) if n.op == "call_function"]
+            todo += [n for n in node.all_input_nodes if n.op == "call_function"]
     return moving, main
 
 

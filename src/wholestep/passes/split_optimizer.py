@@ -65,7 +65,7 @@ class _Work:
                 self._visit(node)
 
     def _visit(self, node: Node) -> None:
-        after = together([self.after.get(n, frozenset()) for n in operands(node)])
+        after = together([self.after.get(n, frozenset()) for n in node.all_input_nodes])
         if self.by is not None:
             named = node.name in self.by
             self.marker = self.marker or (node if named else None)
