@@ -80,6 +80,16 @@ def set_value(node: Node, new: Any) -> None:
     node.meta.pop("starts", None)
 
 
+def known_rule(node: Node) -> Any:
+    """What `set_known_rule` noted; copies of the node do not have it."""
+    return node.meta.get("rule")
+
+
+def set_known_rule(node: Node, known: Any) -> None:
+    """Note what was found for `node`: a search plans one graph many times."""
+    node.meta["rule"] = known
+
+
 def set_made_again(node: Node) -> None:
     """Record what `node` makes of what its operands make now, by running it on the values of the trace.
 
@@ -289,6 +299,7 @@ def copy_origin(source: Node, target: Node) -> None:
 def copy(source: Node, target: Node) -> None:
     """Give `target` everything recorded about `source`."""
     target.meta.update(source.meta)
+    target.meta.pop("rule", None)
 
 
 def notes(node: Node) -> dict[str, Any]:
@@ -309,3 +320,4 @@ def example(node: Node) -> Any:
 def share_notes(source: GraphModule, target: GraphModule) -> None:
     """Give the module `target` what is recorded about the module `source`."""
     target.meta.update(source.meta)
+    target.meta.pop("rule", None)

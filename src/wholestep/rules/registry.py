@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
 
 from .. import _torch
 from ..errors import RuleError
+from ..graph import meta
 from ..graph.meta import TensorMeta
 from .apply import apply
 from .call import Call
@@ -98,8 +98,8 @@ def rule(
     def add(body: Bind | Function) -> None:
         for target in found:
             RULES[target] = Rule(target, body, samples, origin)
-        _bound.clear()
-        _of_node.clear()
+        global _bound
+        _bound = {}
 
     if text:
         bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled))
@@ -145,11 +145,11 @@ def bind_rule(call: Call, discover: bool = False) -> BoundRule | None:
 
 def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
     """The rule of `node` on its global shapes. Calls that look alike share one."""
-    known = _of_node.get(node)
-    if known is not None and known[0] is node.args and known[1] is node.kwargs:
-        return known[2]
+    known = meta.known_rule(node)
+    if known is not None and known[0] is _bound and known[1] is node.args and known[2] is node.kwargs:
+        return known[3]
     found = _rule_for(node, discover)
-    _of_node[node] = node.args, node.kwargs, found
+    meta.set_known_rule(node, (_bound, node.args, node.kwargs, found))
     return found
 
 
@@ -165,8 +165,7 @@ def _rule_for(node: Node, discover: bool) -> BoundRule | None:
 
 
 _bound: dict[Any, BoundRule | None] = {}
-_of_node: MutableMapping[Node, tuple[Any, Any, BoundRule | None]] = WeakKeyDictionary()
-"""What was found for nodes, as long as they read the same: a search plans one graph many times."""
+"""By what a call looks like. Another table for each set of rules: what nodes know is of one of them."""
 
 
 def _frozen(value: Any) -> Any:
