@@ -1,7 +1,9 @@
 """Plans: JSON, checks, where things rest; layouts, meshes and the cheapest way between layouts."""
 
 import dataclasses
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -44,6 +46,15 @@ def test_json_round_trip(graph, style):
     again = ws.Plan.from_json(plan.to_json())
     assert again == plan
     assert str(ws.partition(graph, again)) == str(ws.partition(graph, plan))
+
+
+def test_nothing_keeps_a_graph_that_was_planned():
+    graph = capture()
+    ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")))
+    held = weakref.ref(graph.graph)
+    del graph
+    gc.collect()
+    assert held() is None
 
 
 def broken(plan: ws.Plan, **fields: object) -> str:

@@ -78,10 +78,11 @@ def set_value(node: Node, new: Any) -> None:
     """Record what `node` makes."""
     node.meta["val"] = new
     node.meta.pop("starts", None)
+    node.meta.pop("rule", None)
 
 
 def known_rule(node: Node) -> Any:
-    """What `set_known_rule` noted; copies of the node do not have it."""
+    """What `set_known_rule` noted, until `node` makes something else; copies of it do not have it."""
     return node.meta.get("rule")
 
 
@@ -320,4 +321,3 @@ def example(node: Node) -> Any:
 def share_notes(source: GraphModule, target: GraphModule) -> None:
     """Give the module `target` what is recorded about the module `source`."""
     target.meta.update(source.meta)
-    target.meta.pop("rule", None)
