@@ -8,6 +8,7 @@ from math import prod
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -110,7 +111,7 @@ def _layout(rng: Random, given: Input, axes: Sequence[str], partial: bool) -> La
     op = rng.choice(["sum", "sum", "sum", "avg", "max", "min"])
     exact = not given.meta.dtype.is_floating_point
     op = "sum" if op == "avg" and exact else op
-    partial = partial and given.meta.dtype != _torch.torch.bool and rng.random() < 0.3
+    partial = partial and given.meta.dtype != torch.bool and rng.random() < 0.3
     for axis in rng.sample(axes, len(axes)):
         kind = rng.random()
         if ndim and kind < (0.2 if exact else 0.5):
