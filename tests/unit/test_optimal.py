@@ -1,5 +1,6 @@
 """Layouts solved for: the program against every assignment, its plans against one device and against plans by hand."""
 
+import sys
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -155,6 +156,25 @@ def test_the_optimum_of_many_layers() -> None:
     found = find(llama(9)[0], replace(asked("dp=32,tp=8", machine), axes=("dp",), storages=STORAGES))[0]
     assert found.solution.gap < 0.01
     assert found.solution.binaries < 3000
+
+
+def test_a_solution_is_that_of_smaller_budgets_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[float | None] = []
+
+    def counted(problem: Problem, *args: Any) -> Any:
+        solved.append(problem.budget_bytes)
+        return solve(problem, *args)
+
+    monkeypatch.setattr(sys.modules[find.__module__], "solve", counted)
+    wanted = replace(asked("dp=32,tp=8", Topology.preset("dgx-h100")), axes=("dp",), storages=STORAGES)
+    graph = llama(2)[0]
+    wide, same = find(graph, wanted, (1e15, 1e14))
+    assert same is wide
+    held = wide.solution.load.peak_bytes
+    assert 1e14 not in solved
+    first, tight = find(graph, wanted, (1e15, 0.9 * held))
+    assert 0.9 * held in solved
+    assert tight.solution.load.peak_bytes <= 0.9 * held < first.solution.load.peak_bytes
 
 
 # -- beside plans by hand -------------------------------------------------------------------------

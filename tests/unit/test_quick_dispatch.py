@@ -79,6 +79,29 @@ def differentiated(x: Tensor, y: Tensor) -> Any:
     return x.grad, y.grad
 
 
+def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None]) -> None:
+    taken: list[Any] = []
+    record = dispatch._recorded
+
+    def counted(mode: Any, op: Any, *rest: Any) -> Any:
+        taken.append(op)
+        return record(mode, op, *rest)
+
+    def captured() -> list[Any]:
+        case = next(iter(CASES.values()))
+        model = case.build()
+        graph = ws.capture(case.step, model, OPTIMIZERS["AdamW-plain"].make(model.parameters()), case.batches(0))
+        return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+    monkeypatch.setattr(dispatch, "_recorded", counted)
+    ops = captured()
+    assert len(taken) > 0.9 * len(ops), "all but what torch's own way is needed for"
+    taken.clear()
+    own_way()
+    assert captured() == ops
+    assert not taken
+
+
 STEPS = [literals, views_in_place, several_results, composed, made_without_tensors, differentiated]
 
 

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 import wholestep as ws
 from wholestep.cli import app
+from wholestep.graph import meta
 from wholestep.rules import registry
 from wholestep.rules.call import Call
 from wholestep.rules.check import Sample
 from wholestep.rules.discover import discover
+from wholestep.rules.lookup import find_rule
 from wholestep.rules.mutate import Mutation
 from wholestep.rules.mutate_table import mutate_table
 from wholestep.rules.registry import bind_rule
@@ -60,7 +62,7 @@ def table_restored() -> Iterator[None]:
     yield
     registry.RULES.clear()
     registry.RULES.update(kept)
-    registry._bound.clear()
+    registry._bound = {}
 
 
 # -- the table ----------------------------------------------------------------------------
@@ -201,6 +203,22 @@ def test_own_rule_goes_first() -> None:
     mine = bind_rule(call)
     assert mine is not None
     assert (mine.origin, mine.groups[0].operands) == ("yours", {0: ("a", None)})
+
+
+@pytest.mark.usefixtures("table_restored")
+def test_own_rule_holds_for_a_graph_that_was_planned_before() -> None:
+    graph = torch.fx.Graph()
+    given, made = graph.placeholder("x"), torch.ones(4, 5)
+    node = graph.call_function(aten.relu.default, (given,))
+    for one in (given, node):
+        meta.set_value(one, made)
+    first = find_rule(node)
+    assert first is not None
+    assert first is find_rule(node)
+    ws.rule(aten.relu, "a b! -> a b!")
+    mine = find_rule(node)
+    assert mine is not None
+    assert (first.origin, mine.origin) == ("built in", "yours")
 
 
 @pytest.mark.usefixtures("table_restored")

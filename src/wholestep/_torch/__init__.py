@@ -3,8 +3,11 @@
 Each entry: the name (the version it is there since), what it is for; what would replace it.
 
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
-- fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val (2.0): records ops in half the time
-  (`dispatch`); a tracer whose dispatch costs less than the op.
+- fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
+  modes' __torch_dispatch__: ops are recorded in half the time (`dispatch`); a tracer that takes less than the op.
+- _ops.OpOverload, OpOverloadPacket (1.12): what a graph calls; public names of the two classes.
+- nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): nodes made without a look into their arguments;
+  a `create_node` that does not look.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
 - compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.

@@ -76,7 +76,7 @@ def storage_bytes(made: TensorMeta) -> int:
 
 def shared_operand(node: Node, index: int = 0) -> Node | None:
     """The operand whose memory output `index` of `node` is; None when it is new."""
-    if _is_new(node.target) and not is_wait(node):
+    if _torch.is_op(node.target) and _is_new(node.target) and not is_wait(node):
         return None
     given = operands(node)
     if node.op != "call_function" or not given:
@@ -94,9 +94,8 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
 @cache
 def _is_new(target: Any) -> bool:
     """True for an op that never returns memory that it is given: no letter of its schema is on a return."""
-    if not _torch.is_op(target) or target in UNSAID or target in _COPIES_AT_NEED:
-        return False
-    return all(one.alias_info is None for one in _torch.schema_of(target).returns)
+    said = all(one.alias_info is None for one in _torch.schema_of(target).returns)
+    return said and target not in UNSAID and target not in _COPIES_AT_NEED
 
 
 def _shares_first(node: Node, given: Node) -> bool:

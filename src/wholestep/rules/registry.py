@@ -146,10 +146,11 @@ def bind_rule(call: Call, discover: bool = False) -> BoundRule | None:
 def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
     """The rule of `node` on its global shapes. Calls that look alike share one."""
     known = meta.known_rule(node)
-    if known is not None and known[0] is _bound and known[1] is node.args and known[2] is node.kwargs:
-        return known[3]
+    now = _bound, node.args, node.kwargs, discover
+    if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
+        return known[1]
     found = _rule_for(node, discover)
-    meta.set_known_rule(node, (_bound, node.args, node.kwargs, found))
+    meta.set_known_rule(node, (now, found))
     return found
 
 
