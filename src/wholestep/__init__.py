@@ -83,6 +83,7 @@ __all__ = [
     "TrainGraph",
     "WholestepError",
     "WishError",
+    "callback",
     "capture",
     "check_rule",
     "collectives",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from collections.abc import Generator
 from typing import Any
 
 Record = Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], None]

@@ -19,17 +19,18 @@ from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
+from .effects import Promoted, RefusedError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
-from .precision import MixedPrecision, modules_seen
-from .effects import Promoted, RefusedError, Watch
 from .numbers import Numbers
 from .places import GroupPlace, PartPlace, Place
+from .precision import MixedPrecision, modules_seen
 from .reach import Reach
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
 from .values import Reader, ReadValues
+from .watch import Watch
 
 _READS: dict[Any, str] = {
     torch.Tensor.item: "item()",
@@ -41,7 +42,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__index__: "use as an index",
 }
 _ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
-_TEXT = (torch.Tensor.__format__, torch.Tensor.__repr__)
+_TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SUBTRACT = {torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add}
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
@@ -171,9 +172,10 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
+            called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
             watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers)
-            with modules_seen(state.modules, request.precision), self.watch.watching(given), watch:
+            with modules_seen(state.modules, request.precision), self.watch.watching(given, called), watch:
                 call = take_apart(request.fn(*args, **kwargs))
                 chance.refuse_draws()
             leaves = [self.watch.leaf(v) for v in call.leaves]
@@ -220,7 +222,7 @@ class _Run:
         if _torch.accumulation_hooks(own):
             raise CaptureError(
                 f"parameter {name!r} has a hook from register_post_accumulate_grad_hook",
-                "updates that the step itself makes: the captured backward accumulates no gradient that a hook could see",
+                "updates that the step itself makes: the captured backward accumulates no gradient for a hook",
                 "call what the hook does in the step, after backward()",
             )
         for hook in _torch.tensor_hooks(own):

@@ -75,6 +75,11 @@ class Program:
         ]
         self.bind_state()
 
+    @property
+    def acts(self) -> bool:
+        """True where a call does more than compute tensors."""
+        return self._works is not None
+
     def _bind_numbers(self, given: Sequence[Input]) -> None:
         """Where each number comes from: an option of a parameter group, or the host's program."""
         self._numbers = [torch.zeros((), dtype=i.meta.dtype) for i in given]
@@ -223,6 +228,7 @@ class Program:
             container[key] = self._held[i]
             self._slots[i] = get, key, self._held[i]
         self.guards.host.finish(self._host, extra)
+        self.capture.effects.arguments.now = {}
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

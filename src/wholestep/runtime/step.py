@@ -110,6 +110,8 @@ class CompiledStep:
         settle(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
+        if program.acts:
+            program.capture.effects.arguments.now = {**dict(enumerate(args)), **kwargs}
         result = program(call.leaves)
         if self._clock is not None:
             self.waited_seconds = self._clock.seconds
