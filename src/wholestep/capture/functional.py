@@ -18,6 +18,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import copy_graph, node_at
 from .put_back import PIECES, VIEWS, Put
+from .strides import count_from_tensors
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphMo
     """The same step without mutation; it is traced again where it writes in a way this module does not know."""
     _fill_in_memory_order(module.graph)
     rewritten = _torch.graph_module(module, copy_graph(module.graph))
+    count_from_tensors(rewritten.graph)  # a new value of a tensor may lie elsewhere in memory
     try:
         _Walk(rewritten).run()
     except _UnknownError:
