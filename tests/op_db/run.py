@@ -22,6 +22,7 @@ from wholestep import partition, plan
 from wholestep.capture import Capture, capture_step
 from wholestep.errors import WholestepError
 from wholestep.graph.graph import Role
+from wholestep.rules.registry import is_random
 
 TOLERANCE = 1e-6  # relative to the largest value: some ops are ill-conditioned
 LARGEST = 600  # elements of all tensors of a sample
@@ -70,7 +71,9 @@ def samples_of(info: Any, seed: int) -> list[Sample]:
     torch.manual_seed(seed)
     kept: list[Sample] = []
     first = (torch.float64, torch.complex128, torch.float32, *sorted(info.dtypes, key=str))
-    dtype = next(d for d in first if d in info.dtypes)
+    dtype = next((d for d in first if d in info.dtypes), None)
+    if dtype is None:
+        return []  # not on the CPU
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     for given in islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 24):
         flat, structure = pytree.tree_flatten(((given.input, *given.args), dict(given.kwargs)))
@@ -185,7 +188,9 @@ def _leaves(kind: str, sample: Sample, rank: int) -> tuple[Tensor, ...]:
 
 def _captured(kind: str, model: nn.Module, leaves: list[tuple[Tensor, ...]], random: bool) -> _Run:
     made = copy.deepcopy(model)
-    return _Run(kind, model, leaves, capture_step(step, (made, _optimizer(made), *leaves[0]), {}), random)
+    captured = capture_step(step, (made, _optimizer(made), *leaves[0]), {})
+    draws = any(is_random(node) for node in captured.graph.graph.nodes)  # some samples set a seed of their own
+    return _Run(kind, model, leaves, captured, random or draws)
 
 
 def _optimizer(model: nn.Module) -> SGD:
