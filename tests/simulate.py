@@ -44,13 +44,18 @@ def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[i
         assert piece.shape == whole[at].shape, f"rank {rank} holds {list(piece.shape)}, planned {list(whole[at].shape)}"
         whole[at] = piece
     for rank, piece in enumerate(pieces):
-        assert torch.equal(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
+        assert _same(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
     return whole
 
 
 def _put(held: Tensor | None, new: Tensor) -> Tensor:
     """`new` in the memory of what is held, as a runtime writes it."""
     return new.clone() if held is None else torch.empty_like(held).copy_(new)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True for the same values; what is not a number is the same as that."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass

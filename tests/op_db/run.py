@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.testing._internal import common_methods_invocations as database
 from torch.utils import _pytree as pytree
 
 import wholestep as ws
@@ -154,7 +156,7 @@ class _Run:
 
 def outcomes(info: Any) -> Iterator[Outcome]:
     """Every sample of an op by every plan."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(database, "wrapper_set_seed", lambda op, *a, **k: op(*a, **k)):
         warnings.simplefilter("ignore")
         for number, (sample, twin) in enumerate(zip(samples_of(info, 1), samples_of(info, 2), strict=True)):
             for kind in ("batch", "parameters") if sample.trained else ("batch",):
@@ -189,7 +191,7 @@ def _leaves(kind: str, sample: Sample, rank: int) -> tuple[Tensor, ...]:
 def _captured(kind: str, model: nn.Module, leaves: list[tuple[Tensor, ...]], random: bool) -> _Run:
     made = copy.deepcopy(model)
     captured = capture_step(step, (made, _optimizer(made), *leaves[0]), {})
-    draws = any(is_random(node) for node in captured.graph.graph.nodes)  # some samples set a seed of their own
+    draws = any(is_random(node) for node in captured.graph.graph.nodes)
     return _Run(kind, model, leaves, captured, random or draws)
 
 

@@ -154,12 +154,11 @@ def test_a_generator_that_is_set_anew_in_each_step_is_refused(reset: Any, found:
         reset()
         return nn.functional.dropout(model(x)).sum().detach()
 
-    seeds = torch.manual_seed
     with pytest.raises(ws.CaptureError) as caught:
         capture_step(step, (nn.Linear(4, 4), torch.ones(2, 4)), {})
     assert caught.value.found == found
     assert "test_capture_values.py" in caught.value.where
-    assert torch.manual_seed is seeds
+    assert torch.manual_seed(1).initial_seed() == torch.random.manual_seed(1).initial_seed() == 1
 
 
 def test_a_generator_that_is_set_back_goes_on() -> None:

@@ -121,6 +121,9 @@ class _Walk:
         node.target = form
         meta.set_value(node, self._result(node))
         self.before = node.next
+        if fresh == 1 and outputs > 1:  # it made one tensor, and now several
+            first = self._item(node, 0)
+            node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
         if fresh == 0:
             self._hand_on(node, [given[a.name] for a in writes])
         for position, argument in enumerate(writes, start=fresh):
