@@ -69,7 +69,7 @@ class _Hole:
 
 # -- samples -----------------------------------------------------------------------------------
 def samples_of(info: Any, seed: int) -> list[Sample]:
-    """The first samples that are small, dense and have a dim; those of another seed have the same shapes."""
+    """The first small, dense samples that have most dims, and one without elements; another seed has these shapes."""
     torch.manual_seed(seed)
     kept: list[Sample] = []
     first = (torch.float64, torch.complex128, torch.float32, *sorted(info.dtypes, key=str))
@@ -87,7 +87,8 @@ def samples_of(info: Any, seed: int) -> list[Sample]:
         others = tuple(_Hole() if isinstance(x, Tensor) else x for x in flat)
         kept.append(Sample(info.op, tuple(t.detach().clone() for t in tensors), trained, others, structure))
     best = sorted(kept, key=lambda s: -min(3, sum(n > 1 for t in s.tensors for n in t.shape)))
-    return best[:SAMPLES]
+    empty = [s for s in best[SAMPLES:] if not all(t.numel() for t in s.tensors)]
+    return best[:SAMPLES] + empty[:1]
 
 
 # -- the step ------------------------------------------------------------------------------------
