@@ -107,7 +107,7 @@ def trace_step(request: Request) -> Traced:
     run = _Run(request, fakes)
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
-        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
+        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, run.draws.watches)
         with _torch.tensor_only_optimizers(), watch:
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
