@@ -90,6 +90,10 @@ class Guards:
     host: HostWork = field(kw_only=True)
     missed: Missed | None = None
 
+    def __post_init__(self) -> None:
+        self._params = [param for param, _, _ in self.trainable]
+        self._flags = [flag for _, flag, _ in self.trainable]
+
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
         self.missed = None
@@ -123,9 +127,9 @@ class Guards:
         for module, training in self.modes:
             if module.training is not training:
                 return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
-        for param, requires_grad, name in self.trainable:
-            if param.requires_grad is not requires_grad:
-                return f"requires_grad of {name} is {param.requires_grad}"
+        if [param.requires_grad for param in self._params] != self._flags:
+            name, flag = next((n, p.requires_grad) for p, was, n in self.trainable if p.requires_grad is not was)
+            return f"requires_grad of {name} is {flag}"
         for optimizer, counts in self.groups:
             now = [len(group["params"]) for group in optimizer.param_groups]
             if now != counts:
