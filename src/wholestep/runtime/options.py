@@ -35,7 +35,7 @@ class StepOptions:
     graph_transform: Pass | None = None
     keep_grads: bool = False
     measure: bool = False
-    progress: Progress | None = None
+    progress: Progress | Literal["auto"] | None = None
     agree_timeout_s: float = 120.0
     device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
@@ -45,6 +45,7 @@ class StepOptions:
     recorder: Recorder = field(default_factory=CudaRecorder)
     cache: Path | None = None
     plan: Plan | None = None
+    check_every: int = 1000
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
@@ -57,6 +58,8 @@ class StepOptions:
                 "backend 'eager' for a schedule across steps",
                 'use schedule="auto", or backend="eager"',
             )
+        if self.check_every < 0:
+            raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
         if self.backend not in BACKENDS:
             raise BackendError(
                 f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"

@@ -38,7 +38,8 @@ from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
 from ..plan.plan import Plan
 from . import random_state
-from .agree import agree
+from .agreement import Agreement
+from .alike import Given
 from .batches import Dealer, Sizes, dealer
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
@@ -78,8 +79,7 @@ class CompiledStep:
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self._clock = WaitClock() if options.measure else None
         self._backend = Backend(options.backend, self._clock, options.recorder)
-        self._agreed: list[list[str]] = []
-        self._label, self._round = "", 0
+        self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
         self._promoted: set[str] = {"lr"}
         self._met = WeakSet[Optimizer]()
         self._shares_batches = options.parallel.shares_batches
@@ -214,7 +214,7 @@ class CompiledStep:
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             world = self.world or self._join(state)
-            self._label = self._label or _next_label(world, self.__name__)
+            self._agreement.label = self._label or _next_label(world, self.__name__)
             made = self._obtain(args, kwargs, world, sizes)
         except WholestepError as error:
             failure = str(error).splitlines()[0]
@@ -223,31 +223,38 @@ class CompiledStep:
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            if world is not None and (failure or made is not None):
-                self._agree(made, failure)
+            if world is not None and world.mesh.size > 1:
+                if failure:
+                    self._agreement.fail(failure)
+                elif made is not None:
+                    again = partial(self._capture, world=world, sizes=None)
+                    given = self._given(args, kwargs, world, sizes)
+                    self._agreement.program(made, given, self.options, self._kept is not None, again)
         assert made is not None, "compiled or raised"
         assert world is not None, "joined or raised"
         return self._install(self._finish(made, world), args, kwargs, world, sizes)
 
-    def _agree(self, made: Offer | None, failure: str) -> None:
-        lines = [*made.lines, *(["compile cache on"] if self._kept else [])] if made is not None else []
-        self._compare(lines, failure)
+    @property
+    def _label(self) -> str:
+        return self._agreement.label
 
-    def _compare(self, lines: list[str], failure: str) -> None:
-        if not failure and lines in self._agreed:
-            return
-        with self._stage("agree"):
-            self._round += 1
-            agree(f"{self._label}/{self._round}", lines, failure, self.options.agree_timeout_s, self._tell_waiting)
-        self._agreed.append(lines)
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Given:
+        _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
+        return Given(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
+
+    def _whole(self, leaves: Sequence[Any], sizes: Sizes | None) -> dict[str, tuple[int, ...]] | None:
+        deals = self._dealer[1] if self._dealer else None
+        return deals.whole_shapes(leaves, sizes) if deals and sizes else None
 
     def _tell_waiting(self, ranks: list[int]) -> None:
         self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
     def _obtain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Offer:
         compile = partial(self._compile, args, kwargs, world, sizes)
-        several = world.mesh.size > 1 and not self._agreed  # later, ranks may compile when others do not
-        handed = Handed(f"{self._label}/cache/{self._round}", self.options.agree_timeout_s) if several else None
+        several = world.mesh.size > 1 and self._agreement.is_new  # later, ranks may compile when others do not
+        handed = (
+            Handed(f"{self._label}/cache/{self._agreement.round}", self.options.agree_timeout_s) if several else None
+        )
         kept = self._kept
         if kept and self.options.memory_bytes is not None and world.mesh.size > 1:
             kept.refuse("memory_bytes= on several ranks, which choose together")
@@ -265,7 +272,7 @@ class CompiledStep:
     ) -> Situation:
         """What the program of a call follows from."""
         state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
-        deals, o = self._dealer[1] if self._dealer else None, self.options
+        o = self.options
         self._promote_changed()
         options = {
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
@@ -274,11 +281,10 @@ class CompiledStep:
             "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
         }  # fmt: skip
-        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         now = ambient(world.device, sizes)
         return Situation(
             self.fn, structure, leaves, names, state, world.device, options, now, placed(state, world),
-            self._promoted, whole,
+            self._promoted, self._whole(leaves, sizes),
         )  # fmt: skip
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
@@ -290,7 +296,7 @@ class CompiledStep:
         self._dump("1-train-graph", captured.graph)
         decided = self._decide(captured, world) if options.auto is not None else None
         if lacks_machine(self.options.parallel) and world.mesh.size > 1:
-            self._compare([self.options.parallel.describe(world.mesh)], "")
+            self._agreement.lines([self.options.parallel.describe(world.mesh)])
             parallel = with_machine(self.options.parallel, self._finisher.finish_of(world)[0])
             self.options = replace(self.options, parallel=parallel)
         options = self.options
@@ -314,11 +320,11 @@ class CompiledStep:
         assert options.auto is not None, "asked where there is something to choose"
         if self._decided is None:
             if world.mesh.size > 1:
-                self._compare([options.auto.describe(world.mesh)], "")
+                self._agreement.lines([options.auto.describe(world.mesh)])
             with self._stage("choose"):
                 self._decided = decide(
                     options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
-                    f"{self._label}/auto/{self._round}", options.agree_timeout_s,
+                    f"{self._label}/auto/{self._agreement.round}", options.agree_timeout_s,
                 )  # fmt: skip
             self.options = replace(options, parallel=self._decided.strategies)
             if options.memory_bytes is not None:
@@ -336,8 +342,7 @@ class CompiledStep:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
         options = self.options
         state, _, leaves, _ = find_state(self.fn, args, kwargs, options.extra)
-        deals = self._dealer[1] if self._dealer else None
-        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
+        whole = self._whole(leaves, sizes)
         self._promote_changed()
         hypers = find_hypers(state, sorted(self._promoted))
         tries: list[Sequence[Hyper]] = [hypers, find_hypers(state, ["lr"]), []]
@@ -444,7 +449,7 @@ class CompiledStep:
         self._tell(name, "done", time.perf_counter() - start)
 
     def _tell(self, stage: str, what: str, seconds: float) -> None:
-        if self.options.progress:
+        if callable(self.options.progress):
             with unwatched():
                 self.options.progress(stage, what, seconds)
 
