@@ -231,7 +231,7 @@ class Meeting:
             rank = self.rank if self.rank in ranks[own] else ranks[own][0]
             raise _other_program(rank, texts[own], ranks[theirs][0], texts[theirs], section)
         first, second = groups[0][0], theirs if own == groups[0][0] else own
-        raise _other_value(section, ranks[first], texts[first], ranks[second], texts[second])
+        raise other_value(section, ranks[first], texts[first], ranks[second], texts[second])
 
 
 def _post(store: Any, key: str, lines: Sequence[str]) -> None:
@@ -271,7 +271,7 @@ def _other_program(
     )
 
 
-def _other_value(
+def other_value(
     section: str, ranks: list[int], first: Sequence[str], others: list[int], second: Sequence[str]
 ) -> RankMismatchError:
     """`weight_decay of group 0: 0.5 on rank 1, 0.01 on rank 0`."""

@@ -82,7 +82,11 @@ class Agreement:
         if key in self._agreed:
             return  # a rank whose batch has another size captures alone
         told = made.told or told_of(made.capture, given)
-        others = self._compare({**lasting, alike.NUMBERS: Section.of(numbers), **told.sections}, "", told.call)
+        others = self._compare(
+            {**lasting, alike.NUMBERS: Section.of([*numbers, *alike.state_lines(state)]), **told.sections},
+            "",
+            told.call,
+        )
         if others.first:
             self._for_one_call(told, others.is_alike, given, made, recapture)
         self._agreed.add(key)

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,11 +34,13 @@ _SHOWN = 4
 
 def versions() -> list[str]:
     """What is installed on this rank."""
-    from .. import __version__
-
+    try:
+        own = metadata.version("wholestep")
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        own = "not installed"
     return [
         f"torch{SAYS}{torch.__version__}",
-        f"wholestep{SAYS}{__version__}",
+        f"wholestep{SAYS}{own}",
         f"Python{SAYS}{platform.python_version()}",
         f"source of wholestep{SAYS}{own_source()[:12]}",
     ]
@@ -71,6 +74,17 @@ def option_lines(state: StepState, live: Sequence[Hyper]) -> tuple[list[str], li
                     into = numbers if (o, g, key) in changing else baked
                     into.append(f"{key} of group {g}{of}{SAYS}{show(group[key])}")
     return baked, numbers
+
+
+def state_lines(state: StepState) -> list[str]:
+    """Python numbers in the state of optimizers."""
+    return [
+        f"{key} of {name} in the state of {label}{SAYS}{value!r}"
+        for label, optimizer in state.optimizers.items()
+        for name, held in state.params.items()
+        for key, value in optimizer.state.get(held.tensor, {}).items()
+        if isinstance(value, (bool, int, float))
+    ]
 
 
 def member_lines(state: StepState) -> list[str]:

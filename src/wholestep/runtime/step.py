@@ -43,6 +43,7 @@ from .alike import Given
 from .batches import Dealer, Sizes, dealer
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
+from .checksum import Check, meets_all
 from .decide import Decided, decide, lacks_machine, with_machine
 from .finish import Finisher
 from .guards import VALUE_READ, ambient, guards_of
@@ -86,6 +87,7 @@ class CompiledStep:
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._decided: Decided | None = None
+        self._check: Check | None = None
         self._hooked, self._dumped = False, 0
         offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
@@ -110,6 +112,8 @@ class CompiledStep:
         if self._clock is not None:
             self.waited_seconds = self._clock.seconds
         self.calls += 1
+        if program.check is not None:
+            program.check(program)
         return result
 
     def flush(self) -> None:
@@ -411,6 +415,11 @@ class CompiledStep:
             else:
                 inputs = program.gather_inputs(call.leaves)
                 program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
+        if self.options.check_every and world.mesh.size > 1 and meets_all(made.local):
+            data = self.options.parallel.data
+            axes = data.axes(world.mesh) if data else ()
+            self._check = self._check or Check(self.options.check_every, world, axes)
+            program.check = self._check.count
         self.programs.append(program)
         return program
 
