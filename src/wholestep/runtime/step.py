@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -54,6 +54,7 @@ from .obtain import Offer, obtain
 from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
+from .scheduled import note_changed, scheduled
 from .stream import Stream, draws
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ class CompiledStep:
         self._clock = WaitClock() if options.measure else None
         self._backend = Backend(options.backend, self._clock, options.recorder)
         self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
-        self._promoted: set[str] = {"lr"}
         self._met = WeakSet[Optimizer]()
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
@@ -276,19 +276,18 @@ class CompiledStep:
     ) -> Situation:
         """What the program of a call follows from."""
         state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
-        o = self.options
-        self._promote_changed()
+        o, live = self.options, self._scheduled(state)
         options = {
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
             "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "keep_grads": o.keep_grads,
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
-            "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
+            "home": torch.device(world.home), "scheduled numbers": live,
         }  # fmt: skip
         now = ambient(world.device, sizes)
         return Situation(
             self.fn, structure, leaves, names, state, world.device, options, now, placed(state, world),
-            self._promoted, self._whole(leaves, sizes),
+            live, self._whole(leaves, sizes),
         )  # fmt: skip
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
@@ -347,8 +346,7 @@ class CompiledStep:
         options = self.options
         state, _, leaves, _ = find_state(self.fn, args, kwargs, options.extra)
         whole = self._whole(leaves, sizes)
-        self._promote_changed()
-        hypers = find_hypers(state, sorted(self._promoted))
+        hypers = find_hypers(state, self._scheduled(state))
         tries: list[Sequence[Hyper]] = [hypers, find_hypers(state, ["lr"]), []]
         error: CaptureError | None = None
         for numbers in tries:
@@ -367,21 +365,11 @@ class CompiledStep:
         assert error is not None, "a capture returned or raised"
         raise error
 
-    def _promote_changed(self) -> None:
-        if self.programs and self.misses and self.misses[-1].startswith("option "):
-            key = self.misses[-1].split("'")[1]
-            value = next(
-                (
-                    g[key]
-                    for o in self.programs[-1].capture.state.optimizers.values()
-                    for g in o.param_groups
-                    if key in g
-                ),
-                None,
-            )
-            parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-            if all(isinstance(v, float) for v in parts):
-                self._promoted.add(key)
+    def _scheduled(self, state: StepState) -> list[str]:
+        """Options of the optimizers that are inputs of the next program."""
+        if self.programs:
+            note_changed(self.programs[-1].guards.numbers)
+        return sorted(scheduled(state.optimizers.values()))
 
     def _install(
         self, made: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
@@ -402,9 +390,11 @@ class CompiledStep:
         stream = self._random(made, world)
         program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, deal, stream)
         if drawn is not None:
+            live = self._scheduled(state)
             self._tell_placed()
             random_state.put(drawn)
             why = guards.check(call.structure, call.leaves, ambient(world.device, sizes)) or program.refresh()
+            why = why or ("other options change between calls" if self._scheduled(state) != live else "")
             if why:
                 self.misses.append(why)
                 return self._build(args, kwargs, sizes)
