@@ -17,11 +17,11 @@ CALLS = 20
 
 
 class ByHand(LRScheduler):
-    """Moves the weight decay too, of which nothing in the groups tells."""
+    """Moves betas too, of which nothing in the groups tells."""
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         for group in self.optimizer.param_groups:
-            group["weight_decay"] = 0.01 * (1 + self.last_epoch)
+            group["betas"] = (0.9 - 0.01 * self.last_epoch, 0.999)
         return [group["lr"] * 0.99 for group in self.optimizer.param_groups]
 
 
