@@ -22,7 +22,8 @@ from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
 from .runtime.cached import folder_of
 from .runtime.fit import budgeted
-from .runtime.options import Progress, StepOptions
+from .runtime.options import StepOptions
+from .runtime.progress import Progress
 from .runtime.step import CompiledStep
 
 

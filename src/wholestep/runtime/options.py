@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,7 @@ from ..passes.base import Pass
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
-
-Progress = Callable[[str, str, float], None]
+from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StepOptions:
     graph_transform: Pass | None = None
     keep_grads: bool = False
     measure: bool = False
-    progress: Progress | Literal["auto"] | None = None
+    progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout_s: float = 120.0
     device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"

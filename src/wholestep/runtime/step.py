@@ -54,6 +54,7 @@ from .obtain import Offer, obtain
 from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
+from .progress import Progress, progress_of
 from .scheduled import note_changed, scheduled
 from .stream import Stream, draws
 
@@ -88,6 +89,7 @@ class CompiledStep:
         self._stream: Stream | None = None
         self._decided: Decided | None = None
         self._check: Check | None = None
+        self._progress: Progress | None = None
         self._hooked, self._dumped = False, 0
         offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
@@ -176,7 +178,8 @@ class CompiledStep:
                 newest = newest or why
             self.misses.append(newest)
             self._refuse_endless_captures()
-        return self._build(args, kwargs, sizes)
+        with progress_of(self.options.progress, self.__name__) as self._progress:
+            return self._build(args, kwargs, sizes)
 
     def _refuse_endless_captures(self) -> None:
         """A value that the step reads and that keeps changing would cost a capture in almost every call."""
@@ -448,9 +451,9 @@ class CompiledStep:
         self._tell(name, "done", time.perf_counter() - start)
 
     def _tell(self, stage: str, what: str, seconds: float) -> None:
-        if callable(self.options.progress):
+        if self._progress:
             with unwatched():
-                self.options.progress(stage, what, seconds)
+                self._progress(stage, what, seconds)
 
     def _say(self, text: str) -> None:
         self._tell(f"cache: {text}", "done", 0.0)
