@@ -8,6 +8,7 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _ops.OpOverload, OpOverloadPacket (1.12): what a graph calls; public names of the two classes.
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): nodes made without a look into their arguments;
   a `create_node` that does not look.
+- loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silent during a trace; errors that log nothing.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
 - compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
@@ -119,6 +120,7 @@ from .tracing import (
     traced_node,
     unobserved,
     untracked,
+    without_logs,
     without_onednn,
 )
 
@@ -132,6 +134,6 @@ __all__ = [
     "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "runs_on_cpu", "schema_of",
     "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
     "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
-    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn",
-    "write_spec",
+    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_logs",
+    "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    with _torch.without_onednn():
+    with _torch.without_onednn(), _torch.without_logs():
         traced = trace_step(
             Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state)
         )
