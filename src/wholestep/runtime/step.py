@@ -56,6 +56,7 @@ from .place import gather_before_eager_step, place, placed
 from .program import Program
 from .progress import Progress, progress_of
 from .scheduled import note_changed, scheduled
+from .show import step_html, step_line
 from .stream import Stream, draws
 
 if TYPE_CHECKING:
@@ -117,6 +118,12 @@ class CompiledStep:
         if program.check is not None:
             program.check(program)
         return result
+
+    def __repr__(self) -> str:
+        return step_line(self)
+
+    def _repr_html_(self) -> str:
+        return step_html(self)
 
     def flush(self) -> None:
         """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
