@@ -97,6 +97,8 @@ def test_ranks_that_differ_are_refused_on_every_rank() -> None:
         assert {name: first[name] for name in EXPECTED} == EXPECTED
         for name in ("scaled", "other batch"):
             assert f"rank {rank}:   %mul = aten.mul.Tensor(%mean, {1.0 + rank})" in found[name][1], name
+            assert "test_agree.py:" in found[name][1]
+            assert "  return lambda model, x: model(x).square().mean() * by\n" in found[name][1]
 
 
 def three(rank: int, world: int) -> tuple[str, str]:
@@ -170,3 +172,42 @@ def test_a_scaled_loss_is_seen_through_other_batches(case: str) -> None:
         assert kind == "RankMismatchError", text
         assert "rank 1:   %mul" in text
         assert ", 2.0)" in text
+
+
+def scheduled_later(rank: int, world: int) -> list[int]:
+    """A scheduler is made after the first call and moves momentum; then one rank alone is given another batch."""
+    model, optimizer, step = job(rank, kind=torch.optim.SGD, momentum=0.9)
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=5.0)
+    compiled(model, optimizer, torch.randn(4, 3))
+    scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, base_momentum=0.8, max_momentum=0.9)
+    compiled(model, optimizer, torch.randn(4 + rank, 3))
+    for call in range(3):
+        scheduler.step()
+        compiled(model, optimizer, torch.randn(4 + rank * call, 3))
+    optimizer.param_groups[0]["nesterov"] = True
+    compiled(model, optimizer, torch.randn(4, 3))
+    optimizer.param_groups[0]["nesterov"] = False
+    compiled(model, optimizer, torch.randn(9 + rank, 3))
+    return [int(compiled.calls), len(optimizer.param_groups)]
+
+
+def test_a_rank_captures_alone_where_only_its_batch_is_new() -> None:
+    assert run_ranks(scheduled_later, 2) == [[7, 1]] * 2
+
+
+def option_alone(rank: int, world: int) -> str:
+    model, optimizer, step = job(rank, weight_decay=0.1)
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=3.0)
+    compiled(model, optimizer, torch.randn(4, 3))
+    if rank == 0:
+        return ""
+    optimizer.param_groups[0]["maximize"] = True
+    try:
+        compiled(model, optimizer, torch.randn(4, 3))
+    except ws.RankMismatchError as error:
+        return str(error).splitlines()[0]
+    return "nothing"
+
+
+def test_an_option_that_one_rank_changes_later_is_an_error() -> None:
+    assert run_ranks(option_alone, 2)[1] == "ranks [0] compiled no program while rank 1 did, within 3 s"

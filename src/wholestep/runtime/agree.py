@@ -7,7 +7,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -35,15 +35,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that ranks compare by their fingerprint; one of UNKNOWN is compared with none."""
+    """Lines that ranks compare by their fingerprint; one of UNKNOWN is compared with none.
+
+    `where` gives the user's line that a line comes from.
+    """
 
     print: str
     lines: Sequence[str] = ()
+    where: Callable[[str], str] = field(default=lambda _: "", compare=False)
 
     @classmethod
-    def of(cls, lines: Sequence[str]) -> Section:
+    def of(cls, lines: Sequence[str], where: Callable[[str], str] = lambda _: "") -> Section:
         """These lines."""
-        return cls(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24], lines)
+        return cls(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24], lines, where)
 
 
 def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
@@ -229,7 +233,8 @@ class Meeting:
         ranks = dict(groups)
         if section in (LAYOUTS, GRAPH):
             rank = self.rank if self.rank in ranks[own] else ranks[own][0]
-            raise _other_program(rank, texts[own], ranks[theirs][0], texts[theirs], section)
+            where = said[section].where if section in said and self.rank in ranks[own] else None
+            raise _other_program(rank, texts[own], ranks[theirs][0], texts[theirs], section, where)
         first, second = groups[0][0], theirs if own == groups[0][0] else own
         raise other_value(section, ranks[first], texts[first], ranks[second], texts[second])
 
@@ -257,8 +262,9 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[int, 
 
 
 def _other_program(
-    rank: int, ours: Sequence[str], other: int, theirs: Sequence[str], section: str
-) -> RankMismatchError:
+    rank: int, ours: Sequence[str], other: int, theirs: Sequence[str], section: str,
+    where: Callable[[str], str] | None,
+) -> RankMismatchError:  # fmt: skip
     at, length, here, there = _first_difference(ours, theirs)
     next_step = "look for code that depends on the rank or on its data"
     if section == GRAPH:
@@ -268,6 +274,7 @@ def _other_program(
         f"{length}:\n    rank {rank}: {here}\n    rank {other}: {there}",
         "the same model, optimizer and options on every rank",
         next_step,
+        where(here) if where else "",
     )
 
 

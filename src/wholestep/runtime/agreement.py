@@ -42,6 +42,7 @@ class Agreement:
     label: str = ""
     round: int = 0
     _agreed: set[str] = field(default_factory=set[str])
+    _options: set[str] = field(default_factory=set[str])
 
     @property
     def is_new(self) -> bool:
@@ -64,7 +65,8 @@ class Agreement:
     ) -> None:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
-        `recapture` captures the step for other arguments.
+        For a rank whose batch has another size captures alone, while the others run what they have. `recapture`
+        captures the step for other arguments.
 
         Raises:
             RankMismatchError: on every rank, naming what differs.
@@ -74,22 +76,24 @@ class Agreement:
         lasting = {
             alike.VERSIONS: Section.of(alike.versions()),
             alike.STEP: Section.of(alike.step_lines(options, cached)),
-            alike.OPTIMIZERS: Section.of(baked),
             LAYOUTS: Section.of(made.lines),
             alike.MEMBERS: Section.of(alike.member_lines(state)),
         }
         key = " ".join(section.print for section in lasting.values())
-        if key in self._agreed:
-            return  # a rank whose batch has another size captures alone
+        if key in self._agreed and self._options.issuperset(baked):
+            return
         told = made.told or told_of(made.capture, given)
-        others = self._compare(
-            {**lasting, alike.NUMBERS: Section.of([*numbers, *alike.state_lines(state)]), **told.sections},
-            "",
-            told.call,
-        )
+        said = {
+            **lasting,
+            alike.OPTIMIZERS: Section.of(baked),
+            alike.NUMBERS: Section.of([*numbers, *alike.state_lines(state)]),
+            **told.sections,
+        }
+        others = self._compare({name: said[name] for name in alike.ORDER}, "", told.call)
         if others.first:
             self._for_one_call(told, others.is_alike, given, made, recapture)
         self._agreed.add(key)
+        self._options.update(baked)
 
     def _compare(self, said: Mapping[str, Section], failure: str, call: str = "") -> Any:
         with self.stage("agree"):

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +19,10 @@ from ..cache.origin import own_source
 from ..capture.capture import Capture
 from ..capture.find import Structure
 from ..capture.state import Hyper, StepState
+from ..graph import meta
+from ..graph.graph import TrainGraph
 from ..graph.text import short_dtype
-from .agree import CONSTANTS, GRAPH, SAYS, Section
+from .agree import CONSTANTS, GRAPH, LAYOUTS, SAYS, Section
 from .place import local
 
 if TYPE_CHECKING:
@@ -27,6 +30,16 @@ if TYPE_CHECKING:
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
+ORDER = (
+    VERSIONS,
+    STEP,
+    OPTIMIZERS,
+    NUMBERS,
+    LAYOUTS,
+    MEMBERS,
+    CONSTANTS,
+    GRAPH,
+)  # causes before what follows from them
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 4
@@ -62,16 +75,20 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
 
 
 def option_lines(state: StepState, live: Sequence[Hyper]) -> tuple[list[str], list[str]]:
-    """Every option of every parameter group: those that a program holds as they are, and those that may change."""
+    """Every option of every parameter group: those of the optimizer that a program holds, and those that may change.
+
+    What others put into a group, as schedulers do, may come later.
+    """
     changing = {(h.optimizer, h.group, h.key) for h in live}
     baked, numbers = [f"number of optimizers{SAYS}{len(state.optimizers)}"], list[str]()
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         of = f" of {label}" if len(state.optimizers) > 1 else ""
+        own = cast(dict[str, object], getattr(optimizer, "defaults", {}))
         baked.append(f"kind of {label}{SAYS}{_name(type(optimizer))}")
         for g, group in enumerate(optimizer.param_groups):
             for key in sorted(map(str, group)):
                 if key != "params":
-                    into = numbers if (o, g, key) in changing else baked
+                    into = numbers if (o, g, key) in changing or key not in own else baked
                     into.append(f"{key} of group {g}{of}{SAYS}{show(group[key])}")
     return baked, numbers
 
@@ -178,7 +195,14 @@ def told_of(capture: Capture, given: Given, live: Mapping[str, torch.Tensor] | N
     names = {id(tensor): name for name, tensor in (live or {}).items()}
     constants = capture.graph.constants
     lines = tuple((f"{name}{SAYS}{show_tensor(t)}", names.get(id(t), "")) for name, t in constants.items())
-    return Told(call_print(given, capture), Section.of(graph_lines(capture, given.device)), lines)
+    graph = Section.of(graph_lines(capture, given.device), partial(_source_of, capture.graph))
+    return Told(call_print(given, capture), graph, lines)
+
+
+def _source_of(train: TrainGraph, line: str) -> str:
+    """The user's line behind a line of the graph's text."""
+    name = line.strip().removeprefix("%").split(" ")[0]
+    return next((meta.source_line(node) for node in train.graph.nodes if node.name == name), "")
 
 
 def graph_lines(capture: Capture, device: str) -> list[str]:
@@ -187,7 +211,7 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
     kind = torch.device(device).type
     if kind != "cpu":
         text = re.sub(rf"{kind}:\d+|(?<=type='{kind}'), index=\d+", kind, text)
-    return text.splitlines()
+    return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
 
 
 def call_print(given: Given, capture: Capture) -> str:

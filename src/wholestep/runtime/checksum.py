@@ -88,7 +88,8 @@ class Check:
 
     def _numbers(self, program: Program) -> list[str]:
         state = program.capture.state
-        return [*option_lines(state, ())[0], *state_lines(state)]
+        held, others = option_lines(state, ())
+        return [*held, *others, *state_lines(state)]
 
     def _sums(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One checksum for each tensor, on the device of the collectives."""
