@@ -195,7 +195,7 @@ class Meeting:
             now = time.monotonic()
             if now - start > self.timeout_s:
                 self._settle({"late": self._missing()})
-                self.store.wait([key], timedelta(seconds=_POSTED_S))
+                wait_for(self.store, key, _POSTED_S)
                 break
             if waiting and now - told > _TELL_S:
                 waiting(self._missing())
@@ -247,8 +247,24 @@ def _post(store: Any, key: str, lines: Sequence[str]) -> None:
     store.set(key, str(len(pieces)))
 
 
+def wait_for(store: Any, key: str, timeout_s: float) -> None:
+    """Wait for what another rank is about to post.
+
+    Raises:
+        RankMismatchError: it does not.
+    """
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RankMismatchError(
+            f"a rank did not say within {timeout_s:g} s what the others have to compare with",
+            "ranks that live until all have compared their programs",
+            "read the errors of the other ranks",
+        ) from error
+
+
 def _read(store: Any, key: str) -> list[str]:
-    store.wait([key], timedelta(seconds=_POSTED_S))
+    wait_for(store, key, _POSTED_S)
     pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
     return json.loads(zlib.decompress(b"".join(pieces)))
 

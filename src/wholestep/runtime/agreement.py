@@ -10,7 +10,6 @@ import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..cache.ran import unwatched
 from ..capture.capture import Capture
 from ..capture.find import put_together
 from . import alike
-from .agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree
+from .agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
 from .alike import Given, Told, told_of
 from .obtain import Offer
 from .options import StepOptions
@@ -109,7 +108,7 @@ class Agreement:
             store.set(key, _written(given, bool(made.capture.values and made.capture.values.reads)))
         said = told.sections
         if not is_alike:
-            store.wait([key], timedelta(seconds=self.timeout_s))
+            wait_for(store, key, self.timeout_s)
             with self.stage("capture for the first rank's batch"), unwatched():
                 said = _recaptured(store.get(key), given, recapture)
         self._compare(said, "")
