@@ -103,7 +103,7 @@ def capture_step(
         fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
         promoted or Promoted(),
     )  # fmt: skip
-    with _torch.without_onednn():
+    with _torch.without_onednn(), _torch.without_logs():
         traced, request = _trace_until_carried(request)
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)

@@ -26,6 +26,7 @@ from . import durable, manifest, random_state, snapshot
 from .carry import settle
 from .launch import join
 from .manifest import Manifest
+from .scheduled import to_save
 from .step import CompiledStep
 from .together import connected, everyone, first
 
@@ -85,7 +86,10 @@ def save(
         join(None, str(next((h.tensor.device for h in state.params.values()), "cpu")))
     now = snapshot.take(state)
     snapshot.add_own(now)
-    content = {"extra": dict(extra or {}), "options": now.options, "values": now.values}
+    content = {
+        "extra": dict(extra or {}), "options": now.options, "values": now.values,
+        "scheduled": to_save(state.optimizers),
+    }  # fmt: skip
     aside = first(lambda: _new_aside(root, number))
     everyone(lambda: _write_own(aside, now.tensors, content))
     sums = everyone(lambda: _own_files(aside))

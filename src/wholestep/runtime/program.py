@@ -18,6 +18,7 @@ from ..capture.numbers import At
 from ..capture.trace import TensorLeaf
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
+from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .flat import lay_side_by_side
 from .guards import Guards
@@ -31,7 +32,7 @@ class Program:
     """A compiled step for one kind of call. `deal` makes this rank's part of what the call is given.
 
     `run` maps the flat list from `gather_inputs` to results followed by state that the step creates; what a step
-    carries to the next is its own business (`carry.Carrying`).
+    carries to the next is its own business (`carry.Carrying`). `check` is told of each call.
     """
 
     capture: Capture
@@ -43,6 +44,7 @@ class Program:
     names: Sequence[str]
     deal: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: Stream | None = None
+    check: Callable[[Program], None] | None = None
     _held: list[Any] = field(default_factory=list[Any])
     _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
         default_factory=list[tuple[Callable[[Any], Any], Any, Any]]
@@ -107,6 +109,15 @@ class Program:
         self._check_pieces()
         lay_side_by_side(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
+
+    def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
+        """What outlasts a call and is the same along `axis` of the mesh, by name."""
+        rest = self.plan.rest
+        return {
+            given.name: local(get(key))
+            for given, (get, key, _) in zip(self._kept, self._slots, strict=True)
+            if rest[given.name].state(axis) == REPLICATED
+        }
 
     def _check_pieces(self) -> None:
         """Every rank's piece has the shape that the plan gives it."""
