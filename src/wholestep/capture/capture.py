@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
-from .find import Structure, held_by, leaf_names, take_apart
+from .find import Structure, held_by, leaf_names, take_apart, unwrapped
 from .normalize import normalize
 from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
@@ -51,7 +51,8 @@ def find_state(
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
     found: dict[str, nn.Module | Optimizer] = {}
-    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
+    for name, given in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
+        leaf = unwrapped(given)
         if isinstance(leaf, (nn.Module, Optimizer)) and all(leaf is not other for other in found.values()):
             found[name] = leaf
     modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}

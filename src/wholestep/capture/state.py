@@ -26,6 +26,8 @@ UNSUPPORTED = {
 }
 PRECISE_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 SCHEDULED = ("lr",)
+MOVED = "_wholestep_moved"  # on a parameter that another has taken the place of: that one
+WHOLE = "_wholestep_whole"  # on a parameter that stands for one in parts: what for
 
 
 @dataclass
@@ -85,6 +87,7 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
                 "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
                 "use one of those, or call this optimizer outside the compiled step",
             )
+    _follow(optimizers.values())
     by_id: dict[int, Held] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
@@ -140,8 +143,14 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state:
         for key, tensor in container.items():
             if tensor is None:
                 continue
+            name = f"{base}.{key}" if base else key
+            if WHOLE in vars(tensor):
+                raise StateError(
+                    f"{name!r} is a whole copy, for {vars(tensor)[WHOLE]}, and no parameter that a step can update",
+                    "the parameters themselves, which are back after it",
+                    "end it first: a compiled step, or another `ws.whole`, cannot run inside",
+                )
             if id(tensor) not in by_id:
-                name = f"{base}.{key}" if base else key
                 by_id[id(tensor)] = table[name] = Held(_input(name, role, tensor), [])
             by_id[id(tensor)].places.append((container, key))
 
@@ -248,10 +257,29 @@ def put(held: Held, tensor: torch.Tensor) -> None:
         container[key] = tensor
 
 
+def replace(state: StepState, held: Held, new: torch.Tensor) -> None:
+    """Put a parameter or buffer in the place of another for good, here and in optimizers that are not known yet."""
+    old = held.tensor
+    put(held, new)
+    rekey(state.optimizers.values(), old, new)
+    vars(old)[MOVED] = new
+
+
+def _follow(optimizers: Iterable[Optimizer]) -> None:
+    """Give optimizers the parameters that a step without them (an evaluation, say) has put in the place of theirs."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            params: list[torch.Tensor] = group["params"]
+            for i, old in enumerate(params):
+                while (new := vars(params[i]).get(MOVED)) is not None:
+                    params[i] = new
+                rekey([optimizer], old, params[i])
+
+
 def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
     """Move the optimizer state of parameter `old` to parameter `new`."""
     for optimizer in optimizers:
-        if old in optimizer.state:
+        if old is not new and old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
 
 

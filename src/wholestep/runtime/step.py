@@ -40,6 +40,7 @@ from ..plan.plan import Plan
 from . import random_state
 from .agree import agree
 from .batches import Dealer, Sizes, dealer
+from .between import gather_before_use
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
 from .decide import Decided, decide, lacks_machine, with_machine
@@ -382,6 +383,8 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
+            if world.devices is not None:
+                gather_before_use(state.modules, self.options.agree_timeout_s)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)
@@ -414,6 +417,7 @@ class CompiledStep:
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
             settle_before_use(modules, state.optimizers.values())
+            gather_before_use(state.modules, self.options.agree_timeout_s)
             self._hooked = True
         runs = [eager(bound(one), self._clock) for one in (across.first, across.steady, across.flush)]
         count = sum(out.kind == "carry" for out in across.steady.outputs)
