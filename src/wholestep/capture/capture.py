@@ -51,12 +51,14 @@ def find_state(
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
     found: dict[str, nn.Module | Optimizer] = {}
-    for name, given in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
-        leaf = unwrapped(given)
-        if isinstance(leaf, (nn.Module, Optimizer)) and all(leaf is not other for other in found.values()):
+    known: set[int] = set()
+    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
+        one = unwrapped(leaf)
+        if isinstance(one, (nn.Module, Optimizer)) and id(one) not in known:
+            known.add(id(one))
             found[name] = leaf
     modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.items() if isinstance(o, Optimizer)}
+    optimizers = {n: o for n, o in found.items() if not isinstance(o, nn.Module)}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",

@@ -146,15 +146,15 @@ def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {key: unwrapped(value) for key, value in cast(Mapping[str, Any], given).items()}
-    items = [given] if isinstance(unwrapped(given), kind) else list(given)
-    return {name if len(items) == 1 else f"{name}{i}": unwrapped(item) for i, item in enumerate(items)}
+        return dict(cast(Mapping[str, T], given))
+    items = cast(list[T], [given] if isinstance(unwrapped(given), kind) else list(given))
+    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
 
 
 def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
     """Modules and optimizers a function closes over, reads from its globals, or is bound to.
 
-    Also those in attributes that it reads of such objects, in their lists and dicts, and in wrappers.
+    Also those in attributes that it reads of such objects, in their lists and dicts; optimizers may be in wrappers.
     """
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if code is None:
@@ -185,8 +185,7 @@ def _held_in(name: str, value: Any, names: set[str], depth: int = 2) -> dict[str
     """The module or optimizer that a value is, or those that a container or an object holds, `depth` levels down."""
     if isinstance(value, _NO_HOLDERS):
         return {}
-    value = unwrapped(value)
-    if isinstance(value, (nn.Module, Optimizer)):
+    if isinstance(unwrapped(value), (nn.Module, Optimizer)):
         return {name: value}
     inner: dict[str, Any] = {}
     if isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
-from .find import walk
+from .find import unwrapped, walk
 
 UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
@@ -64,6 +64,7 @@ class StepState:
     params: dict[str, Held] = field(default_factory=dict[str, Held])
     buffers: dict[str, Held] = field(default_factory=dict[str, Held])
     hypers: list[Hyper] = field(default_factory=list[Hyper])
+    switches: list[tuple[Any, str]] = field(default_factory=list[tuple[Any, str]])
 
     def param_name(self, tensor: object) -> str:
         """The name of a parameter, by identity."""
@@ -71,13 +72,17 @@ class StepState:
 
 
 def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> StepState:
-    """Find every parameter and buffer once, with all its names; tied ones keep one entry.
+    """Find every parameter and buffer once, with all its names; tied ones keep one entry. Optimizers may be wrapped.
 
     Raises:
         CaptureError: an optimizer is of a kind that cannot be captured.
         StateError: a module is wrapped for another way of running in parallel.
     """
-    state = StepState(_roots(modules), dict(optimizers))
+    switches = [
+        (o.gradient_state, "sync_gradients") for o in cast(Iterable[Any], optimizers.values()) if _is_accelerated(o)
+    ]
+    optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
+    state = StepState(_roots(modules), dict(optimizers), switches=switches)
     for optimizer in optimizers.values():
         kind = type(optimizer).__name__
         if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
@@ -104,6 +109,13 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
     return state
 
 
+def _is_accelerated(optimizer: Any) -> bool:
+    """An optimizer of Accelerate's updates where its shared state says that gradients are complete."""
+    return unwrapped(optimizer) is not optimizer and hasattr(
+        getattr(optimizer, "gradient_state", None), "sync_gradients"
+    )
+
+
 def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Modules that are not inside another one; a single one needs no prefix."""
     inside = {id(sub) for m in modules.values() for sub in m.modules() if sub is not m}
@@ -124,7 +136,8 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
         raise StateError(
             f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
             "the plain module, as one device runs it: wholestep adds the communication itself",
-            "remove the wrapper",
+            "remove the wrapper; Accelerate, and the Trainer through it, add none with "
+            "`accelerator.prepare_model(model, evaluation_mode=True)`",
         )
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:

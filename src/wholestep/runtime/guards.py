@@ -75,6 +75,7 @@ class Guards:
     ambient: tuple[Any, ...]
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
+    switches: Sequence[tuple[Any, str, Any]] = ()
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -112,6 +113,9 @@ class Guards:
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
+        for holder, key, value in self.switches:
+            if getattr(holder, key) != value:
+                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
@@ -148,4 +152,5 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
         baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
+        [(holder, key, getattr(holder, key)) for holder, key in state.switches],
     )  # fmt: skip

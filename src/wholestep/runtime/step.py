@@ -274,6 +274,7 @@ class CompiledStep:
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
+            "switches": [(key, getattr(holder, key)) for holder, key in state.switches],
         }  # fmt: skip
         whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         now = ambient(world.device, sizes)
