@@ -15,12 +15,13 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
-from .find import Structure, held_by, leaf_names, take_apart, unwrapped
+from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import normalize
 from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
+from .wrappers import counting_refused, unwrapped
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    with _torch.without_onednn():
+    with _torch.without_onednn(), counting_refused(state.wrappers):
         traced = trace_step(
             Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state)
         )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .wrappers import unwrapped
 
 T = TypeVar("T")
 _NO_HOLDERS = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
@@ -123,22 +124,6 @@ def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made
-
-
-def unwrapped(value: Any) -> Any:
-    """The optimizer inside wrappers that hand all on to their `.optimizer`; anything else as it is.
-
-    Accelerate's and Lightning's do. One with state or parameter groups of its own (a Lookahead) is no such wrapper.
-    """
-    while not isinstance(value, nn.Module):
-        inner = getattr(value, "optimizer", None)
-        if not isinstance(inner, Optimizer) or inner is value:
-            break
-        groups, state = getattr(value, "param_groups", None), getattr(value, "state", None)
-        if groups is not inner.param_groups or state is not inner.state:
-            break
-        value = inner
-    return value
 
 
 def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:

@@ -18,7 +18,8 @@ from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
-from .find import unwrapped, walk
+from .find import walk
+from .wrappers import unwrapped
 
 UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
@@ -64,7 +65,7 @@ class StepState:
     params: dict[str, Held] = field(default_factory=dict[str, Held])
     buffers: dict[str, Held] = field(default_factory=dict[str, Held])
     hypers: list[Hyper] = field(default_factory=list[Hyper])
-    switches: list[tuple[Any, str]] = field(default_factory=list[tuple[Any, str]])
+    wrappers: list[Any] = field(default_factory=list[Any])
 
     def param_name(self, tensor: object) -> str:
         """The name of a parameter, by identity."""
@@ -78,11 +79,9 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
         CaptureError: an optimizer is of a kind that cannot be captured.
         StateError: a module is wrapped for another way of running in parallel.
     """
-    switches = [
-        (o.gradient_state, "sync_gradients") for o in cast(Iterable[Any], optimizers.values()) if _is_accelerated(o)
-    ]
+    wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
     optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
-    state = StepState(_roots(modules), dict(optimizers), switches=switches)
+    state = StepState(_roots(modules), dict(optimizers), wrappers=wrappers)
     for optimizer in optimizers.values():
         kind = type(optimizer).__name__
         if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
@@ -107,13 +106,6 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
                 by_id[id(param)].places.append((group["params"], i))
     state.hypers = find_hypers(state, SCHEDULED)
     return state
-
-
-def _is_accelerated(optimizer: Any) -> bool:
-    """An optimizer of Accelerate's updates where its shared state says that gradients are complete."""
-    return unwrapped(optimizer) is not optimizer and hasattr(
-        getattr(optimizer, "gradient_state", None), "sync_gradients"
-    )
 
 
 def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

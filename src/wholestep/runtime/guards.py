@@ -14,6 +14,7 @@ from ..capture.capture import Capture
 from ..capture.find import Call, Structure
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
+from ..capture.wrappers import switches
 
 VALUE_READ = "the value that the step reads at"
 
@@ -152,5 +153,5 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
         baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
-        [(holder, key, getattr(holder, key)) for holder, key in state.switches],
+        [(holder, key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
     )  # fmt: skip

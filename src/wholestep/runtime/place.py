@@ -108,9 +108,14 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
 
 
 def gather_before_eager_step(optimizer: Optimizer) -> None:
-    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again."""
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again.
+
+    One that finds no gradients updates nothing, as in libraries that count steps by it.
+    """
 
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            return
         for param, entry in cast(dict[Any, Any], optimizer.state).items():
             for key, value in entry.items() if isinstance(param, DTensor) else ():
                 if isinstance(value, DTensor) and value.placements != param.placements:

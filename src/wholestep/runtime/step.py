@@ -27,6 +27,7 @@ from ..capture.capture import Capture, capture_step, find_state
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, find_hypers
+from ..capture.wrappers import switches
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -274,7 +275,7 @@ class CompiledStep:
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
-            "switches": [(key, getattr(holder, key)) for holder, key in state.switches],
+            "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
         }  # fmt: skip
         whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         now = ambient(world.device, sizes)
