@@ -3,8 +3,8 @@
     python examples/with_accelerate.py                                # one process
     torchrun --nproc-per-node 2 examples/with_accelerate.py           # two: Accelerate deals the data
 
-Accelerate would put the model into DDP: `prepare_model(model, evaluation_mode=True)` leaves it as it is, since wholestep
-adds the communication. All else is prepared as usual.
+Accelerate would put the model into DDP: `prepare_model(model, evaluation_mode=True)` leaves it as it is, since
+wholestep adds the communication. All else is prepared as usual.
 """
 
 import argparse

@@ -88,8 +88,9 @@ def main() -> None:
 
     L.seed_everything(0, verbose=False)
     module = Regression(None if options.plain else options.style)
+    several = DDPStrategy() if options.plain else Plain()
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=(DDPStrategy() if options.plain else Plain()) if ranks > 1 else "auto",
+        accelerator="cpu", devices=ranks, strategy=several if ranks > 1 else "auto",
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     train, test = (DataLoader(Sines(count), batch_size=8) for count in (4 * options.steps * ranks, 16 * ranks))

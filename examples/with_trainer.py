@@ -1,10 +1,10 @@
-"""The Trainer of transformers around a compiled step: its loop, schedule, logs and evaluation, one compiled `training_step`.
+"""The Trainer of transformers, its loop, schedule, logs and evaluation, around a compiled `training_step`.
 
     python examples/with_trainer.py                                   # one process
     torchrun --nproc-per-node 2 examples/with_trainer.py              # two: the Trainer deals the data
 
-The update is part of the step. The Trainer's own `optimizer.step()` finds no gradients then, and updates nothing; clipping
-is written where one device needs it. Models come from a config: nothing is downloaded.
+The update is part of the step. The Trainer's own `optimizer.step()` finds no gradients then, and updates nothing;
+clipping is written into the step too. The model comes from a config: nothing is downloaded.
 """
 
 import argparse
