@@ -214,8 +214,9 @@ def _backward(rank: int, world: int) -> None:
     with pytest.raises(ws.StateError) as caught:
         out.sum().backward()
     assert str(caught.value) == (
-        "a backward outside of the compiled step reaches parameters of Net, which ranks hold in parts\n"
-        "  needed: gradients of a compiled step, which sums them over ranks\n"
+        "a backward outside of the compiled step reaches parameters of Net, which were gathered for that "
+        "call\n"
+        "  needed: gradients of a compiled step, which reduces them over ranks\n"
         "  next: call the model under torch.no_grad(), or put forward, backward and update into a function for "
         "wholestep.compile"
     )

@@ -144,6 +144,13 @@ def _refused(rank: int, world: int) -> None:
         "  next: change shapes and dtypes before the first call of the step"
     )
     same(both)
+    with pytest.raises(ws.StateError if rank else ws.RankMismatchError) as caught, ws.whole(both.model):
+        if rank:
+            both.model.down.bias = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    there = "" if rank else "on rank 1, "
+    found = "'down.bias' has become float64[7] inside `with ws.whole(...)`"
+    assert str(caught.value).splitlines()[0] == there + found
+    same(both)
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(ws.RankMismatchError, match=r"`with ws.whole\(Net\)`: rank 0 is there, ranks \[1\] did not"):

@@ -37,16 +37,6 @@ def put_piece(target: DTensor, whole: Tensor) -> None:
     copy(_torch.local_tensor(target), cut(whole, layout, here.mesh, here.coordinate))
 
 
-def like(whole: Tensor, pattern: Tensor) -> Tensor:
-    """`whole` laid out as `pattern` is; `whole` itself where that is a plain tensor."""
-    if not isinstance(pattern, DTensor):
-        return whole
-    here = place(pattern.device_mesh)
-    layout = dtensor.layout_from(pattern.placements, pattern.dim(), here.mesh)
-    piece = cut(whole, layout, here.mesh, here.coordinate).clone(memory_format=torch.contiguous_format)
-    return dtensor.wrap(piece, layout, here.mesh, pattern.device_mesh, whole.shape)
-
-
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy values where they differ: an expanded buffer cannot be written, and does not change."""
     if not torch.equal(target, source.to(target.device)):

@@ -385,8 +385,9 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
-            if world.devices is not None:
-                gather_before_use(state.modules, self.options.agree_timeout_s)
+            offload = self.options.parallel.options.offload
+            if world.devices is not None or offload is not None:
+                gather_before_use(state.modules, self.options.agree_timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)

@@ -18,7 +18,7 @@ from ..capture.state import WHOLE, StepState, collect, put
 from ..errors import RankMismatchError, StateError
 from .agree import meet
 from .carry import settle
-from .pieces import copy, gather, like, put_piece
+from .pieces import copy, gather, put_piece
 from .together import connected
 
 _INSIDE = "`with ws.whole(...)`"
@@ -38,7 +38,7 @@ def whole(
     and state belong to them. They are copies. At the end ranks keep their parts of what was written, the parameters
     that a compiled step knows are back in place, and it goes on with the new values without another capture. After an
     exception nothing is kept. All ranks must enter and leave the block, and write the same: they compare what they
-    leave.
+    leave. Gradients stay outside.
 
     Args:
         model: a module, or several; whether a step has placed them yet or not.
@@ -89,8 +89,7 @@ class _Swap:
             if held.tensor.is_meta:
                 raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
         values = [v for _, _, entries in self.entries for entry in entries.values() for v in _values(entry)]
-        tensors = [*self.outside, *(t.grad for t in self.outside), *values]
-        whole = _whole_of([t for t in tensors if isinstance(t, Tensor)])
+        whole = _whole_of([*self.outside, *(v for v in values if isinstance(v, Tensor))])
         for old in self.outside:
             self.inside.append(_stand_in(old, whole) if isinstance(old, nn.Parameter) else whole[id(old)])
         for held, new in zip(self.helds, self.inside, strict=True):
@@ -115,26 +114,36 @@ class _Swap:
             optimizer.state = state
 
     def check(self) -> None:
-        """What was written fits what it came from, and is the same on all ranks."""
-        sums: dict[str, int] = {}
+        """What was written fits what it came from, and is the same on all ranks.
+
+        Raises:
+            StateError: something does not fit, here.
+            RankMismatchError: something does not on another rank, or ranks differ.
+        """
+        failure, sums = self._misfit(), dict[str, int]()
+        for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
+            sums[name] = _sum_of_bits(held.tensor)
+            for (optimizer, _, _), label in zip(self.entries, self.state.optimizers, strict=True):
+                entry = optimizer.state.get(held.tensor, {})
+                sums |= {f"{label}.state[{name}][{k!r}]": _sum_of_bits(v) for k, v in _tensors(entry)}
+        try:
+            _compare(sums, failure.found if failure else "")
+        finally:
+            if failure:
+                raise failure
+
+    def _misfit(self) -> StateError | None:
         names = [*self.state.params, *self.state.buffers]
         for name, held, old in zip(names, self.helds, self.outside, strict=True):
             now = held.tensor
             if isinstance(now, DTensor) or _about(now) != _about(old):
                 found = f"a DTensor, {_about(now)}," if isinstance(now, DTensor) else _about(now)
-                raise StateError(
+                return StateError(
                     f"{name!r} has become {found} inside {_INSIDE}",
                     f"a plain tensor like the one that was there, {_about(old)}",
                     "change shapes and dtypes before the first call of the step",
                 )
-            if isinstance(now, nn.Parameter):  # buffers are each rank's own
-                sums[name] = _sum_of_bits(now)
-                sums |= {f"the gradient of {name}": _sum_of_bits(now.grad)} if now.grad is not None else {}
-        for (optimizer, _, _), label in zip(self.entries, self.state.optimizers, strict=True):
-            for name, held in self.state.params.items():
-                entry = optimizer.state.get(held.tensor, {})
-                sums |= {f"{label}.state[{name}][{k!r}]": _sum_of_bits(v) for k, v in _tensors(entry)}
-        _compare(sums)
+        return None
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -144,7 +153,6 @@ class _Swap:
             _write(old, now)
             if isinstance(old, nn.Parameter):
                 old.requires_grad_(now.requires_grad)
-                old.grad = _kept_grad(old, now.grad)
         for optimizer, _, entries in self.entries:
             for held, old, new in zip(self.helds, self.outside, self.inside, strict=True):
                 entry = optimizer.state.get(held.tensor, optimizer.state.get(new))
@@ -174,7 +182,6 @@ def _stand_in(old: nn.Parameter, whole: Mapping[int, Tensor]) -> nn.Parameter:
     new = nn.Parameter(whole[id(old)], requires_grad=old.requires_grad)
     vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
     vars(new)[WHOLE] = _INSIDE
-    new.grad = whole[id(old.grad)] if old.grad is not None else None
     return new
 
 
@@ -187,13 +194,6 @@ def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
 
 def _write(old: Tensor, now: Tensor) -> None:
     put_piece(old, now.detach()) if isinstance(old, DTensor) else copy(old.detach(), now.detach())
-
-
-def _kept_grad(old: Tensor, grad: Tensor | None) -> Tensor | None:
-    if grad is None or old.grad is None:
-        return None if grad is None else like(grad, old)
-    _write(old.grad, grad)
-    return old.grad
 
 
 def _kept_entry(old: Any, now: Any) -> Any:
@@ -219,19 +219,21 @@ def _sum_of_bits(tensor: Tensor) -> int:
     return int(flat.view(number).sum(dtype=torch.int64)) if flat.numel() else 0
 
 
-def _compare(sums: Mapping[str, int]) -> None:
-    """All ranks have the same sums by name.
+def _compare(sums: Mapping[str, int], failure: str) -> None:
+    """All ranks have the same sums by name, and no failure.
 
     Raises:
-        RankMismatchError: on every rank, naming the first that differs.
+        RankMismatchError: on every rank, naming the first that differs, or what does not fit on another rank.
     """
     if not connected():
         return
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, dict(sums))
-    for rank, theirs in enumerate(said):
-        wrong = [name for name in {**said[0], **theirs} if said[0].get(name) != theirs.get(name)]
-        if wrong:
+    dist.all_gather_object(said, (failure, dict(sums)))
+    for rank, (failed, theirs) in enumerate(said):
+        if failed and not failure:
+            raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
+        wrong = [name for name in {**said[0][1], **theirs} if said[0][1].get(name) != theirs.get(name)]
+        if wrong and not any(failed for failed, _ in said):
             raise RankMismatchError(
                 f"{wrong[0]} is not the same on ranks 0 and {rank} at the end of {_INSIDE}",
                 "the same values on all ranks, each of which keeps its own part",
