@@ -189,6 +189,31 @@ def test_counting_of_updates_is_refused() -> None:
     assert not counted
 
 
+def test_accumulate_in_the_step_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = make()
+    optimizer = accelerator.prepare_optimizer(optimizer)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        with accelerator.accumulate(model):
+            return train(model, optimizer, x, y)
+
+    try:
+        with pytest.raises(ws.CaptureError) as caught:
+            ws.compile(fn)(*CALLS[0])
+        assert str(caught.value).replace(__file__, "<here>") == (
+            "the step changes Accelerate's sync_gradients: True -> False\n"
+            f"  at: <here>:{fn.__code__.co_firstlineno + 1}  with accelerator.accumulate(model):\n"
+            "  needed: a step that is called with gradients that are complete after it, or are not\n"
+            "  next: write `with accelerator.accumulate(model):` around the call of the step, not into it"
+        )
+        assert "_set_sync_gradients" not in vars(accelerator.gradient_state)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+
 def test_a_wrapped_module_is_refused() -> None:
     model, optimizer = make()
     with pytest.raises(ws.StateError) as caught:

@@ -21,7 +21,7 @@ from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
-from .wrappers import counting_refused, unwrapped
+from .wrappers import effects_refused, unwrapped
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    with _torch.without_onednn(), counting_refused(state.wrappers):
+    with _torch.without_onednn(), effects_refused(state.wrappers):
         traced = trace_step(
             Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state)
         )

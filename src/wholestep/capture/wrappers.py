@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator, Iterable
+import inspect
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,8 @@ from ..errors import CaptureError
 from ..graph.meta import show_line
 
 _COUNTS = "_on_before_step"  # what an optimizer of Lightning's calls before an update, to count it
+_SWITCHES = "_set_sync_gradients"  # how Accelerate says whether gradients are complete
+_NOT_USERS = ("accelerate", "contextlib", "lightning", "pytorch_lightning", "wholestep")
 
 
 def unwrapped(value: Any) -> Any:
@@ -39,29 +42,50 @@ def switches(wrappers: Iterable[Any]) -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def counting_refused(wrappers: Iterable[Any]) -> Generator[None]:
-    """Inside, a wrapper that counts its updates in Python refuses: a captured step would count the first one alone.
+def effects_refused(wrappers: Sequence[Any]) -> Generator[None]:
+    """Inside, wrappers refuse what they would do once, at capture, and never again.
+
+    Lightning's count updates in Python. What Accelerate's ask for complete gradients is set by `accumulate`.
 
     Raises:
-        CaptureError: the step calls `step()` of one.
+        CaptureError: the step does one of these.
     """
-    counting = [one for one in wrappers if _COUNTS in vars(one)]
-    before = [getattr(one, _COUNTS) for one in counting]
+    puts: list[tuple[Any, str, Any]] = [(one, _COUNTS, _refuse_count) for one in wrappers if _COUNTS in vars(one)]
+    puts += [(state, _SWITCHES, partial(_refuse_switch, state)) for state, _ in switches(wrappers)]
+    before: list[Any] = [vars(holder).get(name) for holder, name, _ in puts]
     try:
-        for one in counting:
-            setattr(one, _COUNTS, _refuse)
+        for holder, name, refuse in puts:
+            setattr(holder, name, refuse)
         yield
     finally:
-        for one, was in zip(counting, before, strict=True):
-            setattr(one, _COUNTS, was)
+        for (holder, name, _), was in zip(puts, before, strict=True):
+            vars(holder).pop(name, None)
+            vars(holder).update({name: was} if was is not None else {})
 
 
-def _refuse() -> None:
-    caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the wrapper's step
+def _refuse_count() -> None:
     raise CaptureError(
         "the step calls step() of an optimizer of Lightning's, which counts `trainer.global_step` in Python",
         "the optimizer inside it, and the count after each call of the step",
         "write `self.optimizers().optimizer.step()` in the step, and `self.optimizers().step()` after it: that finds "
         "no gradients, updates nothing and counts",
-        show_line(caller.f_code.co_filename, caller.f_lineno),
+        _users_line(),
     )
+
+
+def _refuse_switch(state: Any, value: bool) -> None:
+    if value != state.sync_gradients:
+        raise CaptureError(
+            f"the step changes Accelerate's sync_gradients: {state.sync_gradients} -> {value}",
+            "a step that is called with gradients that are complete after it, or are not",
+            "write `with accelerator.accumulate(model):` around the call of the step, not into it",
+            _users_line(),
+        )
+
+
+def _users_line() -> str:
+    """The line that called into a library."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    return show_line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
