@@ -33,7 +33,8 @@ class StepTrainer(Trainer):
     def fitted(self, model: nn.Module, inputs: dict[str, Tensor], tokens: Tensor | None) -> Tensor:
         loss = self.compute_loss(model, inputs, num_items_in_batch=tokens)
         self.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        if self.accelerator.sync_gradients:  # the last batch of an update; the optimizer asks for it by itself
+            torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -61,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--style", choices=STYLES, default="fully_shard", help="where tensors rest")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=2, help="batches for one update")
     parser.add_argument("--plain", action="store_true", help="without wholestep: as it is, in DDP on several processes")
     options = parser.parse_args()
 
@@ -80,6 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=options.steps, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+            gradient_accumulation_steps=options.accumulate,
             eval_strategy="steps", eval_steps=4, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
         common = {
