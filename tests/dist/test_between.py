@@ -166,8 +166,9 @@ def _alone(rank: int, world: int) -> None:
     both.train()
     if rank == 0:
         start = time.monotonic()
-        with torch.no_grad(), pytest.raises(ws.RankMismatchError) as caught:
+        with torch.no_grad(), pytest.raises(ws.RankMismatchError) as caught, pytest.warns(UserWarning) as said:
             both.model(batch(99, rank))
+        assert "rank 0 waits for other ranks at a call of Net outside of a compiled step" in str(said[0].message)
         assert time.monotonic() - start < 10
         text = str(caught.value)
         assert "a call of Net outside of a compiled step: rank 0 is there, ranks [1] did not come within" in text

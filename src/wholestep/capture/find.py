@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -146,7 +146,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
         return {}
     function: Any = inspect.unwrap(fn)
     names = _names_in(code)
-    found: dict[str, Any] = {name: function.__globals__.get(name) for name in sorted(names)}
+    found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         found[name] = None if _is_empty(cell) else cell.cell_contents
     out: dict[str, nn.Module | Optimizer] = {}
@@ -156,17 +156,19 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
     if owner is not None:
         out |= {"self": owner} if isinstance(owner, nn.Module) else {}
         for name, value in cast(dict[str, Any], getattr(owner, "__dict__", {})).items():
-            out |= _held_in(name, value, names)
+            out |= _held_in(name, value, names, 2 if name in names else 0)
     return out
 
 
-def _names_in(code: Any) -> set[str]:
-    """Every global and attribute that code names, functions inside it included."""
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
+def _names_in(code: CodeType) -> dict[str, None]:
+    """Every global and attribute that code names, in order; functions inside it included."""
+    names = dict.fromkeys(code.co_names)
+    for const in code.co_consts:
+        names |= _names_in(const) if isinstance(const, CodeType) else {}
+    return names
 
 
-def _held_in(name: str, value: Any, names: set[str], depth: int = 2) -> dict[str, nn.Module | Optimizer]:
+def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, nn.Module | Optimizer]:
     """The module or optimizer that a value is, or those that a container or an object holds, `depth` levels down."""
     if isinstance(value, _NO_HOLDERS):
         return {}

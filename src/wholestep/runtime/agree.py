@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -159,7 +160,7 @@ def meet(what: str, timeout_s: float) -> None:
             f"{what}: rank {dist.get_rank()} is there, {missing}",
             "all ranks, as this gathers what each of them holds a part of",
             "call it on every rank (not under `if rank == 0`), equally often and in the same order",
-            last_user_frame("".join(traceback.format_stack())),
+            _here(),
         )
 
 
@@ -167,6 +168,7 @@ def _wait_for_others(store: Any, what: str, key: str, timeout_s: float) -> str:
     """Say where this rank is, and wait on; what keeps the others, or nothing once they have come."""
     rank, size, prefix = dist.get_rank(), dist.get_world_size(), "wholestep/meet-at"
     store.set(f"{prefix}/{rank}", what)
+    warnings.warn(f"rank {rank} waits for other ranks at {what}\n  at: {_here()}", stacklevel=3)
     end = time.monotonic() + timeout_s
     try:
         while not _is_set(store, key, min(_LOOK_S, timeout_s / 2)):
@@ -181,6 +183,11 @@ def _wait_for_others(store: Any, what: str, key: str, timeout_s: float) -> str:
         return ""
     finally:
         store.set(f"{prefix}/{rank}", "")
+
+
+def _here() -> str:
+    """The user's line that runs."""
+    return last_user_frame("".join(traceback.format_stack()))
 
 
 def _is_set(store: Any, key: str, timeout_s: float) -> bool:
