@@ -43,6 +43,7 @@ from .rules.check import CheckResult, check_rule
 from .rules.yours import rule
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
+from .runtime.whole import whole
 
 __version__ = "0.1.0"
 
@@ -100,4 +101,5 @@ __all__ = [
     "save",
     "simulate",
     "timeline",
+    "whole",
 ]

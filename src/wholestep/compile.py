@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .auto.auto import Auto
 from .capture.capture import capture_step
+from .capture.find import by_name
 from .cost.size import bytes_of
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
@@ -113,7 +114,7 @@ def compile(
         PlanError, BackendError, MeshError, CacheError: an option is malformed; what depends on the model comes
             at the first call.
     """
-    extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
+    extra = {**by_name("model", model, nn.Module), **by_name("optimizer", optimizer, Optimizer)}
     chosen = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
     strategies, most = chosen.strategies, chosen.memory_bytes
     keeps = strategies.options.reshard_after_forward is False
@@ -173,13 +174,6 @@ def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
     if most is None and plan.objective is not None:
         most = plan.objective.budget_bytes
     return _Chosen(plan.strategies, most, plan.mesh, plan=plan)
-
-
-def _named(name: str, given: Any, kind: type) -> dict[str, Any]:
-    if given is None:
-        return {}
-    items = [given] if isinstance(given, kind) else list(given)
-    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TrainGraph:

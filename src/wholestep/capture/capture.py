@@ -24,6 +24,7 @@ from .reach import Reach, reach
 from .state import Hyper, StepState, carry, collect
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
+from .wrappers import effects_refused, unwrapped
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,14 @@ def find_state(
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
     found: dict[str, nn.Module | Optimizer] = {}
+    known: set[int] = set()
     for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
-        if isinstance(leaf, (nn.Module, Optimizer)) and all(leaf is not other for other in found.values()):
+        one = unwrapped(leaf)
+        if isinstance(one, (nn.Module, Optimizer)) and id(one) not in known:
+            known.add(id(one))
             found[name] = leaf
     modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.items() if isinstance(o, Optimizer)}
+    optimizers = {n: o for n, o in found.items() if not isinstance(o, nn.Module)}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",
@@ -103,7 +107,7 @@ def capture_step(
         fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
         promoted or Promoted(),
     )  # fmt: skip
-    with _torch.without_onednn(), _torch.without_logs():
+    with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced, request = _trace_until_carried(request)
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)

@@ -15,6 +15,7 @@ from ..capture.find import Call, Structure
 from ..capture.places import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
+from ..capture.wrappers import switches
 from .host import HostWork
 
 
@@ -87,6 +88,7 @@ class Guards:
     ambient: tuple[Any, ...]
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
+    switches: Sequence[tuple[Any, str, Any]] = ()
     host: HostWork = field(kw_only=True)
     missed: Missed | None = None
 
@@ -141,6 +143,9 @@ class Guards:
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
+        for holder, key, value in self.switches:
+            if getattr(holder, key) != value:
+                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
@@ -178,5 +183,7 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
     return Guards(
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
         numbers, groups, grads, now, capture.values,
-        [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"], host=HostWork(capture.effects, state),
+        [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
+        [(holder, key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
+        host=HostWork(capture.effects, state),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from ..capture.effects import Promoted
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, find_hypers
+from ..capture.wrappers import switches
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -43,6 +44,7 @@ from . import random_state
 from .agreement import Agreement
 from .alike import Given
 from .batches import Dealer, Sizes, dealer
+from .between import gather_before_use
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
 from .checksum import Check, meets_all
@@ -302,6 +304,7 @@ class CompiledStep:
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": live,
+            "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
         }  # fmt: skip
         now = ambient(world.device, sizes)
         return Situation(
@@ -400,6 +403,9 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
+            offload = self.options.parallel.options.offload
+            if world.devices is not None or offload is not None:
+                gather_before_use(state.modules, self.options.agree_timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)
@@ -439,6 +445,7 @@ class CompiledStep:
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
             settle_before_use(modules, state.optimizers.values())
+            gather_before_use(state.modules, self.options.agree_timeout_s)
             self._hooked = True
         runs = [eager(bound(one), self._clock) for one in (across.first, across.steady, across.flush)]
         count = sum(out.kind == "carry" for out in across.steady.outputs)
