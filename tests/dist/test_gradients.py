@@ -139,3 +139,57 @@ def test_a_style_that_reduces_every_micro_batch_needs_as_many_on_all_ranks() -> 
     for text in run_ranks(_each_reduced, 2):
         assert "compiled different programs" in text
         assert "reduce_scatter_tensor" in text
+
+
+class _Stops(torch.autograd.Function):
+    """`x * w`, with a backward that gives `w` no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0], None
+
+
+class _Stopped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = _mlp(), nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Stops.apply(self.body(x), self.scale)
+
+
+def _train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _no_gradient(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for style in STYLES:
+        ours, theirs = _Stopped(), _Stopped()
+        theirs.scale.requires_grad_(False)
+        wrapped, losses = Ddp(theirs), 0.0
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (ours, theirs)]
+        step = ws.compile(_train, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
+        for call in range(4):
+            batch = _data(rank, call, 4, 6), _data(rank, call + 50, 4, 3)
+            losses = max(losses, difference(step(ours, optimizers[0], *batch), _train(wrapped, optimizers[1], *batch)))
+        worst = max(difference(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+        found[style] = (max(losses, worst), ours.scale.grad, len(optimizers[0].state.get(ours.scale, {})))
+    return found
+
+
+def test_a_backward_may_give_no_gradient() -> None:
+    """The parameter keeps none, and no optimizer state is made for it."""
+    for found in run_ranks(_no_gradient, 2):
+        for style, (worst, grad, state) in found.items():
+            assert worst < TOLERANCE, style
+            assert (grad, state) == (None, 0), style

@@ -183,7 +183,9 @@ class _Run:
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
 
-                def ready(grad: torch.Tensor, name: str = name) -> torch.Tensor:
+                def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
+                    if grad is None:  # what a backward of the user's may give: the parameter stays without one
+                        return None
                     self.contributed.add(name)
                     return GRAD_READY(grad, name)
 
