@@ -41,6 +41,7 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
   results with the strides it really makes; a public way to compile one graph as several.
 - _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
+- _C._functorch.peek_interpreter_stack (2.0): whether a `torch.func` transform is under way; a public question.
 - _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
@@ -108,6 +109,7 @@ from .tracing import (
     fake_mode,
     functionalize,
     graph_module,
+    inside_transform,
     is_fake,
     known_constant,
     note_on_nodes,
@@ -127,7 +129,8 @@ __all__ = [
     "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use",
     "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings",
     "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo", "inductor_compile",
-    "inductor_settings", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op",
+    "inductor_settings", "inside_transform", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem",
+    "is_grad_switch", "is_op",
     "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
     "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "runs_on_cpu", "schema_of",
     "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",

@@ -193,7 +193,7 @@ class _Run:
 
     # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
-        for tensor in outputs:
+        for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
 
