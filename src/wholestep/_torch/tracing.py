@@ -75,7 +75,8 @@ def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | 
 
 def inside_transform() -> bool:
     """True inside `torch.func` transforms, whose tensors are no values of the trace but levels of theirs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # it is missing from torch's types
+    return functorch.peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager
