@@ -24,7 +24,6 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
     "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
 }
-PRECISE_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 SCHEDULED = ("lr",)
 
 

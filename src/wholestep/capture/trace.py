@@ -21,6 +21,7 @@ from . import state as held_state
 from .chance import Chance
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
+from .numbers import Numbers
 from .precision import MixedPrecision, modules_seen
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
@@ -124,6 +125,7 @@ class _Run:
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
     draws: Draws = field(default_factory=Draws)
+    numbers: Numbers = field(default_factory=Numbers)
 
     def __post_init__(self) -> None:
         pairs = zip(self.request.names, self.request.leaves, strict=True)
@@ -146,7 +148,7 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance())
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), self.numbers)
             with modules_seen(state.modules, request.precision), watch:
                 call = take_apart(request.fn(*args, **kwargs))
             chance.refuse_draws()
@@ -174,8 +176,7 @@ class _Run:
                 optimizer.state[param].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                optimizer = optimizers[i.optimizer]
-                optimizer.state[given[i.owner]][i.key] = _precise(optimizer, i, given[i.name])
+                self.numbers.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
 
     def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
@@ -263,9 +264,10 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: Chance,
+        known: Known, chance: Chance, numbers: Numbers,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
+        self._numbers = numbers
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -297,6 +299,9 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
         named: dict[str, Any] = kwargs or {}
+        made = NotImplemented if named else self._numbers.instead(func, args)
+        if made is not NotImplemented:
+            return made
         return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
 
 
@@ -307,13 +312,6 @@ def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[A
         entries = {swap[id(p)]: e for p, e in optimizer.state.items() if id(p) in swap}
         out.append({p: {k: v for k, v in e.items() if not isinstance(v, torch.Tensor)} for p, e in entries.items()})
     return out
-
-
-def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tensor) -> torch.Tensor:
-    """Counts in double, as eager reads them into Python numbers; the fused kernels read them as they are."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    own = type(optimizer).__module__.startswith("torch.optim") and given.key in held_state.PRECISE_STATE
-    return tensor.double() if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() else tensor
 
 
 def _set_numbers(
