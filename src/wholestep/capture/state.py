@@ -25,6 +25,7 @@ UNSUPPORTED = {
     "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
 }
 SCHEDULED = ("lr",)
+_STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass
@@ -96,6 +97,7 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
                     name = f"{label}.group{g}.{i}"
                     by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
                 by_id[id(param)].places.append((group["params"], i))
+    refuse_objects(optimizers.values())
     state.hypers = find_hypers(state, SCHEDULED)
     return state
 
@@ -188,6 +190,27 @@ def optimizer_state(state: StepState) -> list[Held]:
                 if isinstance(value, torch.Tensor):
                     out.append(Held(state_input(name, key, value, o, label), [(entry, key)]))
     return out
+
+
+def refuse_objects(optimizers: Iterable[Optimizer]) -> None:
+    """Tensors in a list, a dict or an object of an optimizer's state would be lost between calls.
+
+    Raises:
+        CaptureError: names the optimizer and the key.
+    """
+    for optimizer in optimizers:
+        for owner, entry in cast(dict[Any, Any], optimizer.state).items():
+            own = isinstance(owner, torch.Tensor)
+            for key, value in cast(dict[str, Any], entry).items() if own else [(owner, entry)]:
+                if not own or not isinstance(value, _STATE):
+                    kind = "something" if isinstance(value, _STATE) else f"a {type(value).__name__}"
+                    raise CaptureError(
+                        f"optimizer {type(optimizer).__name__} keeps {kind} in its state that is no tensor of a "
+                        f"parameter: {key!r}",
+                        "state made of tensors and numbers, each under a key of its own for each parameter: what is "
+                        "elsewhere cannot be carried to the next call",
+                        f"store {key!r} so, or call this optimizer outside the compiled step",
+                    )
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:

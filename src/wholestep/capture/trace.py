@@ -153,6 +153,7 @@ class _Run:
                 call = take_apart(request.fn(*args, **kwargs))
             chance.refuse_draws()
             _refuse_changed(numbers, state, plain)
+            held_state.refuse_objects(state.optimizers.values())
             self.results, self.result_leaves = (
                 call.structure,
                 [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves],
