@@ -1,6 +1,7 @@
 """Optimizers on two ranks against DDP: state of shapes of its own, and every kind there is."""
 
 import copy
+import importlib.util
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 import wholestep as ws
 from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
+from tests.optimizers import Kind, build, data, of_others, of_torch
 
 STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
 
@@ -134,3 +136,41 @@ def test_orthogonalized_updates_are_computed_on_whole_matrices() -> None:
     """Newton-Schulz in bfloat16 on pieces differs by 2e-3 after five steps; whole matrices leave rounding of float32."""
     for found in run_ranks(_all_muons, 2):
         assert {key: one for key, one in found.items() if max(one.values()) > 1e-6} == {}
+
+
+SAMPLE = [
+    "SGD(momentum=0.9,dampening=0.3,foreach=True)", "AdamW(fused=True)", "NAdam(foreach=True)", "RAdam(foreach=False)",
+    "ASGD(t0=3,foreach=True)", "Rprop(foreach=False)", "RMSprop(centered=True,foreach=True)",
+    "lion_pytorch.Lion", "SM3", "CAME", "LARS", "Shampoo", "AdamWScheduleFree", "SGDScheduleFree",
+]  # fmt: skip
+
+
+def _kinds() -> list[Kind]:
+    """Those of the sample that are installed."""
+    found = [k for k in (*of_torch(), *of_others()) if k.name in SAMPLE]
+    assert len(found) == len(SAMPLE)
+    return [k for k in found if importlib.util.find_spec(k.library)]
+
+
+def _sampled(rank: int, world: int) -> dict[Any, float]:
+    """Differences to DDP after six calls, relative to the largest parameter."""
+    found: dict[Any, float] = {}
+    for kind in _kinds():
+        for style in ("replicate", "fully_shard"):
+            (ours, mine), (theirs, expected) = build(kind, torch.float64), build(kind, torch.float64)
+            wrapped, worst = Ddp(theirs), 0.0
+            step = ws.compile(train, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
+            for call in range(6):
+                batch = data(2 * call + rank, torch.float64)
+                worst = max(worst, difference(step(ours, mine, *batch), train(wrapped, expected, *batch)))
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                worst = max(worst, difference(a, b) / b.abs().max().item())
+            found[kind.name, style] = worst
+    return found
+
+
+def test_a_sample_of_all_optimizers() -> None:
+    """The sums of gradients over ranks round otherwise than DDP's, by 1e-16."""
+    for found in run_ranks(_sampled, 2, timeout=300):
+        assert len(found) >= 14
+        assert {key: worst for key, worst in found.items() if not worst < 1e-10} == {}
