@@ -127,7 +127,7 @@ SCHEDULE_FREE = """
     AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree SGDScheduleFree
     SGDScheduleFreeReference AdamWScheduleFreeClosure RAdamScheduleFreeClosure SGDScheduleFreeClosure
 """
-_READS, _OBJECT = "the step reads the value of a tensor", "in its state that is no tensor of a parameter"
+_READS, _OBJECT = "the step reads the value of a tensor", "in its state, which (is a|belongs to no parameter)"
 _REFUSED = {
     "AdaShift": _OBJECT, "AggMo": _OBJECT, "ScalableShampoo": _OBJECT, "SOAP": "", "SPAM": _OBJECT, "SPlus": _OBJECT,
     "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "MADGRAD": _READS, "Prodigy": _READS,

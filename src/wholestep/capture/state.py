@@ -193,24 +193,34 @@ def optimizer_state(state: StepState) -> list[Held]:
 
 
 def refuse_objects(optimizers: Iterable[Optimizer]) -> None:
-    """Tensors in a list, a dict or an object of an optimizer's state would be lost between calls.
+    """State that would be lost, or torn apart, between calls: what is no tensor or number under a name of its own.
 
     Raises:
         CaptureError: names the optimizer and the key.
     """
     for optimizer in optimizers:
+        met = dict[int, str]()
         for owner, entry in cast(dict[Any, Any], optimizer.state).items():
-            own = isinstance(owner, torch.Tensor)
-            for key, value in cast(dict[str, Any], entry).items() if own else [(owner, entry)]:
-                if not own or not isinstance(value, _STATE):
-                    kind = "something" if isinstance(value, _STATE) else f"a {type(value).__name__}"
-                    raise CaptureError(
-                        f"optimizer {type(optimizer).__name__} keeps {kind} in its state that is no tensor of a "
-                        f"parameter: {key!r}",
-                        "state made of tensors and numbers, each under a key of its own for each parameter: what is "
-                        "elsewhere cannot be carried to the next call",
-                        f"store {key!r} so, or call this optimizer outside the compiled step",
-                    )
+            if not isinstance(owner, torch.Tensor):
+                raise _lost(optimizer, f"{owner!r} in its state, which belongs to no parameter")
+            for key, value in cast(dict[Any, Any], entry).items():
+                if not isinstance(value, _STATE):
+                    raise _lost(optimizer, f"{key!r} in its state, which is a {type(value).__name__}")
+                if not isinstance(key, str) or set(key) & set("/@"):
+                    raise _lost(optimizer, f"state under {key!r}, which is no plain name")
+                if isinstance(value, torch.Tensor):
+                    if id(value) in met:
+                        raise _lost(optimizer, f"one tensor twice in its state, as {met[id(value)]!r} and as {key!r}")
+                    met[id(value)] = key
+
+
+def _lost(optimizer: Optimizer, what: str) -> CaptureError:
+    return CaptureError(
+        f"optimizer {type(optimizer).__name__} keeps {what}",
+        "state made of tensors and numbers, each under a name of its own for each parameter: what is elsewhere cannot "
+        "be carried to the next call",
+        "keep it so, or call this optimizer outside the compiled step",
+    )
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
