@@ -16,6 +16,7 @@ from tests.dist.launch import run_ranks
 
 STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
 SCHEDULES = ("auto", "across_steps", None)
+ALONE = ws.Schedule(bucket_bytes=1, first_bucket_bytes=1, across_steps=True)
 TOLERANCE = 1e-6
 
 
@@ -115,13 +116,14 @@ def _counts(rank: int, style: str, schedule: Any) -> dict[str, Any]:
 
 
 def _all_counts(rank: int, world: int) -> dict[Any, dict[str, Any]]:
-    return {(s, h): _counts(rank, s, h) for s in STYLES if s != "zero2" for h in SCHEDULES}
+    chosen = [s for s in STYLES if s != "zero2"]
+    return {(s, str(h)): _counts(rank, s, h) for s in chosen for h in (*SCHEDULES, ALONE)}
 
 
 def test_ranks_may_have_other_numbers_of_micro_batches() -> None:
     """Gradients that are products on one rank are sums of products on another: what both reduce is the same."""
     for found in run_ranks(_all_counts, 2):
-        assert len(found) == 12
+        assert len(found) == 16
         for key, one in found.items():
             assert max(one["losses"], one["params"]) < TOLERANCE, (key, one)
             assert one["captures"] == 3, key

@@ -27,7 +27,7 @@ class Fill(InPlace):
 
     An average over ranks is a sum of parts: products and copies are scaled as they are made, where a backend that sums
     and then divides passes over the bucket once more. That is done where parts are exact, a power of two of any but
-    float16, which they might be too small for.
+    float16, which they might be too small for. A mean that is scattered in the next call stays one: that call takes it.
 
     Bitwise the same, but that a BLAS may add up a product in another order where its memory is aligned otherwise, as it
     is behind pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.
@@ -41,9 +41,10 @@ class Fill(InPlace):
             return local
         graph = local.graph
         place = {node: i for i, node in enumerate(graph.nodes)}
+        carried = {node for out, node in local.results() if out.kind == "carry"}
         for node in list(graph.nodes):
             if node.target in (REDUCE, SCATTER):
-                scale = _part(node, local.mesh)
+                scale = _part(node, local.mesh) if node.target is REDUCE or node not in carried else None
                 if _fill(graph, node_at(node, 0), place, scale or 1.0) or (scale and _scale(graph, node, scale)):
                     node.update_arg(1, "sum" if scale else node.args[1])
         return local
