@@ -2,6 +2,10 @@
 
 Each entry: the name (the version it is there since), what it is for; what would replace it.
 
+- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing, track_tensor_tree (2.0): a number that Python
+  computes becomes an input of the graph while it is traced (`host`); a tracer that takes inputs as it goes.
+- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): hooks that a user put on a parameter act on its
+  stand-in too; a public list of them.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: ops are recorded in half the time (`dispatch`); a tracer that takes less than the op.
@@ -86,6 +90,16 @@ from .held import (
     tree_unflatten,
     write_spec,
 )
+from .host import (
+    accumulation_hooks,
+    behind,
+    hook_count,
+    new_input,
+    patched_host,
+    schedulers_of,
+    tensor_hooks,
+    watched_attributes,
+)
 from .ops import (
     GETITEM,
     OP_TYPES,
@@ -125,16 +139,16 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec", "attribute",
-    "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use",
-    "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings",
-    "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo", "inductor_compile",
-    "inductor_settings", "inside_transform", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem",
-    "is_grad_switch", "is_op",
-    "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
-    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "runs_on_cpu", "schema_of",
-    "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
-    "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
-    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn",
-    "write_spec",
+    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec",
+    "accumulation_hooks", "attribute", "behind", "buckets_are_settled", "buffers_of", "changes_shape", "children_of",
+    "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode",
+    "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin", "graph_module",
+    "hook_count", "in_dynamo", "inductor_compile", "inductor_settings", "inside_transform", "is_compiled", "is_fake",
+    "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor",
+    "new_input", "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads",
+    "parameters_of", "patched_for_tracing", "patched_host", "read_spec", "runs_on_cpu", "schedulers_of", "schema_of",
+    "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
+    "switch_off_own_splitter", "tensor_hooks", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
+    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "watched_attributes",
+    "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -19,10 +19,14 @@ from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
+from .counts import Counts
+from .effects import Promoted, RefusedError, Watch
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .numbers import Numbers
+from .places import GroupPlace, PartPlace, Place
 from .precision import MixedPrecision, modules_seen
+from .reach import Reach
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
@@ -37,6 +41,9 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
+_TEXT = (torch.Tensor.__format__, torch.Tensor.__repr__)
+_SUBTRACT = {torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add}
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -65,6 +72,9 @@ class Request:
     fused: bool = True
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     host_state: bool = False
+    reach: Reach = field(default_factory=Reach)
+    promoted: Promoted = field(default_factory=Promoted)
+    find: str = ""
 
 
 @dataclass
@@ -83,6 +93,7 @@ class Traced:
     cleared_grads: list[str]
     values: ReadValues
     draws: Draws
+    watch: Watch
 
 
 def trace_step(request: Request) -> Traced:
@@ -100,7 +111,8 @@ def trace_step(request: Request) -> Traced:
         with _torch.tensor_only_optimizers(), watch:
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
-        error.where = error.where or _user_frame(error)
+        unfound = isinstance(error, RefusedError)  # it is raised when the step has returned
+        error.where = error.where or run.watch.found_at or ("" if unfound else _user_frame(error))
         raise
     except Exception as error:
         raise _explain(error) from error
@@ -108,7 +120,7 @@ def trace_step(request: Request) -> Traced:
         stranger.remove()
     return Traced(
         module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
-        run.reader.values(), run.draws,
+        run.reader.values(), run.draws, run.watch,
     )  # fmt: skip
 
 
@@ -125,22 +137,35 @@ class _Run:
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
     draws: Draws = field(default_factory=Draws)
-    numbers: Numbers = field(default_factory=Numbers)
+    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         pairs = zip(self.request.names, self.request.leaves, strict=True)
         whole = self.request.whole  # a value of a part alone answers nothing
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
+        request = self.request
+        self.watch = Watch(
+            request.state, request.reach, request.promoted, self.stand_ins.mode, self.stand_ins.first_of_batch,
+            self._add_number, _calling_text, request.find,
+        )  # fmt: skip
+        self.given = dict[str, torch.Tensor]()
+
+    def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
+        self.stand_ins.put(made, fake, position)
+        self.given[made.name] = fake
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
-        given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        self._own = {n: h.tensor for n, h in state.params.items()}
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
-            numbers = _set_numbers(state, request.hypers, given, request.fused)
+            places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
+            self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
+            _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
             self._mark_gradients(given)
             leaves = tuple(
@@ -148,26 +173,25 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), self.numbers)
-            with modules_seen(state.modules, request.precision), watch:
+            numbers = self.watch.numbers
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
+            with modules_seen(state.modules, request.precision), self.watch.watching(given), watch:
                 call = take_apart(request.fn(*args, **kwargs))
-            chance.refuse_draws()
-            _refuse_changed(numbers, state, plain)
+                chance.refuse_draws()
             held_state.refuse_objects(state.optimizers.values())
-            self.results, self.result_leaves = (
-                call.structure,
-                [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves],
-            )
+            leaves = [self.watch.leaf(v) for v in call.leaves]
+            self.results = call.structure
+            self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
-                *(v.detach() for v in call.leaves if isinstance(v, torch.Tensor)),
+                *(v.detach() for v in leaves if isinstance(v, torch.Tensor)),
+                *(v.detach() for v in self.watch.extra),
                 *self._finals(given),
                 *self._new_state(given),
             ]
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real value of a traced tensor, where it follows from integers of the batch."""
-        line = _calling_line()
-        return self.reader.known(tensor, show_line(*line) if line else "")
+        return self.reader.known(tensor, _calling_text())
 
     # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
@@ -177,13 +201,14 @@ class _Run:
                 optimizer.state[param].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                self.numbers.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
+                self.counts.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
 
     def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
+                self._repeat_hooks(name, param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
                     if grad is None:  # what a backward of the user's may give: the parameter stays without one
@@ -192,6 +217,18 @@ class _Run:
                     return GRAD_READY(grad, name)
 
                 param.register_hook(ready)
+
+    def _repeat_hooks(self, name: str, param: torch.Tensor) -> None:
+        """Hooks of the user's on a parameter act on its stand-in, before its gradient is complete."""
+        own = self._own[name]
+        if _torch.accumulation_hooks(own):
+            raise CaptureError(
+                f"parameter {name!r} has a hook from register_post_accumulate_grad_hook",
+                "updates that the step itself makes: the captured backward accumulates no gradient that a hook could see",
+                "call what the hook does in the step, after backward()",
+            )
+        for hook in _torch.tensor_hooks(own):
+            param.register_hook(hook)
 
     # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
@@ -240,9 +277,8 @@ class _Run:
         for o, (label, optimizer) in enumerate(state.optimizers.items()):
             for name, held in state.params.items():
                 for key, value in optimizer.state.get(held.tensor, {}).items():
-                    made = (
-                        held_state.state_input(name, key, value, o, label) if isinstance(value, torch.Tensor) else None
-                    )
+                    tensor = isinstance(value, torch.Tensor) and value not in self.watch.numbers
+                    made = held_state.state_input(name, key, value, o, label) if tensor else None
                     if made and made.name not in given:
                         self.created.append(made)
                         out.append(value.detach())
@@ -265,10 +301,10 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: Chance, numbers: Numbers,
+        known: Known, chance: Chance, numbers: Numbers, counts: Counts,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
-        self._numbers = numbers
+        self._numbers, self._counts = numbers, counts
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -285,6 +321,13 @@ class _Watch(TorchFunctionMode):
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
+        if self._numbers:
+            made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_asked_by_user())
+            if made is not NotImplemented:
+                return made
+            if read:
+                self._numbers.refuse_read(args[0], read, _calling_text())
+            args = self._numbers.operands(func, args)
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
             value = self._known(args[0])
             if value is not None:
@@ -294,13 +337,23 @@ class _Watch(TorchFunctionMode):
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
                 ONE_GRAPH,
-                "return the tensor and read it after the call, or write the choice with torch.where",
+                "return the tensor and read it after the call, or write the choice with torch.where; "
+                "wholestep.callback(fn, tensor) calls fn with its value in each step",
+            )
+        if func in _TEXT and _torch.is_fake(args[0]) and _is_asked_by_user():
+            self._numbers.refuse_read(args[0], "text", _calling_text())
+            raise CaptureError(
+                f"the step makes text of a tensor of shape {tuple(args[0].shape)} while it is being captured",
+                "text of what is known before the step runs",
+                "return the tensor, or make the text in a function that is given to wholestep.callback",
             )
         args = [self._stand_in(a) for a in args]
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
         named: dict[str, Any] = kwargs or {}
-        made = NotImplemented if named else self._numbers.instead(func, args)
+        if isinstance(named.get("alpha"), torch.Tensor) and func in _SUBTRACT:  # a number that is known in each call
+            func, named = _SUBTRACT[func], {**named, "alpha": -named["alpha"]}
+        made = NotImplemented if named else self._counts.instead(func, args)
         if made is not NotImplemented:
             return made
         return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
@@ -315,11 +368,9 @@ def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[A
     return out
 
 
-def _set_numbers(
-    state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool
-) -> list[tuple[dict[str, Any], str, Any]]:
+def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:
     """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
-    optimizers, touched = list(state.optimizers.values()), list[tuple[dict[str, Any], str]]()
+    optimizers = list(state.optimizers.values())
     for group in (g for o in optimizers for g in o.param_groups):
         group.update({"capturable": True} if "capturable" in group else {})
         group.update({} if fused else {key: False for key in ("fused", "foreach") if key in group})
@@ -329,31 +380,6 @@ def _set_numbers(
         group[hyper.key] = (
             tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
         )
-        touched.append((group, hyper.key))
-    return [(group, key, group[key]) for group, key in touched]
-
-
-def _refuse_changed(
-    numbers: list[tuple[dict[str, Any], str, Any]], state: StepState, plain: list[dict[Any, dict[str, Any]]]
-) -> None:
-    """Python numbers that the step itself changes would be frozen in the graph."""
-    for group, key, value in numbers:
-        if group[key] is not value:
-            raise CaptureError(
-                f"the step changes {key!r} of a parameter group (an LR scheduler's step(), perhaps)",
-                "scheduled numbers that are set between calls: they are read anew at each call",
-                "call scheduler.step() after the compiled step, not inside it",
-            )
-    for optimizer, entries in zip(state.optimizers.values(), plain, strict=True):
-        for param, entry in optimizer.state.items():
-            for key, value in entry.items():
-                if isinstance(value, (int, float)) and entries.get(param, {}).get(key) != value:
-                    raise CaptureError(
-                        f"optimizer {type(optimizer).__name__} keeps the Python number {key!r} in its state "
-                        "and changes it at every step",
-                        "optimizer state made of tensors, as torch.optim keeps it",
-                        f"store {key!r} as a 0-dim tensor",
-                    )
 
 
 def _calling_line() -> tuple[str, int] | None:
@@ -362,6 +388,25 @@ def _calling_line() -> tuple[str, int] | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
+
+
+def _option_place(state: StepState, hyper: Hyper) -> Place:
+    optimizer = list(state.optimizers.values())[hyper.optimizer]
+    place = GroupPlace(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
+    return place if hyper.index is None else PartPlace(hyper.name, place, hyper.index)
+
+
+def _calling_text() -> str:
+    line = _calling_line()
+    return show_line(*line) if line else ""
+
+
+def _is_asked_by_user() -> bool:
+    """True where the user's code, not torch's own, asks for the text of a tensor."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def _user_frame(error: BaseException) -> str:
