@@ -129,9 +129,9 @@ SCHEDULE_FREE = """
 """
 _READS, _OBJECT = "the step reads the value of a tensor", "in its state, which (is a|belongs to no parameter)"
 _REFUSED = {
-    "AdaShift": _OBJECT, "AggMo": _OBJECT, "ScalableShampoo": _OBJECT, "SOAP": "", "SPAM": _OBJECT, "SPlus": _OBJECT,
-    "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "MADGRAD": _READS, "Prodigy": _READS,
-    "SGDP": _READS, "Kron": "draws numbers from numpy.random",
+    "AdaShift": _OBJECT, "AggMo": _OBJECT, "MADGRAD": _OBJECT, "SOAP": _OBJECT, "SPAM": _OBJECT, "SPlus": _OBJECT,
+    "ScalableShampoo": "an object that the step makes", "Kron": "draws numbers from numpy.random",
+    "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "Prodigy": _READS, "SGDP": _READS,
 }  # fmt: skip
 
 

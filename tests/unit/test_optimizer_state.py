@@ -57,7 +57,7 @@ KEPT: dict[str, tuple[Any, Any, str]] = {
     "list": (lambda o, p, m: o.state[p].update(m=[m]), lambda o, p: o.state[p]["m"][0], "'m' in .* is a list"),
     "deque": (lambda o, p, m: o.state[p].update(m=deque([m])), lambda o, p: o.state[p]["m"][0], "which is a deque"),
     "object": (
-        lambda o, p, m: o.state[p].update(m=_Object(m)), lambda o, p: o.state[p]["m"].tensor, "which is a _Object",
+        lambda o, p, m: o.state[p].update(m=_Object(m)), lambda o, p: o.state[p]["m"].tensor, "a _Object",
     ),
     "beside": (_beside, lambda o, p: o.state["all"]["m"], "'all' in its state, which belongs to no parameter"),
     "number": (lambda o, p, m: o.state[p].update({0: m}), lambda o, p: o.state[p][0], "state under 0, which is no"),
@@ -78,6 +78,6 @@ def test_what_cannot_be_carried_is_refused(kind: str, made: bool) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ws.CaptureError, match=text) as found:
         ws.compile(train)(model, optimizer, x)
-    assert "optimizer Keeps keeps" in str(found.value)
+    assert "optimizer" in str(found.value).splitlines()[0]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert bool(optimizer.state) is made

@@ -103,6 +103,7 @@ from .host import (
 from .ops import (
     GETITEM,
     OP_TYPES,
+    SUBTRACTIONS,
     OpOverload,
     Recorder,
     changes_shape,
@@ -139,7 +140,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec",
+    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SUBTRACTIONS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
     "accumulation_hooks", "attribute", "behind", "buckets_are_settled", "buffers_of", "changes_shape", "children_of",
     "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode",
     "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin", "graph_module",

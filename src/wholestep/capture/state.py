@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -202,8 +202,10 @@ def optimizer_state(state: StepState) -> list[Held]:
     return out
 
 
-def refuse_objects(optimizers: Iterable[Optimizer]) -> None:
+def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
     """State that would be lost, or torn apart, between calls: what is no tensor or number under a name of its own.
+
+    While a step is traced `numbers` of Python are tensors too.
 
     Raises:
         CaptureError: names the optimizer and the key.
@@ -218,7 +220,7 @@ def refuse_objects(optimizers: Iterable[Optimizer]) -> None:
                     raise _lost(optimizer, f"{key!r} in its state, which is a {type(value).__name__}")
                 if not isinstance(key, str) or set(key) & set("/@"):
                     raise _lost(optimizer, f"state under {key!r}, which is no plain name")
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and value not in numbers:
                     if id(value) in met:
                         raise _lost(optimizer, f"one tensor twice in its state, as {met[id(value)]!r} and as {key!r}")
                     met[id(value)] = key

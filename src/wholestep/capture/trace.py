@@ -43,7 +43,6 @@ _READS: dict[Any, str] = {
 }
 _ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = (torch.Tensor.__format__, torch.Tensor.__repr__)
-_SUBTRACT = {torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add}
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -178,7 +177,7 @@ class _Run:
             with modules_seen(state.modules, request.precision), self.watch.watching(given), watch:
                 call = take_apart(request.fn(*args, **kwargs))
                 chance.refuse_draws()
-            held_state.refuse_objects(state.optimizers.values())
+            held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
             leaves = [self.watch.leaf(v) for v in call.leaves]
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -351,8 +350,8 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
         named: dict[str, Any] = kwargs or {}
-        if isinstance(named.get("alpha"), torch.Tensor) and func in _SUBTRACT:  # a number that is known in each call
-            func, named = _SUBTRACT[func], {**named, "alpha": -named["alpha"]}
+        if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:  # known in each call
+            func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
         made = NotImplemented if named else self._counts.instead(func, args)
         if made is not NotImplemented:
             return made
