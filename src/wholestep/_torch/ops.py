@@ -1,6 +1,6 @@
 """Ops, their schemas and overloads, and the nodes that call them."""
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import operator
