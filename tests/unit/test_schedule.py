@@ -20,7 +20,7 @@ from wholestep.graph.graph import Role, node_at, operands
 from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, Bucket, Carried, add_call, join_rows, made_by
+from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, Carried, add_call, join_rows, made_by
 from wholestep.passes.fill import Fill, multiply_into, part_of_average, put_pieces
 from wholestep.passes.late_waits import LateWaits
 from wholestep.passes.next_step import move_to_next_step
@@ -437,7 +437,7 @@ def test_products_are_made_in_their_bucket() -> None:
 def test_averages_are_sums_of_parts_where_these_are_exact(
     merged: bool, ranks: int, dtype: torch.dtype, scale: float
 ) -> None:
-    """What is multiplied or copied for an all-reduce is scaled then; biases that are reduced alone are averaged."""
+    """What is multiplied or copied for an all-reduce is scaled then, what is reduced alone before it."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).to("meta", dtype)
     x = torch.empty(2, 64, dtype=dtype, device="meta")
     graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
@@ -445,10 +445,32 @@ def test_averages_are_sums_of_parts_where_these_are_exact(
     passes = [Bucket(20 << 10, 20 << 10), Fill()] if merged else [Fill()]
     nodes = ws.run_passes(local, passes).graph.nodes
     ops = [node.args[1] for node in nodes if node.target is REDUCE]
-    assert ops.count("sum") == (0 if scale == 1 else len(ops) if merged else 4)
+    assert ops.count("sum") == (0 if scale == 1 else len(ops))
     scaled = [n.args[-1] for n in nodes if n.target in (multiply_into, put_pieces, part_of_average)]
     assert set(scaled) <= {scale}
     assert len(scaled) >= (4 if merged or scale != 1 else 0)
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero1"])
+@pytest.mark.parametrize("most_bytes", [1, 1 << 20])
+def test_how_many_micro_batches_there_are_changes_no_collective(most_bytes: int, style: str) -> None:
+    """One rank's gradients are products, another's are sums of products: all ranks add up, or all take the mean."""
+
+    def several(model: nn.Module, optimizer: Optimizer, xs: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        for x in xs:
+            model(x).square().mean().backward()
+        optimizer.step()
+
+    found: list[list[str]] = []
+    for count in (1, 3):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+        graph = ws.capture(several, model, SGD(model.parameters(), lr=0.1), [torch.ones(2, 64)] * count)
+        local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
+        nodes = ws.run_passes(local, [Bucket(most_bytes, most_bytes), Fill()]).graph.nodes
+        found.append([f"{n.target} {n.args[1:]}" for n in nodes if n.target in (REDUCE, SCATTER)])
+    assert found[0] == found[1]
+    assert len(found[0]) == (1 if most_bytes > 1 else 3)
 
 
 def test_parts_of_an_average() -> None:

@@ -46,6 +46,7 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
   results with the strides it really makes; a public way to compile one graph as several.
 - _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
+- _C._functorch.peek_interpreter_stack (2.0): whether a `torch.func` transform is under way; a public question.
 - _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
@@ -103,6 +104,7 @@ from .host import (
 from .ops import (
     GETITEM,
     OP_TYPES,
+    SUBTRACTIONS,
     OpOverload,
     Recorder,
     changes_shape,
@@ -123,6 +125,7 @@ from .tracing import (
     fake_mode,
     functionalize,
     graph_module,
+    inside_transform,
     is_fake,
     known_constant,
     note_on_nodes,
@@ -139,16 +142,17 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec",
+    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SUBTRACTIONS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
     "accumulation_hooks", "attribute", "behind", "buckets_are_settled", "buffers_of", "changes_shape",
     "children_of", "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend",
     "fake_mode", "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin",
-    "graph_module", "hook_count", "in_dynamo", "inductor_compile", "inductor_settings", "is_compiled", "is_fake",
-    "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor",
-    "new_input", "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads",
-    "parameters_of", "patched_for_tracing", "patched_host", "read_spec", "runs_on_cpu", "schedulers_of",
-    "schema_of", "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
-    "strided_shard", "switch_off_own_splitter", "tensor_hooks", "tensor_only_optimizers", "trace", "trace_plain",
-    "traced_node", "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked",
-    "watched_attributes", "without_logs", "without_onednn", "write_spec",
+    "graph_module", "hook_count", "in_dynamo", "inductor_compile", "inductor_settings", "inside_transform",
+    "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain",
+    "known_constant", "local_tensor", "new_input", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
+    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "patched_host", "read_spec", "runs_on_cpu",
+    "schedulers_of", "schema_of", "set_operands", "shard_of", "split_by_torch", "start_exchange",
+    "storage_holders", "storage_key", "strided_shard", "switch_off_own_splitter", "tensor_hooks",
+    "tensor_only_optimizers", "trace", "trace_plain", "traced_node", "tree_flatten", "tree_flatten_with_path",
+    "tree_unflatten", "unobserved", "untracked", "watched_attributes", "without_logs", "without_onednn",
+    "write_spec",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Ops, their schemas and overloads, and the nodes that call them."""
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import operator
@@ -14,6 +14,11 @@ from ..errors import GraphError, RuleError
 
 OpOverload = torch._ops.OpOverload
 OP_TYPES: tuple[type, ...] = (OpOverload, torch._ops.OpOverloadPacket)
+SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add,
+    torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,
+}  # fmt: skip
+"""What takes `alpha`, which no tensor can be where it is traced, and what takes the negated one, which may be one."""
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

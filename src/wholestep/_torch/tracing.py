@@ -80,6 +80,12 @@ def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | 
     return (slot.proxy.node, tracer.root) if slot is not None and tracer is not None else None
 
 
+def inside_transform() -> bool:
+    """True inside `torch.func` transforms, whose tensors are no values of the trace but levels of theirs."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # it is missing from torch's types
+    return functorch.peek_interpreter_stack() is not None
+
+
 @contextlib.contextmanager
 def outside_of_trace() -> Generator[None]:
     """Inside, operations on real tensors really run, and the trace under way does not see them."""

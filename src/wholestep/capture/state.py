@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,10 +25,10 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
     "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
 }
-PRECISE_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 SCHEDULED = ("lr",)
 MOVED = "_wholestep_moved"  # on a parameter that another has taken the place of: that one
 WHOLE = "_wholestep_whole"  # on a parameter that stands for one in parts: what for
+_STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass
@@ -104,6 +104,7 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
                     name = f"{label}.group{g}.{i}"
                     by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
                 by_id[id(param)].places.append((group["params"], i))
+    refuse_objects(optimizers.values())
     state.hypers = find_hypers(state, SCHEDULED)
     return state
 
@@ -213,6 +214,39 @@ def optimizer_state(state: StepState) -> list[Held]:
                 if isinstance(value, torch.Tensor):
                     out.append(Held(state_input(name, key, value, o, label), [(entry, key)]))
     return out
+
+
+def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
+    """State that would be lost, or torn apart, between calls: what is no tensor or number under a name of its own.
+
+    While a step is traced `numbers` of Python are tensors too.
+
+    Raises:
+        CaptureError: names the optimizer and the key.
+    """
+    for optimizer in optimizers:
+        met = dict[int, str]()
+        for owner, entry in cast(dict[Any, Any], optimizer.state).items():
+            if not isinstance(owner, torch.Tensor):
+                raise _lost(optimizer, f"{owner!r} in its state, which belongs to no parameter")
+            for key, value in cast(dict[Any, Any], entry).items():
+                if not isinstance(value, _STATE):
+                    raise _lost(optimizer, f"{key!r} in its state, which is a {type(value).__name__}")
+                if not isinstance(key, str) or set(key) & set("/@"):
+                    raise _lost(optimizer, f"state under {key!r}, which is no plain name")
+                if isinstance(value, torch.Tensor) and value not in numbers:
+                    if id(value) in met:
+                        raise _lost(optimizer, f"one tensor twice in its state, as {met[id(value)]!r} and as {key!r}")
+                    met[id(value)] = key
+
+
+def _lost(optimizer: Optimizer, what: str) -> CaptureError:
+    return CaptureError(
+        f"optimizer {type(optimizer).__name__} keeps {what}",
+        "state made of tensors and numbers, each under a name of its own for each parameter: what is elsewhere cannot "
+        "be carried to the next call",
+        "keep it so, or call this optimizer outside the compiled step",
+    )
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
+from .counts import Counts
 from .effects import Promoted, RefusedError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
@@ -43,7 +44,6 @@ _READS: dict[Any, str] = {
 }
 _ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
-_SUBTRACT = {torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add}
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -137,6 +137,7 @@ class _Run:
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
     draws: Draws = field(default_factory=Draws)
+    counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         pairs = zip(self.request.names, self.request.leaves, strict=True)
@@ -174,10 +175,11 @@ class _Run:
             args, kwargs = put_together(request.structure, leaves)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers)
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
             with modules_seen(state.modules, request.precision), self.watch.watching(given, called), watch:
                 call = take_apart(request.fn(*args, **kwargs))
                 chance.refuse_draws()
+            held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
             leaves = [self.watch.leaf(v) for v in call.leaves]
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -200,8 +202,7 @@ class _Run:
                 optimizer.state[param].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                optimizer = optimizers[i.optimizer]
-                optimizer.state[given[i.owner]][i.key] = _precise(optimizer, i, given[i.name])
+                self.counts.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
 
     def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
@@ -210,7 +211,9 @@ class _Run:
             if param.requires_grad:
                 self._repeat_hooks(name, param)
 
-                def ready(grad: torch.Tensor, name: str = name) -> torch.Tensor:
+                def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
+                    if grad is None:  # what a backward of the user's may give: the parameter stays without one
+                        return None
                     self.contributed.add(name)
                     return GRAD_READY(grad, name)
 
@@ -230,7 +233,7 @@ class _Run:
 
     # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
-        for tensor in outputs:
+        for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
 
@@ -299,10 +302,10 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: Chance, numbers: Numbers,
+        known: Known, chance: Chance, numbers: Numbers, counts: Counts,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
-        self._numbers = numbers
+        self._numbers, self._counts = numbers, counts
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -349,8 +352,11 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
         named: dict[str, Any] = kwargs or {}
-        if isinstance(named.get("alpha"), torch.Tensor) and func in _SUBTRACT:  # a number that is known in each call
-            func, named = _SUBTRACT[func], {**named, "alpha": -named["alpha"]}
+        if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:  # known in each call
+            func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
+        made = NotImplemented if named else self._counts.instead(func, args)
+        if made is not NotImplemented:
+            return made
         return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
 
 
@@ -361,13 +367,6 @@ def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[A
         entries = {swap[id(p)]: e for p, e in optimizer.state.items() if id(p) in swap}
         out.append({p: {k: v for k, v in e.items() if not isinstance(v, torch.Tensor)} for p, e in entries.items()})
     return out
-
-
-def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tensor) -> torch.Tensor:
-    """Counts in double, as eager reads them into Python numbers; the fused kernels read them as they are."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    own = type(optimizer).__module__.startswith("torch.optim") and given.key in held_state.PRECISE_STATE
-    return tensor.double() if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() else tensor
 
 
 def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph.graph import LocalGraph
+from ..graph.graph import LocalGraph, node_at
 from ..graph.ops import CARRIED, FREE, PRODUCTS, WRITES_A_PART, costs
 from ..graph.storage import shares
 from ..mesh import Mesh
@@ -27,7 +27,7 @@ class Fill(InPlace):
 
     An average over ranks is a sum of parts: products and copies are scaled as they are made, where a backend that sums
     and then divides passes over the bucket once more. That is done where parts are exact, a power of two of any but
-    float16, which they might be too small for.
+    float16, which they might be too small for. A mean that is scattered in the next call stays one: that call takes it.
 
     Bitwise the same, but that a BLAS may add up a product in another order where its memory is aligned otherwise, as it
     is behind pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.
@@ -41,35 +41,45 @@ class Fill(InPlace):
             return local
         graph = local.graph
         place = {node: i for i, node in enumerate(graph.nodes)}
+        carried = {node for out, node in local.results() if out.kind == "carry"}
         for node in list(graph.nodes):
-            if node.target is join_rows and node.args[1] == 1:
-                averaged = _averaged(node, local.mesh)
-                if _fill(graph, node, place, averaged.scale) and averaged.by is not None:
-                    averaged.by.update_arg(1, "sum")
-            elif node.target is aten.mm.default and (averaged := _averaged(node, local.mesh)).by is not None:
-                node.target, node.args = part_of_average, (*node.args, averaged.scale)
-                averaged.by.update_arg(1, "sum")
+            if node.target in (REDUCE, SCATTER):
+                scale = _part(node, local.mesh) if node.target is REDUCE or node not in carried else None
+                if _fill(graph, node_at(node, 0), place, scale or 1.0) or (scale and _scale(graph, node, scale)):
+                    node.update_arg(1, "sum" if scale else node.args[1])
         return local
 
 
-@dataclass(frozen=True)
-class _Averaged:
-    """By which collective a tensor is averaged, and what it may be multiplied by to be summed up instead."""
+def _part(by: Node, mesh: Mesh) -> float | None:
+    """What a rank's tensor is multiplied by to be summed up where it would be averaged; None where it stays as it is.
 
-    by: Node | None = None
-    scale: float = 1.0
-
-
-def _averaged(node: Node, mesh: Mesh) -> _Averaged:
-    by = next(iter(node.users)) if len(node.users) == 1 else None
-    if by is None or by.target not in (REDUCE, SCATTER) or by.args[1] != "avg" or made_by(node).dtype == torch.float16:
-        return _Averaged()
+    Nothing here may depend on how the tensor was made: a rank that sums and one that averages compute different things,
+    and what one rank makes as a product another one, of more micro-batches, makes as a sum of products.
+    """
+    given = node_at(by, 0)
+    if by.args[1] != "avg" or made_by(given).dtype == torch.float16:
+        return None
+    if given.target is join_rows and given.args[1] != 1:
+        return None
     ranks = mesh.axis_size(cast(str, by.args[-1]))
-    return _Averaged(by, 1 / ranks) if ranks & (ranks - 1) == 0 else _Averaged()
+    return 1 / ranks if ranks & (ranks - 1) == 0 else None
+
+
+def _scale(graph: Graph, by: Node, scale: float) -> bool:
+    """Multiply what the collective `by` takes by `scale`."""
+    given = node_at(by, 0)
+    if given.target is aten.mm.default and len(given.users) == 1:
+        given.target, given.args = part_of_average, (*given.args, scale)
+    else:
+        with graph.inserting_before(by):
+            by.update_arg(0, add_call(graph, aten.mul.Tensor, (given, scale), made_by(given), given))
+    return True
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> bool:
-    """True if `join` became a bucket that is filled, with all pieces multiplied by `scale`."""
+    """True if `join`, the pieces of an all-reduce, became a bucket that is filled, with all multiplied by `scale`."""
+    if join.target is not join_rows or join.args[1] != 1 or len(join.users) != 1:
+        return False
     pieces, whole = cast(list[Node], join.args[0]), made_by(join)
     sizes = [made_by(piece).numel for piece in pieces]
     straight = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from ..graph.graph import LocalGraph
-from ..graph.ops import VIEWS
+from ..graph.graph import LocalGraph, Role
+from ..graph.ops import FREE
 from ..graph.verify import is_wait
 from .base import InPlace
 
@@ -17,7 +17,8 @@ from .base import InPlace
 class LateWaits(InPlace):
     """Arithmetic that stands between a wait and its first reader runs before the wait. Bitwise the same.
 
-    A view reads nothing: it stays behind the wait, as the cut from what was padded to be gathered.
+    A view reads nothing: it stays behind the wait, as the cut from what was padded to be gathered. So does the sum with
+    a gradient that a call before left: it would end the bucket that the reduction goes into.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
@@ -25,6 +26,7 @@ class LateWaits(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Move the waits of `local` down."""
         held = set[Node]()
+        kept = {node for given, node in local.placeholders() if given.role is Role.GRAD}
 
         def bring(given: Node, reader: Node) -> None:
             if given in held:
@@ -34,9 +36,14 @@ class LateWaits(InPlace):
                 reader.prepend(given)
 
         for node in list(local.graph.nodes):
-            if is_wait(node) or (node.target in VIEWS and node.all_input_nodes[0] in held):
+            given = set(node.all_input_nodes)
+            left = bool(given & kept) and given <= held | kept
+            if is_wait(node) or (node.target in FREE and given <= held) or (left and given & held):
                 held.add(node)
+            if left:
+                kept.add(node)
+            if node in held:
                 continue
-            for given in node.all_input_nodes:
-                bring(given, node)
+            for one in node.all_input_nodes:
+                bring(one, node)
         return local

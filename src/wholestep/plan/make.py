@@ -142,7 +142,9 @@ def _rest(
 
 def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
     """The style's choice, but for what is placed already; state that is not follows its parameter."""
-    states = {i.owner: placed[i.name] for i in graph.inputs if i.role is Role.STATE and i.name in placed}
+    shapes = {i.name: i.meta.shape for i in graph.inputs}
+    alike = [i for i in graph.inputs if i.role is Role.STATE and i.meta.shape == shapes[i.owner]]
+    states = {i.owner: placed[i.name] for i in alike if i.name in placed}
     out = dict(chosen)
     for name, resting in chosen.items():
         param = placed.get(name, resting.param)

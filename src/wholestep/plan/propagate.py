@@ -33,7 +33,7 @@ from .axes import in_order, reduced
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .plan import Decision
 from .readers import reads, shrinks
-from .situation import Situation, moving
+from .situation import Situation, moving, rounding
 from .ways import Way, named, through, whole
 from .ways import cut as cut_by
 
@@ -67,6 +67,7 @@ class _Propagation:
 
     def __post_init__(self) -> None:
         self.moving = moving(self.situation.graph)
+        self.rounding = rounding(self.situation.graph, self.moving)
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -127,6 +128,10 @@ class _Propagation:
             if axis in self.situation.storage and node.target in VIEWS and node not in self.moving:
                 why = "a view of the whole"  # gathered as stored: rows first
                 because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
+                continue
+            if node in self.rounding:
+                why = "rounds coarsely"
+                because.append(f"{axis}: on whole operands, as one device adds them up: sums of this dtype are coarse")
                 continue
             rule = rule or find_rule(node)
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"

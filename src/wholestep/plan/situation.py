@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
+from .. import _torch
+from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.ops import GRAD_READY
+from ..graph.ops import CHEAP, GRAD_READY, PRODUCTS, is_pointwise
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.registry import is_random
@@ -45,6 +48,30 @@ def moving(graph: TrainGraph) -> frozenset[Node]:
         if any(n in found for n in node.all_input_nodes) or is_random(node):
             found.add(node)
     return frozenset(found)
+
+
+def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
+    """Products of matrices of less than 32 bits in an update, and what they follow from that adds up as coarsely.
+
+    Each rounds by as much as the order of its sums changes it, and iterations of them (Newton-Schulz, in Muon) do not
+    contract: computed on pieces, the update differs from one device's by far more than the gradients do.
+    """
+    found, seen = set[Node](), set[Node]()
+    todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
+    while todo:
+        node = todo.pop()
+        if node in seen or node in moves or node.target is GRAD_READY or node.op != "call_function":
+            continue
+        seen.add(node)
+        if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):
+            found.add(node)
+        todo += [n for n in node.all_input_nodes if _is_coarse(n)]
+    beside = [n for n in seen - found if any(u in found for given in n.all_input_nodes for u in given.users)]
+    return frozenset(found.union(beside))  # what reads the same: it is gathered once
+
+
+def _is_coarse(node: Node) -> bool:
+    return any(m is not None and m.dtype in (torch.bfloat16, torch.float16) for m in meta.tensors(node))
 
 
 def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:

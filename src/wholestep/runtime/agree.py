@@ -54,7 +54,7 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     """What must be the same on all ranks: where state rests, and every collective in order. Batch sizes may differ."""
     lines = [f"mesh {plan.mesh}; {plan.strategy}"]
     for i in plan.inputs:
-        if i.role in (Role.PARAM, Role.STATE, Role.BUFFER):
+        if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
             lines.append(
                 f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]"
             )

@@ -118,7 +118,8 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
             return
         for param, entry in cast(dict[Any, Any], optimizer.state).items():
             for key, value in entry.items() if isinstance(param, DTensor) else ():
-                if isinstance(value, DTensor) and value.placements != param.placements:
+                alike = isinstance(value, DTensor) and value.shape == param.shape
+                if alike and value.placements != param.placements:
                     entry[key] = value.redistribute(placements=param.placements)
 
     optimizer.register_step_pre_hook(gather)

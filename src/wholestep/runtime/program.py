@@ -252,7 +252,8 @@ class Program:
             layout = self.plan.created[name]
             as_param = isinstance(like, DTensor) and tensor.dim()
             if self.world.devices is not None and (layout.is_sharded or as_param):
-                value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, like.shape)
+                shape = like.shape if layout.is_sharded else tensor.shape  # state may have a shape of its own
+                value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, shape)
             if key == "grad":
                 like.grad = value
             else:
