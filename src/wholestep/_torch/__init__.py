@@ -42,6 +42,10 @@ Each entry: the name (the version it is there since), what it is for; what would
   results with the strides it really makes; a public way to compile one graph as several.
 - _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
 - _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
+- optim._adafactor (2.5), nn.modules.batchnorm._BatchNorm (1.0), amp.GradScaler's _scale, _growth_tracker,
+  _per_optimizer_states, _unscale_grads_ (2.3): what reads values while it runs is exchanged for forms made of tensors
+  (`replaced`); forms in torch that read none, as its optimizers have with capturable=True.
+- _dynamo.eval_frame.OptimizedModule (2.0): what torch.compile wraps is called in its place; a stance that does that.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
 
@@ -103,6 +107,15 @@ from .ops import (
     set_operands,
 )
 from .patches import patched_for_tracing
+from .replaced import (
+    SCALER_TENSORS,
+    inf_checks,
+    replaced,
+    scaler_calls,
+    scaler_options,
+    scaler_tensors,
+    set_scaler_calls,
+)
 from .tracing import (
     DATA_DEPENDENT,
     fake_mode,
@@ -113,6 +126,7 @@ from .tracing import (
     note_on_nodes,
     noted,
     outside_of_trace,
+    set_data,
     tensor_only_optimizers,
     trace,
     trace_plain,
@@ -123,15 +137,16 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "OpOverload", "PartContext", "Recorder", "TreeSpec", "attribute",
-    "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use",
-    "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings",
-    "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo", "inductor_compile",
-    "inductor_settings", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op",
-    "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
-    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "runs_on_cpu", "schema_of",
-    "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
-    "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
-    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn",
-    "write_spec",
+    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
+    "attribute", "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives",
+    "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes",
+    "forget_shardings", "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo",
+    "inductor_compile", "inductor_settings", "inf_checks", "is_compiled", "is_fake", "is_fused_optimizer",
+    "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted",
+    "op_infos", "outside_of_trace", "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec",
+    "replaced", "runs_on_cpu", "scaler_calls", "scaler_options", "scaler_tensors", "schema_of", "set_data",
+    "set_operands", "set_scaler_calls", "shard_of", "split_by_torch", "start_exchange", "storage_holders",
+    "storage_key", "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain",
+    "traced_node", "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked",
+    "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -10,9 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+_WRAPPED = "_orig_mod"
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,11 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `roots` with its full path, each root's once."""
+    """Every module below `roots` with its full path, without what `torch.compile` adds to it, each root's once."""
     for prefix, root in roots.items():
         for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
-            yield ".".join(part for part in (prefix, path) if part), module
+            parts = [prefix, *(part for part in path.split(".") if part != _WRAPPED)]
+            yield ".".join(part for part in parts if part), module
 
 
 def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
@@ -121,8 +125,8 @@ def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     return made
 
 
-def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
-    """Modules and optimizers a function closes over, reads from its globals, or is bound to."""
+def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer | GradScaler]:
+    """Modules, optimizers and gradient scalers a function closes over, reads from its globals, or is bound to."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     found: dict[str, Any] = {}
     if code is None:
@@ -138,7 +142,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
         found.update(cast(dict[str, Any], vars(owner)) if hasattr(owner, "__dict__") else {})
     elif owner is not None:
         found["self"] = owner
-    return {name: value for name, value in found.items() if isinstance(value, (nn.Module, Optimizer))}
+    return {name: value for name, value in found.items() if isinstance(value, (nn.Module, Optimizer, GradScaler))}
 
 
 def _is_empty(cell: Any) -> bool:

@@ -21,7 +21,9 @@ from . import state as held_state
 from .chance import Chance
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
+from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
 from .precision import MixedPrecision, modules_seen
+from .replacements import form_of
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
@@ -36,6 +38,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -96,7 +99,9 @@ def trace_step(request: Request) -> Traced:
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
-        with _torch.tensor_only_optimizers(), watch:
+        if torch.is_anomaly_enabled():
+            refuse_anomaly_mode()
+        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
         error.where = error.where or _user_frame(error)
@@ -151,6 +156,7 @@ class _Run:
                 call = take_apart(request.fn(*args, **kwargs))
             chance.refuse_draws()
             _refuse_changed(numbers, state, plain)
+            refuse_open_scalers(state.scalers.values())
             self.results, self.result_leaves = (
                 call.structure,
                 [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves],
@@ -219,6 +225,12 @@ class _Run:
             now = given[i.name]
             if i.role in (Role.PARAM, Role.BUFFER):
                 now = helds[i.name].tensor
+                if i.role is Role.PARAM and now is not given[i.name]:
+                    raise CaptureError(
+                        f"the step puts another parameter in the place of {i.name!r}",
+                        "parameters that stay the same objects: the optimizer goes on with the old one",
+                        "change its values in place (`with torch.no_grad(): p.copy_(...)`), or do it between steps",
+                    )
             elif i.role is Role.STATE:
                 now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
             elif i.role is Role.GRAD:
@@ -292,10 +304,26 @@ class _Watch(TorchFunctionMode):
                 "return the tensor and read it after the call, or write the choice with torch.where",
             )
         args = [self._stand_in(a) for a in args]
+        named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
+        form = form_of(func)
+        if form is not None:
+            return form(func, self._known, *args, **named)
+        if getattr(func, "__name__", "") == "__set__" and func == _SET_DATA and _torch.is_fake(args[0]):
+            return _set_data(args[0], args[1])
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
-        named: dict[str, Any] = kwargs or {}
-        return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
+        return func(*args, **named)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        raise CaptureError(
+            f"the step gives `.data` of a tensor {list(tensor.shape)} {tensor.dtype} the values of one "
+            f"{list(value.shape)} {value.dtype}",
+            "tensors that keep shape, dtype and device from step to step",
+            "change the tensor before the step, which is then captured again",
+        )
+    _torch.set_data(tensor, value)
 
 
 def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:

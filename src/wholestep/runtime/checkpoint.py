@@ -265,7 +265,7 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
         return step.state
     if model is None and optimizer is None:
         return None
-    return collect(_named("model", model, nn.Module), _named("optimizer", optimizer, Optimizer))
+    return collect(_named("model", model, nn.Module), _named("optimizer", optimizer, Optimizer), {})
 
 
 def _warn_of_gradients(step: CompiledStep) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch import scaler_options
 from ..capture.capture import Capture
 from ..capture.find import Call, Structure
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
@@ -56,6 +57,7 @@ def ambient(device: str, sizes: object = None) -> tuple[Any, ...]:
         autocast,
         torch.get_autocast_dtype(kind) if autocast else None,
         torch.get_default_dtype(),
+        torch.is_anomaly_enabled(),
         sizes,
     )
 
@@ -75,6 +77,7 @@ class Guards:
     ambient: tuple[Any, ...]
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
+    scalers: Sequence[tuple[torch.amp.GradScaler, tuple[object, ...]]] = ()
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -87,7 +90,7 @@ class Guards:
             elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
                 return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
         if now != self.ambient:
-            return "autocast, grad mode, default dtype or the size of the whole batch changed"
+            return "autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed"
         return self._check_held() or self._check_read(leaves)
 
     def _check_read(self, leaves: Sequence[Any]) -> str:
@@ -112,6 +115,9 @@ class Guards:
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
+        for scaler, options in self.scalers:
+            if scaler_options(scaler) != options:
+                return "options of a GradScaler changed"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
@@ -148,4 +154,5 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
         baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
+        [(s, scaler_options(s)) for s in state.scalers.values()],
     )  # fmt: skip
