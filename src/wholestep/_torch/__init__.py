@@ -46,6 +46,8 @@ Each entry: the name (the version it is there since), what it is for; what would
   _per_optimizer_states, _unscale_grads_ (2.3): what reads values while it runs is exchanged for forms made of tensors
   (`replaced`); forms in torch that read none, as its optimizers have with capturable=True.
 - _dynamo.eval_frame.OptimizedModule (2.0): what torch.compile wraps is called in its place; a stance that does that.
+- tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
+  optimizers' _optimizer_step_pre_hooks (2.0): the user's hooks run in the step and follow a parameter; a list.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
 
@@ -78,8 +80,11 @@ from .held import (
     attribute,
     buffers_of,
     children_of,
+    gradient_hooks,
+    hook_tables,
     is_compiled,
     is_plain,
+    move_hooks,
     parameters_of,
     read_spec,
     storage_holders,
@@ -140,13 +145,13 @@ __all__ = [
     "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
     "attribute", "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives",
     "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes",
-    "forget_shardings", "functional_form", "functionalize", "give_origin", "graph_module", "in_dynamo",
-    "inductor_compile", "inductor_settings", "inf_checks", "is_compiled", "is_fake", "is_fused_optimizer",
-    "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor", "note_on_nodes", "noted",
-    "op_infos", "outside_of_trace", "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec",
-    "replaced", "runs_on_cpu", "scaler_calls", "scaler_options", "scaler_tensors", "schema_of", "set_data",
-    "set_operands", "set_scaler_calls", "shard_of", "split_by_torch", "start_exchange", "storage_holders",
-    "storage_key", "strided_shard", "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain",
-    "traced_node", "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked",
-    "without_onednn", "write_spec",
+    "forget_shardings", "functional_form", "functionalize", "give_origin", "gradient_hooks", "graph_module",
+    "hook_tables", "in_dynamo", "inductor_compile", "inductor_settings", "inf_checks", "is_compiled", "is_fake",
+    "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor",
+    "move_hooks", "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads",
+    "parameters_of", "patched_for_tracing", "read_spec", "replaced", "runs_on_cpu", "scaler_calls",
+    "scaler_options", "scaler_tensors", "schema_of", "set_data", "set_operands", "set_scaler_calls", "shard_of",
+    "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
+    "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node", "tree_flatten",
+    "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -89,3 +89,31 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """True after `module.compile()`."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What runs on a tensor's gradient: hooks of `register_hook`, and those called once it is accumulated."""
+    tables: list[dict[int, Any] | None] = [
+        getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    ]
+    first, after = (list((table or {}).values()) for table in tables)
+    return first, after
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new` the hooks of `old`: their handles go on to remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, name, None):
+            setattr(new, name, getattr(old, name))
+
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+)  # fmt: skip
+
+
+def hook_tables(holder: object) -> list[dict[int, Any]]:
+    """The hooks of a module, a parameter or an optimizer that run within a step, in dicts that torch keeps."""
+    found = [getattr(holder, name, None) for name in _HOOKS]
+    return [table for table in found if table is not None]

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 import torch.optim._adafactor
 import torch.optim.swa_utils
+from torch import distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 Method = Callable[..., Any]
 
+_COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+)  # fmt: skip
 PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "anomaly": ((torch, "set_anomaly_enabled"),),
     "averaged model": ((torch.optim.swa_utils.AveragedModel, "update_parameters"),),
@@ -23,7 +30,11 @@ PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
         (torch.optim._adafactor, "_multi_tensor_adafactor"),
     ),
     "batch norm": ((_BatchNorm, "forward"),),
+    "collectives": tuple((dist, name) for name in _COLLECTIVES if hasattr(dist, name)),
     "cond": ((torch, "cond"),),
+    "loader": ((_BaseDataLoaderIter, "__next__"),),
+    "seeds": ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed")),
+    "sync batch norm": ((torch.nn.SyncBatchNorm, "forward"),),
     "scaler: unscale gradients": ((torch.amp.GradScaler, "_unscale_grads_"),),
     "scaler: update": ((torch, "_amp_update_scale_"),),
     "scaler: step": ((torch.amp.GradScaler, "step"),),

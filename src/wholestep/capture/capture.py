@@ -18,6 +18,7 @@ from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import normalize
+from .outside import refuse_iterators
 from .precision import MixedPrecision
 from .state import Hyper, StepState, collect
 from .trace import Request, Traced, trace_step
@@ -91,6 +92,7 @@ def capture_step(
         CaptureError: the step cannot become one graph; says where and what to write instead.
     """
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
+    refuse_iterators(fn, names, leaves)
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
     with _torch.without_onednn():

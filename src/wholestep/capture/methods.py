@@ -17,6 +17,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from .. import _torch
 from ..errors import CaptureError
+from .outside import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
 
 
 def _adafactor(
@@ -201,6 +202,10 @@ def _changes(value: object) -> bool:
 
 
 METHODS: dict[str, Callable[..., Any]] = {
+    "loader": refuse_batches_inside,
+    "seeds": refuse_seeds,
+    "collectives": refuse_collective,
+    "sync batch norm": sync_batch_norm,
     "anomaly": _refuse_anomaly,
     "averaged model": _update_average,
     "adafactor": _adafactor,

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..rules.registry import is_random
+from .outside import refuse_seeds
 
 
 @dataclass
@@ -30,8 +31,9 @@ class Draws:
     def restored(self, state: torch.Tensor) -> None:
         """The generator was set to a state read before."""
         known = [stretch for kept, stretch in self._saved if kept is state]
-        if known:
-            self._begin(known[0])
+        if not known:
+            refuse_seeds(None)
+        self._begin(known[0])
 
     def _begin(self, repeats: int | None) -> None:
         self.repeats.append(repeats)

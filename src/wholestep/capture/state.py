@@ -231,6 +231,7 @@ def put_in_place(
     """Inside, modules and optimizers hold the given tensors; afterwards all is as it was, groups and state included."""
     helds = [*state.params.values(), *state.buffers.values()]
     before = [(held, held.tensor) for held in helds]
+    lists = [(o.param_groups, list(o.param_groups)) for o in state.optimizers.values()]
     groups = [(g, dict(g)) for o in state.optimizers.values() for g in o.param_groups]
     states = [(o, o.state) for o in state.optimizers.values()]
     calls = [(scaler, _torch.scaler_calls(scaler)) for scaler in state.scalers.values()]
@@ -244,6 +245,8 @@ def put_in_place(
             _torch.set_scaler_calls(scaler, copy.deepcopy(noted))
         yield
     finally:
+        for held_groups, before_groups in lists:
+            held_groups[:] = before_groups
         for group, items in groups:
             group.clear()
             group.update(items)

@@ -22,6 +22,7 @@ from .chance import Chance
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
+from .outside import clocks_refused, refuse_generators
 from .precision import MixedPrecision, modules_seen
 from .replacements import form_of
 from .replay import Draws
@@ -37,6 +38,8 @@ _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
+    torch.Tensor.__repr__: "print() or str()",
+    torch.Tensor.__format__: "an f-string or format()",
 }
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
@@ -101,7 +104,7 @@ def trace_step(request: Request) -> Traced:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
         if torch.is_anomaly_enabled():
             refuse_anomaly_mode()
-        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
+        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS), clocks_refused():
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
         error.where = error.where or _user_frame(error)
@@ -141,20 +144,25 @@ class _Run:
         given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
+        reals = {n: h.tensor for n, h in state.params.items()}
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             numbers = _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
-            self._mark_gradients(given)
+            self._mark_gradients(given, reals)
             leaves = tuple(
                 given[n] if isinstance(v, torch.Tensor) else v
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
+            groups = _groups(state)
             watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance())
             with modules_seen(state.modules, request.precision), watch:
                 call = take_apart(request.fn(*args, **kwargs))
+            if watch.refused is not None:
+                raise watch.refused  # the step has an `except` that took it for something else
             chance.refuse_draws()
+            _refuse_regrouped(groups, state)
             _refuse_changed(numbers, state, plain)
             refuse_open_scalers(state.scalers.values())
             self.results, self.result_leaves = (
@@ -183,11 +191,16 @@ class _Run:
                 optimizer = optimizers[i.optimizer]
                 optimizer.state[given[i.owner]][i.key] = _precise(optimizer, i, given[i.name])
 
-    def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
+    def _mark_gradients(self, given: dict[str, torch.Tensor], reals: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
+                before, after = _torch.gradient_hooks(reals[name])
+                for hook in before:
+                    param.register_hook(hook)
+                for hook in after:
+                    param.register_post_accumulate_grad_hook(hook)
 
                 def ready(grad: torch.Tensor, name: str = name) -> torch.Tensor:
                     self.contributed.add(name)
@@ -276,6 +289,7 @@ class _Watch(TorchFunctionMode):
         known: Known, chance: Chance,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
+        self.refused: Exception | None = None
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -285,6 +299,13 @@ class _Watch(TorchFunctionMode):
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._run(func, args, kwargs)
+        except (WholestepError, *_torch.DATA_DEPENDENT) as error:
+            self.refused = self.refused or error
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
         self._chance.before(func)
@@ -305,6 +326,7 @@ class _Watch(TorchFunctionMode):
             )
         args = [self._stand_in(a) for a in args]
         named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
+        refuse_generators(named)
         form = form_of(func)
         if form is not None:
             return form(func, self._known, *args, **named)
@@ -358,6 +380,20 @@ def _set_numbers(
         )
         touched.append((group, hyper.key))
     return [(group, key, group[key]) for group, key in touched]
+
+
+def _groups(state: StepState) -> list[list[int]]:
+    return [[len(g["params"]) for g in o.param_groups] for o in state.optimizers.values()]
+
+
+def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
+    for optimizer, had, has in zip(state.optimizers.values(), before, _groups(state), strict=True):
+        if had != has:
+            raise CaptureError(
+                f"the step changes the parameter groups of {type(optimizer).__name__}: {had} -> {has} parameters",
+                "groups that change between calls: the step is then captured again",
+                "call add_param_group() outside the step",
+            )
 
 
 def _refuse_changed(

@@ -15,6 +15,7 @@ from ..capture.capture import Capture
 from ..capture.find import Call, Structure
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
+from .hooks import HookGuard
 
 VALUE_READ = "the value that the step reads at"
 
@@ -78,6 +79,7 @@ class Guards:
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
     scalers: Sequence[tuple[torch.amp.GradScaler, tuple[object, ...]]] = ()
+    hooks: HookGuard | None = None
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -115,6 +117,8 @@ class Guards:
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
+        if self.hooks is not None and self.hooks.changed():
+            return "hooks were registered or removed"
         for scaler, options in self.scalers:
             if scaler_options(scaler) != options:
                 return "options of a GradScaler changed"
@@ -155,4 +159,5 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
         baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
         [(s, scaler_options(s)) for s in state.scalers.values()],
+        HookGuard([*(m for m, _ in all_modes(state)), *(p for p, _, _ in params), *state.optimizers.values()]),
     )  # fmt: skip
