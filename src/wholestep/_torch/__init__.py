@@ -76,6 +76,7 @@ from .dynamo import (
     switch_off_own_splitter,
 )
 from .held import (
+    ALL_MODULES,
     TreeSpec,
     attribute,
     buffers_of,
@@ -142,16 +143,16 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
-    "attribute", "buckets_are_settled", "buffers_of", "changes_shape", "children_of", "count_our_collectives",
-    "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes",
-    "forget_shardings", "functional_form", "functionalize", "give_origin", "gradient_hooks", "graph_module",
-    "hook_tables", "in_dynamo", "inductor_compile", "inductor_settings", "inf_checks", "is_compiled", "is_fake",
-    "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor",
-    "move_hooks", "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads",
-    "parameters_of", "patched_for_tracing", "read_spec", "replaced", "runs_on_cpu", "scaler_calls",
-    "scaler_options", "scaler_tensors", "schema_of", "set_data", "set_operands", "set_scaler_calls", "shard_of",
-    "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
+    "ALL_MODULES", "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "OpOverload", "PartContext",
+    "Recorder", "TreeSpec", "attribute", "buckets_are_settled", "buffers_of", "changes_shape", "children_of",
+    "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode",
+    "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin", "gradient_hooks",
+    "graph_module", "hook_tables", "in_dynamo", "inductor_compile", "inductor_settings", "inf_checks",
+    "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain",
+    "known_constant", "local_tensor", "move_hooks", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
+    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "replaced", "runs_on_cpu",
+    "scaler_calls", "scaler_options", "scaler_tensors", "schema_of", "set_data", "set_operands", "set_scaler_calls",
+    "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
     "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node", "tree_flatten",
     "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -110,10 +110,14 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip
 
 
+ALL_MODULES = torch.nn.modules.module  # holds hooks of every module
+
+
 def hook_tables(holder: object) -> list[dict[int, Any]]:
-    """The hooks of a module, a parameter or an optimizer that run within a step, in dicts that torch keeps."""
+    """The hooks of a module, a parameter, an optimizer or ALL_MODULES that run within a step, as torch keeps them."""
     found = [getattr(holder, name, None) for name in _HOOKS]
     return [table for table in found if table is not None]

@@ -14,7 +14,7 @@ class HookGuard:
     """Whether the hooks of `holders` are the same as when this was made. Hooks of wholestep do not count."""
 
     def __init__(self, holders: Iterable[object]) -> None:
-        self._holders = list(holders)
+        self._holders = [*holders, _torch.ALL_MODULES]
         self._expected = self._now()
         self._registered = RemovableHandle.next_id
         tables = [table for holder in self._holders for table in _torch.hook_tables(holder)]
