@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from typing import Any
 
 import pytest
 import torch
