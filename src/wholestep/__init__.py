@@ -3,6 +3,7 @@
 from . import collectives
 from .auto.auto import Auto
 from .capture import MixedPrecision
+from .capture.callback import callback
 from .compile import capture, compile
 from .cost.machine import Machine
 from .cost.memory import Held, PeakMemory, memory_curve, peak_memory

@@ -35,6 +35,17 @@ def scheduled_outside() -> Script:
     return Script(lambda m, o, x: update(o, squares(m, x)), pair(mlp, adamw), floats((5, 4)), between)
 
 
+def with_scheduler() -> Made:
+    model, optimizer = pair()()
+    return model, optimizer, lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def scheduled_inside(model: nn.Module, optimizer: Any, scheduler: Any, x: Tensor) -> Tensor:
+    loss = update(optimizer, squares(model, x))
+    scheduler.step()
+    return loss
+
+
 def by_hand(model: nn.Module, x: Tensor) -> Tensor:
     loss = squares(model, x)
     loss.backward()
@@ -211,6 +222,7 @@ ROWS = (
     ),
     Row(G, "`optimizer.step(closure)` of other optimizers", steps(closed)),
     Row(G, "`scheduler.step()` between calls", scheduled_outside, ranks=True),
+    Row(G, "`scheduler.step()` inside the step", steps(scheduled_inside, with_scheduler), ranks=True),
     Row(G, "`ReduceLROnPlateau` between calls", plateau),
     Row(G, 'sets `param_groups[0]["lr"]` between calls', rate_between, ranks=True),
     Row(G, 'sets `param_groups[0]["lr"]` inside the step', steps(rate_inside), runs=False),

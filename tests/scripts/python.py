@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import wholestep as ws
 from tests.scripts.row import Made, Row, pair, process_group, squares, steps, train, update
 
 
@@ -128,6 +129,46 @@ def default_dtype(model: nn.Module, x: Tensor) -> Tensor:
     return squares(model, x) * torch.ones(()) + torch.zeros(3).sum()
 
 
+class Log:
+    """What a training loop keeps beside the model."""
+
+    def __init__(self) -> None:
+        self.steps, self.mean, self.losses = 0, torch.zeros(()), list[float]()
+
+
+def with_log() -> Made:
+    return *pair()(), Log()
+
+
+def counted(model: nn.Module, optimizer: Any, log: Log, x: Tensor) -> tuple[Tensor, int]:
+    log.steps += 1
+    return update(optimizer, squares(model, x)), log.steps
+
+
+def smoothed(model: nn.Module, optimizer: Any, log: Log, x: Tensor) -> Tensor:
+    loss = update(optimizer, squares(model, x))
+    log.mean = 0.9 * log.mean + 0.1 * loss
+    return log.mean.clone()
+
+
+def appended(model: nn.Module, optimizer: Any, log: Log, x: Tensor) -> tuple[Tensor, int]:
+    loss = update(optimizer, squares(model, x))
+    log.losses.append(loss.item())
+    return loss, len(log.losses)
+
+
+def called_back(model: nn.Module, optimizer: Any, log: Log, x: Tensor) -> Tensor:
+    loss = update(optimizer, squares(model, x))
+    ws.callback(lambda value: log.losses.append(float(value)), loss)
+    return loss
+
+
+def every_other(model: nn.Module, optimizer: Any, log: Log, x: Tensor) -> Tensor:
+    log.steps += 1
+    loss = squares(model, x)
+    return update(optimizer, loss) if log.steps % 2 else loss.detach()
+
+
 G = "Python around it"
 ROWS = (
     Row(G, "returns the loss, and reads it after the call", steps(returned), ranks=True),
@@ -160,6 +201,16 @@ ROWS = (
         line="return the tensor, `step(...).numpy()`",
     ),
     Row(G, "reads a value inside `try: ... except Exception:`", steps(swallowed), runs=False),
+    Row(G, "a counter that the step raises: `self.step += 1`", steps(counted, with_log)),
+    Row(G, "a running mean in an attribute: `self.mean = 0.9 * self.mean + ...`", steps(smoothed, with_log)),
+    Row(
+        G,
+        "logs each loss: `log.append(loss.item())`",
+        steps(called_back, with_log),
+        before=steps(appended, with_log),
+        line="`ws.callback(log.append, loss)`",
+    ),
+    Row(G, "updates every n-th call, by a counter of its own", steps(every_other, with_log)),
     Row(G, "`while` on values", train(looped), runs=False),
     Row(G, "loops, dicts, comprehensions over shapes and lists", train(comprehended), ranks=True),
     Row(G, "`assert` on shapes", train(asserted_shapes)),

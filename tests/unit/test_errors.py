@@ -37,11 +37,14 @@ def counts(model, optimizer, x):
     optimizer.step()
 
 
-def schedules(model, optimizer, x):
+LOSSES: list[Any] = []
+
+
+def keeps_losses(model, optimizer, x):
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.01
+    LOSSES.append(loss.detach())
 
 
 def wrong_shape(model, optimizer, x):
@@ -61,7 +64,10 @@ def text(error: pytest.ExceptionInfo[ws.WholestepError]) -> str:
 
 
 ONE_GRAPH = "  needed: a step whose operations do not depend on values: one graph is captured and run for every batch"
-READ = "  next: return the tensor and read it after the call, or write the choice with torch.where"
+READ = (
+    "  next: return the tensor and read it after the call, or write the choice with torch.where; "
+    "wholestep.callback(fn, tensor) calls fn with its value in each step"
+)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +103,13 @@ READ = "  next: return the tensor and read it after the call, or write the choic
             ],
         ),
         (
-            schedules,
+            keeps_losses,
             [
-                "the step changes 'lr' of a parameter group (an LR scheduler's step(), perhaps)",
-                "  needed: scheduled numbers that are set between calls: they are read anew at each call",
-                "  next: call scheduler.step() after the compiled step, not inside it",
+                "the step changes LOSSES: 0 items -> 1 items; lists keep their length",
+                "  at: <here>  LOSSES.append(loss.detach())",
+                "  needed: numbers, tensors and plain values that are assigned, which each call then assigns anew",
+                "  next: return it from the step, or use `wholestep.callback(fn, *values)`, "
+                "which calls fn with the values of each step",
             ],
         ),
     ],

@@ -170,5 +170,29 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing_behind() -> None:
     late = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(plain)(model, late, scaler, calls(())[0][0])
-    assert caught.value.found == "GradScaler may skip the first step of SGD, which makes 'momentum_buffer'"
+    assert caught.value.found == "GradScaler may skip a step of SGD, which makes or assigns 'momentum_buffer'"
     assert "scaler.step(optimizer)" in caught.value.where
+
+
+class Counting(Optimizer):
+    """Keeps a number of Python in its groups or in its state."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        self.place = place
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = group if self.place == "group" else self.state[param]
+                kept["count"] = kept.get("count", 0) + 1
+                param.add_(param.grad, alpha=-0.1 / kept["count"])
+
+
+@pytest.mark.parametrize("place", ["group", "state"])
+def test_numbers_of_python_that_a_skipped_step_would_keep_are_refused(place: str) -> None:
+    model, _, scaler = scaled("SGD")()
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(plain)(model, Counting(model.parameters(), place), scaler, calls(())[0][0])
+    assert caught.value.found == "GradScaler may skip a step of Counting, which makes or assigns 'count'"

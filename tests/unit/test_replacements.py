@@ -284,6 +284,27 @@ def test_adafactor(name: str, style: str) -> None:
     assert step.captures == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"warmup_init": True}, {"lr": 0.1, "relative_step": False, "beta1": 0.9}])
+def test_adafactor_of_transformers(options: dict[str, Any]) -> None:
+    from transformers.optimization import Adafactor as TransformersAdafactor
+
+    made: list[tuple[nn.Module, Any]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = linear()
+        made.append((model, TransformersAdafactor(model.parameters(), **options)))
+    (theirs, optimizer), (ours, our_optimizer) = made
+    step = ws.compile(lambda m, o, x: _step(m, o, squares(m, x)))
+    for (x,) in batches((5, 4), count=5):
+        expected = _step(theirs, optimizer, squares(theirs, x))
+        torch.testing.assert_close(step(ours, our_optimizer, x), expected, rtol=1e-12, atol=0)
+    assert step.captures == 2  # the first step makes the state
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+        assert our_optimizer.state[a]["step"] == 5
+        torch.testing.assert_close(our_optimizer.state[a]["RMS"], optimizer.state[b]["RMS"], rtol=1e-12, atol=0)
+
+
 AVERAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "ema": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},

@@ -2,6 +2,10 @@
 
 Each entry: the name (the version it is there since), what it is for; what would replace it.
 
+- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing, track_tensor_tree (2.0): a number that Python
+  computes becomes an input of the graph while it is traced (`host`); a tracer that takes inputs as it goes.
+- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): hooks that a user put on a parameter act on its
+  stand-in too; a public list of them.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: ops are recorded in half the time (`dispatch`); a tracer that takes less than the op.
@@ -81,7 +85,6 @@ from .held import (
     attribute,
     buffers_of,
     children_of,
-    gradient_hooks,
     hook_tables,
     is_compiled,
     is_plain,
@@ -94,6 +97,16 @@ from .held import (
     tree_flatten_with_path,
     tree_unflatten,
     write_spec,
+)
+from .host import (
+    accumulation_hooks,
+    behind,
+    hook_count,
+    new_input,
+    patched_host,
+    schedulers_of,
+    tensor_hooks,
+    watched_attributes,
 )
 from .ops import (
     GETITEM,
@@ -144,15 +157,17 @@ from .tracing import (
 
 __all__ = [
     "ALL_MODULES", "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "OpOverload", "PartContext",
-    "Recorder", "TreeSpec", "attribute", "buckets_are_settled", "buffers_of", "changes_shape", "children_of",
-    "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend", "fake_mode",
-    "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin", "gradient_hooks",
-    "graph_module", "hook_tables", "in_dynamo", "inductor_compile", "inductor_settings", "inf_checks",
-    "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain",
-    "known_constant", "local_tensor", "move_hooks", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
-    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "read_spec", "replaced", "runs_on_cpu",
-    "scaler_calls", "scaler_options", "scaler_tensors", "schema_of", "set_data", "set_operands", "set_scaler_calls",
-    "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
-    "switch_off_own_splitter", "tensor_only_optimizers", "trace", "trace_plain", "traced_node", "tree_flatten",
-    "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "without_onednn", "write_spec",
+    "Recorder", "TreeSpec", "accumulation_hooks", "attribute", "behind", "buckets_are_settled", "buffers_of",
+    "changes_shape", "children_of", "count_our_collectives", "ddp_in_use", "default_store", "dtensor",
+    "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize",
+    "give_origin", "graph_module", "hook_count", "hook_tables", "in_dynamo", "inductor_compile",
+    "inductor_settings", "inf_checks", "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem",
+    "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor", "move_hooks", "new_input",
+    "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads", "parameters_of",
+    "patched_for_tracing", "patched_host", "read_spec", "replaced", "runs_on_cpu", "scaler_calls", "scaler_options",
+    "scaler_tensors", "schedulers_of", "schema_of", "set_data", "set_operands", "set_scaler_calls", "shard_of",
+    "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
+    "switch_off_own_splitter", "tensor_hooks", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
+    "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "watched_attributes",
+    "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -91,15 +91,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """What runs on a tensor's gradient: hooks of `register_hook`, and those called once it is accumulated."""
-    tables: list[dict[int, Any] | None] = [
-        getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-    ]
-    first, after = (list((table or {}).values()) for table in tables)
-    return first, after
-
-
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give `new` the hooks of `old`: their handles go on to remove them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):

@@ -40,6 +40,8 @@ PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "scaler: step": ((torch.amp.GradScaler, "step"),),
 }
 
+ELSEWHERE = {"adafactor of transformers": ("transformers.optimization", "Adafactor", "_get_lr")}  # where it is imported
+
 
 @contextlib.contextmanager
 def replaced(forms: Mapping[str, Method]) -> Generator[None]:
@@ -47,15 +49,22 @@ def replaced(forms: Mapping[str, Method]) -> Generator[None]:
     undo: list[tuple[Any, str, Any]] = []
     try:
         for name, form in forms.items():
-            for owner, attribute in PLACES[name]:
-                original = getattr(owner, attribute)
+            for owner, attribute in _places(name):
+                original, run = vars(owner).get(attribute), _bound(form, getattr(owner, attribute))
                 undo.append((owner, attribute, original))
-                setattr(owner, attribute, _bound(form, original))
+                setattr(owner, attribute, staticmethod(run) if isinstance(original, staticmethod) else run)
         with _uncompiled():
             yield
     finally:
         for owner, attribute, original in reversed(undo):
             setattr(owner, attribute, original)
+
+
+def _places(name: str) -> tuple[tuple[Any, str], ...]:
+    if name not in ELSEWHERE:
+        return PLACES[name]
+    module, kind, attribute = ELSEWHERE[name]
+    return ((getattr(sys.modules[module], kind), attribute),) if module in sys.modules else ()
 
 
 def _bound(form: Method, original: Method) -> Method:

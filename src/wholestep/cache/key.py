@@ -159,7 +159,7 @@ def _tensors(state: StepState) -> list[Any]:
     for name, held in [*state.params.items(), *state.buffers.items()]:
         tensor = held.tensor
         rows.append([name, held.input.role, *_meta(held.input.meta), tensor.requires_grad, len(held.places)])
-        rows += [tensor.grad is not None, *_torch.gradient_hooks(tensor)]
+        rows += [tensor.grad is not None, *_torch.tensor_hooks(tensor), *_torch.accumulation_hooks(tensor)]
     return rows
 
 

@@ -50,6 +50,8 @@ def write(made: Compiled, device: str, live: Mapping[str, torch.Tensor]) -> byte
     Raises:
         StoreError: it holds something that cannot be kept; says what.
     """
+    if made.capture.effects.acts:
+        raise StoreError(f"{made.capture.effects.acts}, which every call does again on the host")
     names = {id(tensor): name for name, tensor in live.items()}
     writer, capture = Writer(device), made.capture
     try:

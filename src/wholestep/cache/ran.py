@@ -145,7 +145,7 @@ class Ran:
         for name in names:
             if name not in scope or (module, name) in self._globals:
                 continue
-            value = scope[name]
+            value = _torch.behind(scope[name])
             if isinstance(value, ModuleType):
                 if value.__name__ not in been:
                     been.add(value.__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
+from .effects import Effects, Promoted, RefusedError
 from .find import Structure, held_by, leaf_names, take_apart
-from .normalize import normalize
-from .outside import refuse_iterators
+from .normalize import changed_constants, normalize
+from .places import GroupPlace, is_number
 from .precision import MixedPrecision
-from .state import Hyper, StepState, collect
+from .reach import Reach, reach
+from .state import Hyper, StepState, carry, collect
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
 
@@ -37,6 +39,7 @@ class Capture:
     fresh_grads: bool
     cleared_grads: tuple[str, ...] = ()
     values: ReadValues | None = None
+    effects: Effects = Effects()
 
 
 def find_state(
@@ -82,35 +85,97 @@ def capture_step(
     fused: bool = True,
     whole: Mapping[str, tuple[int, ...]] | None = None,
     host_state: bool = False,
+    promoted: Promoted | None = None,
 ) -> Capture:
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
 
     `whole` gives, by name, shapes of batch tensors of which the arguments are parts: the graph is that of the whole.
-    With `host_state`, what rests in host memory is captured as if it were on `device`.
+    With `host_state`, what rests in host memory is captured as if it were on `device`. Places of Python values that are
+    `promoted` are carried from call to call, further ones that the step changes are found.
 
     Raises:
         CaptureError: the step cannot become one graph; says where and what to write instead.
     """
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
-    refuse_iterators(fn, names, leaves)
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
+    roots = {n: v for n, v in zip(names, leaves, strict=True) if not isinstance(v, torch.Tensor)}
+    found = reach({**roots, **(extra or {})}, fn, state)
+    request = Request(
+        fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
+        promoted or Promoted(),
+    )  # fmt: skip
     with _torch.without_onednn():
-        traced = trace_step(
-            Request(fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state)
-        )
+        traced, request = _trace_until_carried(request)
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
+    used = {i.name for i in graph.inputs}
     return Capture(
         graph,
         state,
-        numbers,
+        tuple(request.hypers),
         traced.results,
         tuple(traced.result_leaves),
         traced.fresh_grads,
         tuple(traced.cleared_grads),
         traced.values,
+        traced.watch.effects(used),
     )
+
+
+def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
+    """Trace the step, again where it turns out to change numbers or tensors that are not carried yet.
+
+    Raises:
+        CaptureError: it changes something else that outlives the call; found again to name the line.
+    """
+    while True:
+        request = _carrying(request)
+        try:
+            traced = trace_step(request)
+        except RefusedError as error:
+            if not error.where and not request.find:
+                trace_step(replace(request, find=error.path))
+            raise
+        needed = traced.watch.needed | _changed_in_place(traced, request.reach)
+        if not needed or needed <= request.promoted:
+            return traced, request
+        request = replace(request, promoted=request.promoted | needed)
+
+
+def _carrying(request: Request) -> Request:
+    """The request with tensors that are carried among the buffers, and without scheduled numbers that are carried."""
+    request = replace(request, promoted=request.promoted | _options_beside(request))
+    carry(
+        request.state, {p.path: (t, p) for t, p in request.reach.tensors.values() if p.path in request.promoted.tensors}
+    )
+    carried = {
+        (id(place.optimizer), place.group, key)
+        for container in request.reach.containers
+        for key in container.before
+        if isinstance(place := container.place_of(key), GroupPlace) and place.path in request.promoted.numbers
+    }
+    optimizers = list(request.state.optimizers.values())
+    hypers = [h for h in request.hypers if (id(optimizers[h.optimizer]), h.group, h.key) not in carried]
+    return replace(request, hypers=hypers)
+
+
+def _options_beside(request: Request) -> Promoted:
+    """Scheduled numbers of optimizers that compute with numbers of their own are numbers of Python too."""
+    numbers, found = request.promoted.numbers, set[str]()
+    for label, optimizer in request.state.optimizers.items():
+        groups = {id(group) for group in optimizer.param_groups}
+        tables = [c for c in request.reach.containers if id(c.holder) in groups]
+        paths = [c.path for c in tables] + [f"{label}.state["]
+        if any(number.startswith(path) for number in numbers for path in paths):
+            found |= {c.path_of(h.key) for c in tables for h in request.hypers if is_number(c.before.get(h.key))}
+    return Promoted(frozenset(found))
+
+
+def _changed_in_place(traced: Traced, found: Reach) -> Promoted:
+    """Tensors that the step can reach, and changes in place."""
+    changed = [found.tensors.get(id(tensor)) for tensor in changed_constants(traced.module)]
+    return Promoted(frozenset(), frozenset(place.path for _, place in filter(None, changed)))
 
 
 def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:

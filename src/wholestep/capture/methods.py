@@ -48,6 +48,16 @@ def _adafactor(
         param.add_(update * (-size / (_rms(update) / d).clamp(min=1.0)))
 
 
+def _rate_of_transformers(original: Any, group: dict[str, Any], state: dict[str, Any]) -> Any:
+    """`Adafactor._get_lr` of transformers: the size of a parameter is a tensor, and so is what is chosen by it."""
+    rate = group["lr"]
+    if group["relative_step"]:
+        count = torch.as_tensor(state["step"]).double()
+        highest = 1e-6 * count if group["warmup_init"] else torch.tensor(1e-2, dtype=torch.float64)
+        rate = torch.minimum(highest, count**-0.5)
+    return state["RMS"].clamp(min=group["eps"][1]) * rate if group["scale_parameter"] else rate
+
+
 def _rms(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).norm(2).double() / tensor.numel() ** 0.5
 
@@ -153,24 +163,31 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
     if not found:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     skipped = torch.stack(found).sum() > 0
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    held = {(i, None): p for i, p in enumerate(params)}
-    held |= {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items() if _changes(v)}
-    before = {place: tensor.detach().clone() for place, tensor in held.items()}
+    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    noted, old = _noted(optimizer, params), {id(t): t.detach().clone() for t in _kept(optimizer, params)}
     result = optimizer.step(*args, **kwargs)
+    for place, value in _noted(optimizer, params).items():
+        if noted.get(place, place) is not value:  # a number, or a tensor that was not there before
+            raise CaptureError(
+                f"GradScaler may skip a step of {type(optimizer).__name__}, which makes or assigns {place[1]!r}",
+                "state that is there before the step and that the step changes in place",
+                "run the first step without the scaler, take an optimizer of torch.optim, or bfloat16 without a scaler",
+            )
     with torch.no_grad():
-        for i, param in enumerate(params):
-            for key, value in [(None, param), *optimizer.state.get(param, {}).items()]:
-                if not _changes(value):
-                    continue
-                if (i, key) not in before:
-                    raise CaptureError(
-                        f"GradScaler may skip the first step of {type(optimizer).__name__}, which makes {key!r}",
-                        "an optimizer whose state can be made before its first step",
-                        "run one step without the scaler first, or train in bfloat16, which needs none",
-                    )
-                value.copy_(torch.where(skipped, before[i, key], value))
+        for tensor in _kept(optimizer, params):
+            tensor.copy_(torch.where(skipped, old[id(tensor)], tensor))
     return result
+
+
+def _kept(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a step changes: parameters and their state."""
+    return [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor))]
+
+
+def _noted(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
+    """What stands in the groups and in the state, by place."""
+    found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
+    return found | {(f"state {i}", k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()}
 
 
 def _update_scale(
@@ -197,10 +214,6 @@ def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
         )
 
 
-def _changes(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 METHODS: dict[str, Callable[..., Any]] = {
     "loader": refuse_batches_inside,
     "seeds": refuse_seeds,
@@ -209,6 +222,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "anomaly": _refuse_anomaly,
     "averaged model": _update_average,
     "adafactor": _adafactor,
+    "adafactor of transformers": _rate_of_transformers,
     "batch norm": _batch_norm,
     "cond": _cond,
     "scaler: unscale gradients": _unscale,

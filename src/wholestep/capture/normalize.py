@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -61,20 +62,31 @@ def _is_impure(node: Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
-def _refuse_mutated_constants(module: GraphModule) -> None:
+def changed_constants(module: GraphModule) -> list[torch.Tensor]:
+    """Tensors that a trace changes in place and that are no inputs of it."""
+    return [getattr(module, str(given.target)) for _, given in _changed(module)]
+
+
+def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Each node that changes a constant in place, and the constant."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not _torch.is_op(node.target):
             continue
         for argument, given in zip(_torch.schema_of(node.target).arguments, node.args, strict=False):
             mutated = argument.alias_info is not None and argument.alias_info.is_write
             if mutated and isinstance(given, Node) and given.op == "get_attr":
-                shape = tuple(getattr(module, str(given.target)).shape)
-                raise CaptureError(
-                    f"the step changes in place a tensor of shape {shape} that it closes over",
-                    "tensors that change to be held by the model, by the optimizer, or passed as an argument",
-                    "register it as a buffer of the model or pass it to the step",
-                    meta.source_line(node),
-                )
+                yield node, given
+
+
+def _refuse_mutated_constants(module: GraphModule) -> None:
+    for node, given in _changed(module):
+        raise CaptureError(
+            f"the step changes in place a tensor of shape {tuple(getattr(module, str(given.target)).shape)} "
+            "that it closes over",
+            "tensors that change to be held by the model, by the optimizer, or passed as an argument",
+            "register it as a buffer of the model or pass it to the step",
+            meta.source_line(node),
+        )
 
 
 def _drop_input_copies(graph: Graph) -> None:

@@ -1,16 +1,8 @@
-"""What a step takes from outside while it is traced, once and for all later calls: clocks, iterators, other ranks."""
+"""What a step takes from outside while it is traced, once and for all later calls: loaders, seeds, other ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import io
-import os
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,53 +10,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 
-_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-_PYTHONS = str(Path(os.__file__).parent)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-
-
-@contextlib.contextmanager
-def clocks_refused() -> Generator[None]:
-    """Inside, the user's code that asks the module `time` what time it is gets CaptureError."""
-    before = {name: getattr(time, name) for name in _CLOCKS}
-    for name, clock in before.items():
-        setattr(time, name, _refusing(name, clock))
-    try:
-        yield
-    finally:
-        for name, clock in before.items():
-            setattr(time, name, clock)
-
-
-def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
-    def read() -> Any:
-        caller = sys._getframe(1).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
-        if meta.is_users(caller) and not caller.startswith(_PYTHONS):
-            raise CaptureError(
-                f"the step reads the clock with time.{name}() while it is captured: all steps would see that time",
-                "a step without clocks: it runs as one graph, in which Python does nothing",
-                "measure around the call; progress= tells what the first call does, measure=True what steps wait for",
-            )
-        return clock()
-
-    return read
-
-
-def refuse_iterators(fn: Callable[..., Any], names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise CaptureError when the step is given an iterator, or its own code names one: it moves on at capture only."""
-    try:
-        variables = inspect.getclosurevars(inspect.unwrap(fn))
-        seen: dict[str, Any] = {**variables.globals, **variables.nonlocals}
-    except (TypeError, ValueError):  # not a plain function
-        seen = {}
-    for name, value in [*zip(names, leaves, strict=True), *seen.items()]:
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            kind = type(cast(object, value)).__name__
-            raise CaptureError(
-                f"the step uses the iterator {name!r} ({kind}), which moves on while it is captured only",
-                "what a call works on as its arguments",
-                f"call next({name}) before the step, and pass what it gives",
-            )
 
 
 def refuse_batches_inside(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,10 +40,16 @@ class StandIns:
             fake.requires_grad_()
         self.put(given, fake)
 
-    def put(self, given: Input, fake: torch.Tensor) -> None:
-        """Take a fake tensor that exists already."""
-        self.inputs.append(given)
-        self.fakes.append(fake)
+    def put(self, given: Input, fake: torch.Tensor, position: int | None = None) -> None:
+        """Take a fake tensor that exists already, as the last input or at a position."""
+        at = len(self.inputs) if position is None else position
+        self.inputs.insert(at, given)
+        self.fakes.insert(at, fake)
+
+    @property
+    def first_of_batch(self) -> int:
+        """Position of the first input that comes with each call; programs are given numbers before it."""
+        return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
 
     def named(self) -> dict[str, torch.Tensor]:
         """Fakes by input name."""

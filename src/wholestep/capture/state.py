@@ -156,6 +156,16 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state:
             by_id[id(tensor)].places.append((container, key))
 
 
+def carry(state: StepState, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> None:
+    """Hold tensors of attributes, variables and items, by path, as the buffers of modules are held.
+
+    Each comes with its place, which has a `holder` and a `key`.
+    """
+    for path, (tensor, place) in tensors.items():
+        if path not in state.buffers:
+            state.buffers[path] = Held(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
+
+
 def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: str = "") -> Input:
     stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
     meta = TensorMeta(tuple(tensor.shape), stride, tensor.dtype, str(tensor.device))

@@ -19,11 +19,15 @@ from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
+from .effects import Promoted, RefusedError, Watch
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
-from .outside import clocks_refused, refuse_generators
+from .numbers import Numbers
+from .outside import refuse_generators
+from .places import GroupPlace, PartPlace, Place
 from .precision import MixedPrecision, modules_seen
+from .reach import Reach
 from .replacements import form_of
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
@@ -38,10 +42,11 @@ _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
-    torch.Tensor.__repr__: "print() or str()",
-    torch.Tensor.__format__: "an f-string or format()",
 }
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
+_ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
+_TEXT = (torch.Tensor.__format__, torch.Tensor.__repr__)
+_SUBTRACT = {torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add}
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -70,6 +75,9 @@ class Request:
     fused: bool = True
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     host_state: bool = False
+    reach: Reach = field(default_factory=Reach)
+    promoted: Promoted = field(default_factory=Promoted)
+    find: str = ""
 
 
 @dataclass
@@ -88,6 +96,7 @@ class Traced:
     cleared_grads: list[str]
     values: ReadValues
     draws: Draws
+    watch: Watch
 
 
 def trace_step(request: Request) -> Traced:
@@ -104,10 +113,11 @@ def trace_step(request: Request) -> Traced:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
         if torch.is_anomaly_enabled():
             refuse_anomaly_mode()
-        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS), clocks_refused():
+        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
-        error.where = error.where or _user_frame(error)
+        unfound = isinstance(error, RefusedError)  # it is raised when the step has returned
+        error.where = error.where or run.watch.found_at or ("" if unfound else _user_frame(error))
         raise
     except Exception as error:
         raise _explain(error) from error
@@ -115,7 +125,7 @@ def trace_step(request: Request) -> Traced:
         stranger.remove()
     return Traced(
         module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
-        run.reader.values(), run.draws,
+        run.reader.values(), run.draws, run.watch,
     )  # fmt: skip
 
 
@@ -138,47 +148,58 @@ class _Run:
         whole = self.request.whole  # a value of a part alone answers nothing
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
+        request = self.request
+        self.watch = Watch(
+            request.state, request.reach, request.promoted, self.stand_ins.mode, self.stand_ins.first_of_batch,
+            self._add_number, _calling_text, request.find,
+        )  # fmt: skip
+        self.given = dict[str, torch.Tensor]()
+
+    def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
+        self.stand_ins.put(made, fake, position)
+        self.given[made.name] = fake
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
-        given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        self._own = {n: h.tensor for n, h in state.params.items()}
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
-        reals = {n: h.tensor for n, h in state.params.items()}
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
-            numbers = _set_numbers(state, request.hypers, given, request.fused)
+            places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
+            self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
+            _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
-            self._mark_gradients(given, reals)
+            self._mark_gradients(given)
             leaves = tuple(
                 given[n] if isinstance(v, torch.Tensor) else v
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
+            numbers = self.watch.numbers
             groups = _groups(state)
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance())
-            with modules_seen(state.modules, request.precision), watch:
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers)
+            with modules_seen(state.modules, request.precision), self.watch.watching(given), watch:
                 call = take_apart(request.fn(*args, **kwargs))
-            if watch.refused is not None:
-                raise watch.refused  # the step has an `except` that took it for something else
-            chance.refuse_draws()
+                if watch.refused is not None:
+                    raise watch.refused  # the step has an `except` that took it for something else
+                chance.refuse_draws()
             _refuse_regrouped(groups, state)
-            _refuse_changed(numbers, state, plain)
             refuse_open_scalers(state.scalers.values())
-            self.results, self.result_leaves = (
-                call.structure,
-                [TensorLeaf if isinstance(v, torch.Tensor) else v for v in call.leaves],
-            )
+            leaves = [self.watch.leaf(v) for v in call.leaves]
+            self.results = call.structure
+            self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
-                *(v.detach() for v in call.leaves if isinstance(v, torch.Tensor)),
+                *(v.detach() for v in leaves if isinstance(v, torch.Tensor)),
+                *(v.detach() for v in self.watch.extra),
                 *self._finals(given),
                 *self._new_state(given),
             ]
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real value of a traced tensor, where it follows from integers of the batch."""
-        line = _calling_line()
-        return self.reader.known(tensor, show_line(*line) if line else "")
+        return self.reader.known(tensor, _calling_text())
 
     # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
@@ -191,22 +212,26 @@ class _Run:
                 optimizer = optimizers[i.optimizer]
                 optimizer.state[given[i.owner]][i.key] = _precise(optimizer, i, given[i.name])
 
-    def _mark_gradients(self, given: dict[str, torch.Tensor], reals: dict[str, torch.Tensor]) -> None:
+    def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
-                before, after = _torch.gradient_hooks(reals[name])
-                for hook in before:
-                    param.register_hook(hook)
-                for hook in after:
-                    param.register_post_accumulate_grad_hook(hook)
+                self._repeat_hooks(name, param)
 
                 def ready(grad: torch.Tensor, name: str = name) -> torch.Tensor:
                     self.contributed.add(name)
                     return GRAD_READY(grad, name)
 
                 param.register_hook(ready)
+
+    def _repeat_hooks(self, name: str, param: torch.Tensor) -> None:
+        """Hooks of the user's on a parameter act on its stand-in: before its gradient is complete, and once it is there."""
+        own = self._own[name]
+        for hook in _torch.tensor_hooks(own):
+            param.register_hook(hook)
+        for hook in _torch.accumulation_hooks(own):
+            param.register_post_accumulate_grad_hook(hook)
 
     # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
@@ -261,9 +286,8 @@ class _Run:
         for o, (label, optimizer) in enumerate(state.optimizers.items()):
             for name, held in state.params.items():
                 for key, value in optimizer.state.get(held.tensor, {}).items():
-                    made = (
-                        held_state.state_input(name, key, value, o, label) if isinstance(value, torch.Tensor) else None
-                    )
+                    tensor = isinstance(value, torch.Tensor) and value not in self.watch.numbers
+                    made = held_state.state_input(name, key, value, o, label) if tensor else None
                     if made and made.name not in given:
                         self.created.append(made)
                         out.append(value.detach())
@@ -286,10 +310,11 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: Chance,
+        known: Known, chance: Chance, numbers: Numbers,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
         self.refused: Exception | None = None
+        self._numbers = numbers
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -313,6 +338,13 @@ class _Watch(TorchFunctionMode):
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
+        if self._numbers:
+            made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_asked_by_user())
+            if made is not NotImplemented:
+                return made
+            if read:
+                self._numbers.refuse_read(args[0], read, _calling_text())
+            args = self._numbers.operands(func, args)
         if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
             value = self._known(args[0])
             if value is not None:
@@ -322,7 +354,15 @@ class _Watch(TorchFunctionMode):
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
                 ONE_GRAPH,
-                "return the tensor and read it after the call, or write the choice with torch.where",
+                "return the tensor and read it after the call, or write the choice with torch.where; "
+                "wholestep.callback(fn, tensor) calls fn with its value in each step",
+            )
+        if func in _TEXT and _torch.is_fake(args[0]) and _is_asked_by_user():
+            self._numbers.refuse_read(args[0], "text", _calling_text())
+            raise CaptureError(
+                f"the step makes text of a tensor of shape {tuple(args[0].shape)} while it is being captured",
+                "text of what is known before the step runs",
+                "return the tensor, or make the text in a function that is given to wholestep.callback",
             )
         args = [self._stand_in(a) for a in args]
         named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
@@ -334,6 +374,8 @@ class _Watch(TorchFunctionMode):
             return _set_data(args[0], args[1])
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
+        if isinstance(named.get("alpha"), torch.Tensor) and func in _SUBTRACT:  # a number that is known in each call
+            func, named = _SUBTRACT[func], {**named, "alpha": -named["alpha"]}
         return func(*args, **named)
 
 
@@ -364,11 +406,9 @@ def _precise(optimizer: torch.optim.Optimizer, given: Input, tensor: torch.Tenso
     return tensor.double() if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() else tensor
 
 
-def _set_numbers(
-    state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool
-) -> list[tuple[dict[str, Any], str, Any]]:
+def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:
     """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
-    optimizers, touched = list(state.optimizers.values()), list[tuple[dict[str, Any], str]]()
+    optimizers = list(state.optimizers.values())
     for group in (g for o in optimizers for g in o.param_groups):
         group.update({"capturable": True} if "capturable" in group else {})
         group.update({} if fused else {key: False for key in ("fused", "foreach") if key in group})
@@ -378,8 +418,6 @@ def _set_numbers(
         group[hyper.key] = (
             tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
         )
-        touched.append((group, hyper.key))
-    return [(group, key, group[key]) for group, key in touched]
 
 
 def _groups(state: StepState) -> list[list[int]]:
@@ -396,35 +434,31 @@ def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
             )
 
 
-def _refuse_changed(
-    numbers: list[tuple[dict[str, Any], str, Any]], state: StepState, plain: list[dict[Any, dict[str, Any]]]
-) -> None:
-    """Python numbers that the step itself changes would be frozen in the graph."""
-    for group, key, value in numbers:
-        if group[key] is not value:
-            raise CaptureError(
-                f"the step changes {key!r} of a parameter group (an LR scheduler's step(), perhaps)",
-                "scheduled numbers that are set between calls: they are read anew at each call",
-                "call scheduler.step() after the compiled step, not inside it",
-            )
-    for optimizer, entries in zip(state.optimizers.values(), plain, strict=True):
-        for param, entry in optimizer.state.items():
-            for key, value in entry.items():
-                if isinstance(value, (int, float)) and entries.get(param, {}).get(key) != value:
-                    raise CaptureError(
-                        f"optimizer {type(optimizer).__name__} keeps the Python number {key!r} in its state "
-                        "and changes it at every step",
-                        "optimizer state made of tensors, as torch.optim keeps it",
-                        f"store {key!r} as a 0-dim tensor",
-                    )
-
-
 def _calling_line() -> tuple[str, int] | None:
     """File and line of the innermost user frame on the stack."""
     frame = inspect.currentframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
+
+
+def _option_place(state: StepState, hyper: Hyper) -> Place:
+    optimizer = list(state.optimizers.values())[hyper.optimizer]
+    place = GroupPlace(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
+    return place if hyper.index is None else PartPlace(hyper.name, place, hyper.index)
+
+
+def _calling_text() -> str:
+    line = _calling_line()
+    return show_line(*line) if line else ""
+
+
+def _is_asked_by_user() -> bool:
+    """True where the user's code, not torch's own, asks for the text of a tensor."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def _user_frame(error: BaseException) -> str:

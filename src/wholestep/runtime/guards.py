@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,11 +13,23 @@ from torch.optim import Optimizer
 from .._torch import scaler_options
 from ..capture.capture import Capture
 from ..capture.find import Call, Structure
+from ..capture.places import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
 from .hooks import HookGuard
+from .host import HostWork
 
-VALUE_READ = "the value that the step reads at"
+
+@dataclass(frozen=True)
+class Missed:
+    """What a call differs in, where a value that keeps changing would cost captures without end.
+
+    `where` is a line or a path; `number` says that it is a place whose number could be carried.
+    """
+
+    what: str
+    where: str
+    number: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,9 +92,12 @@ class Guards:
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
     scalers: Sequence[tuple[torch.amp.GradScaler, tuple[object, ...]]] = ()
     hooks: HookGuard | None = None
+    host: HostWork = field(kw_only=True)
+    missed: Missed | None = None
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
+        self.missed = None
         if structure != self.structure:
             return "the arguments have another structure"
         for leaf, guard, name in zip(leaves, self.leaves, self.names, strict=True):
@@ -93,11 +108,21 @@ class Guards:
                 return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
         if now != self.ambient:
             return "autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed"
-        return self._check_held() or self._check_read(leaves)
+        return self._check_held() or self._check_host() or self._check_read(leaves)
+
+    def _check_host(self) -> str:
+        why, one = self.host.difference(), self.host.missed
+        if why and one is None:
+            self.missed = Missed("makes a choice", why)
+        elif why and one is not None:
+            number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
+            self.missed = Missed("depends on a value of Python", one.place.path, number)
+        return why
 
     def _check_read(self, leaves: Sequence[Any]) -> str:
         where = self.values.changed(dict(zip(self.names, leaves, strict=True))) if self.values else ""
-        return f"{VALUE_READ} {where} is another one" if where else ""
+        self.missed = Missed("reads a value of the batch", where) if where else None
+        return f"the value that the step reads at {where} is another one" if where else ""
 
     def _check_held(self) -> str:
         for module, training in self.modes:
@@ -154,10 +179,13 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
     params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
     groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
     grads = None if capture.fresh_grads else [p.grad is not None for p, _, _ in params]
+    carried = capture.effects.group_options()
+    numbers = [n for n in baked_numbers(state, capture.hypers) if (id(n[0]), n[1], n[2]) not in carried]
     return Guards(
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
-        baked_numbers(state, capture.hypers), groups, grads, now, capture.values,
+        numbers, groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
         [(s, scaler_options(s)) for s in state.scalers.values()],
         HookGuard([*(m for m, _ in all_modes(state)), *(p for p, _, _ in params), *state.optimizers.values()]),
+        host=HostWork(capture.effects, state),
     )  # fmt: skip

@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from .. import dtensor
 from ..backend.eager import Run
 from ..capture.capture import Capture
+from ..capture.effects import Effects
 from ..capture.find import put_together
+from ..capture.numbers import At
 from ..capture.trace import TensorLeaf
 from ..errors import StateError
-from ..graph.graph import LocalGraph, Role
+from ..graph.graph import Input, LocalGraph, Role
 from ..plan.plan import Plan
 from .flat import lay_side_by_side
 from .guards import Guards
@@ -54,13 +56,12 @@ class Program:
         self._grads = [i for i in inputs if i.role is Role.GRAD]
         self._batch = [at[i.name] for i in inputs if i.role is Role.BATCH]
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
-        self._numbers = [torch.zeros((), dtype=torch.float64) for i in inputs if i.role is Role.HYPER]
-        used = {i.name for i in inputs if i.role is Role.HYPER}
-        optimizers = list(self.capture.state.optimizers.values())
-        live = [h for h in self.capture.hypers if h.name in used]
-        self._sources = [(optimizers[h.optimizer], h.group, h.key, h.index) for h in live]
-        self._last: list[Any] = [None] * len(live)
-        self._count = sum(o.kind == "result" for o in self.local.outputs)
+        effects = self.capture.effects
+        self._works = effects if effects.works else None
+        self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
+        self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
+        self._count = sum(o.kind == "result" for o in self.local.outputs) - effects.extra
+        self._all_results = self._count + effects.extra
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
         self._single = (
             list(self.capture.result_leaves) == [TensorLeaf]
@@ -73,6 +74,18 @@ class Program:
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
         ]
         self.bind_state()
+
+    def _bind_numbers(self, given: Sequence[Input]) -> None:
+        """Where each number comes from: an option of a parameter group, or the host's program."""
+        self._numbers = [torch.zeros((), dtype=i.meta.dtype) for i in given]
+        optimizers = list(self.capture.state.optimizers.values())
+        hypers, made = {h.name: h for h in self.capture.hypers}, self.capture.effects.program.inputs
+        sources = [(at, hypers[i.name]) for at, i in enumerate(given) if i.name not in made]
+        self._sources = [(at, optimizers[h.optimizer], h.group, h.key, h.index) for at, h in sources]
+        self._computed = [(at, made[i.name]) for at, i in enumerate(given) if i.name in made]
+        self._last: list[Any] = [None] * len(given)
+        self._host: list[Any] = []
+        self._read_numbers()
 
     def bind_state(self) -> None:
         """Look up every tensor the program updates; those that someone replaced are placed as planned."""
@@ -138,14 +151,17 @@ class Program:
     def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat inputs of `run` for a call with these leaves."""
         leaves = leaves if self.deal is None else self.deal(leaves)
-        for i, (optimizer, number, key, index) in enumerate(self._sources):
+        grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
+        return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
+
+    def _read_numbers(self) -> None:
+        """Scheduled numbers as they are before the step, whose own schedulers come later."""
+        for i, optimizer, number, key, index in self._sources:
             value = optimizer.param_groups[number][key]
             value = value if index is None else value[index]
             if isinstance(value, torch.Tensor) or value != self._last[i]:
                 self._numbers[i].fill_(float(value))
                 self._last[i] = value
-        grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
-        return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
 
     def gather_lasting(self) -> list[Any]:
         """Those of the flat inputs that outlast a call.
@@ -164,6 +180,9 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run one step."""
+        self._read_numbers()
+        if self._works is not None:
+            self._prepare(self._works)
         inputs = self.gather_inputs(leaves)
         if self.stream is None:
             out = self.run(inputs)
@@ -174,13 +193,36 @@ class Program:
             if param.grad is not None:
                 param.grad = None
         if self._created:
-            self._keep_created(dict(zip(self._created, out[self._count :], strict=True)))
+            self._keep_created(dict(zip(self._created, out[self._all_results :], strict=True)))
+        if self._works is not None:
+            self._act(out[self._count : self._all_results])
         if self._single:
             return out[0]
         results = iter(out)
         return put_together(
-            self.capture.results, [next(results) if leaf is TensorLeaf else leaf for leaf in self.capture.result_leaves]
+            self.capture.results,
+            [
+                next(results) if leaf is TensorLeaf else self._host[leaf.index] if type(leaf) is At else leaf
+                for leaf in self.capture.result_leaves
+            ],
         )
+
+    def _prepare(self, effects: Effects) -> None:
+        """Compute the host's numbers; tensors that the step replaces are copied, and the copies are updated."""
+        self._host = effects.program.run()
+        for i, at in self._computed:
+            self._numbers[i].fill_(self._host[at])
+        for i in self._rebound:
+            self._held[i] = self._held[i].clone()
+
+    def _act(self, extra: Sequence[Any]) -> None:
+        """Tensors that the step replaces are other ones from now on; then the rest of what it does on the host."""
+        for i in self._rebound:
+            get, key, _ = self._slots[i]
+            container, _ = find_input(self._kept[i], self.capture.state)
+            container[key] = self._held[i]
+            self._slots[i] = get, key, self._held[i]
+        self.guards.host.finish(self._host, extra)
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ..cache.key import Situation
 from ..cache.program import Compiled
 from ..cache.ran import unwatched
 from ..capture.capture import Capture, capture_step, find_state
+from ..capture.effects import Promoted
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, find_hypers
@@ -44,7 +46,7 @@ from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
 from .decide import Decided, decide, lacks_machine, with_machine
 from .finish import Finisher
-from .guards import VALUE_READ, ambient, guards_of
+from .guards import Missed, ambient, guards_of
 from .handed import Handed
 from .launch import World, join
 from .notice import notice
@@ -81,6 +83,8 @@ class CompiledStep:
         self._agreed: list[list[str]] = []
         self._label, self._round = "", 0
         self._promoted: set[str] = {"lr"}
+        self._carried, self._changing = Promoted(), Promoted()
+        self._missed = Counter[str]()
         self._met = WeakSet[Optimizer]()
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
@@ -161,7 +165,7 @@ class CompiledStep:
     def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
         if self.programs:
             now = ambient(self.programs[-1].world.device, sizes)
-            newest = ""
+            newest, missed = "", None
             for i in range(len(self.programs) - 1, -1, -1):
                 program = self.programs[i]
                 why = program.guards.check(call.structure, call.leaves, now) or program.refresh()
@@ -169,21 +173,24 @@ class CompiledStep:
                     if i != len(self.programs) - 1:
                         self.programs.append(self.programs.pop(i))
                     return program
-                newest = newest or why
+                newest, missed = (newest, missed) if newest else (why, program.guards.missed)
             self.misses.append(newest)
-            self._refuse_endless_captures()
+            self._note_change(missed)
         return self._build(args, kwargs, sizes)
 
-    def _refuse_endless_captures(self) -> None:
-        """A value that the step reads and that keeps changing would cost a capture in almost every call."""
-        changed = [why for why in self.misses if why.startswith(VALUE_READ)]
-        if len(changed) >= MOST_VALUES:
-            where = changed[-1].removeprefix(VALUE_READ).removesuffix("is another one").strip()
+    def _note_change(self, missed: Missed | None) -> None:
+        """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
+        if missed is None:
+            return
+        if missed.number:
+            self._changing |= Promoted(frozenset([missed.where]))
+        self._missed[missed.where] += 1
+        if self._missed[missed.where] >= MOST_VALUES:
             raise CaptureError(
-                f"the step reads a value of the batch that keeps changing: {MOST_VALUES} captures so far",
-                "values that say what kind of batch it is, of which there are few",
+                f"the step {missed.what} that keeps changing: {MOST_VALUES} captures so far",
+                "values that say what kind of call it is, of which there are few",
                 "compute with the tensor instead of its value, or pass the value as a Python number",
-                where,
+                missed.where,
             )
 
     # -- what was made -----------------------------------------------------------------
@@ -286,6 +293,7 @@ class CompiledStep:
         with self._stage("capture"):
             captured = self._capture(args, kwargs, world, sizes)
         self.captures += 1
+        self._carried |= captured.effects.carried
         self._dumped = 0
         self._dump("1-train-graph", captured.graph)
         decided = self._decide(captured, world) if options.auto is not None else None
@@ -340,20 +348,21 @@ class CompiledStep:
         whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         self._promote_changed()
         hypers = find_hypers(state, sorted(self._promoted))
-        tries: list[Sequence[Hyper]] = [hypers, find_hypers(state, ["lr"]), []]
+        tries: list[tuple[Sequence[Hyper], Promoted]] = [(hypers, self._carried | self._changing)]
+        tries += [(n, self._carried) for n in (hypers, find_hypers(state, ["lr"]), [])][not self._changing :]
         error: CaptureError | None = None
-        for numbers in tries:
+        for numbers, promoted in tries:
             try:
                 with overridden(state, options.module_overrides):
                     return capture_step(
                         self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
                         precision=options.parallel.options.mixed_precision, keep_grads=options.keep_grads,
                         fused=options.backend != "inductor" and all(h.key == "lr" for h in numbers),
-                        whole=whole, host_state=options.parallel.options.offload is not None,
+                        whole=whole, host_state=options.parallel.options.offload is not None, promoted=promoted,
                     )  # fmt: skip
             except CaptureError as failed:
                 error = error or failed
-                if not _about_numbers(failed) or not numbers:
+                if not _about_numbers(failed) and not (self._changing and len(tries) == 4):
                     break
         assert error is not None, "a capture returned or raised"
         raise error

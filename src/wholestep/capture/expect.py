@@ -1,0 +1,112 @@
+"""What a captured step takes for granted about Python values, each with the place where it is looked up."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ..graph.meta import meta_of
+from .places import MISSING, SIMPLE, Place, shown
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A value that a place has to have again.
+
+    `kind` says how: "equal" (a plain value), "is" (the very object, or nothing), "type" (a number of this type),
+    "tensor" (one of this shape, type and device: `value` is its TensorMeta), "size" (the container at `place.holder`
+    has so many items), "content" (it holds the same items; `value` has them).
+    """
+
+    place: Place
+    kind: str
+    value: Any
+
+    @property
+    def holds(self) -> bool:
+        """True when it is so now."""
+        if self.kind == "content":
+            return _same_content(self.value, self.place.holder)
+        if self.kind == "size":
+            return len(self.place.holder) == self.value
+        now = self.place.get()
+        if self.kind == "type":
+            return type(now) is self.value
+        if self.kind == "tensor":
+            return isinstance(now, torch.Tensor) and meta_of(now) == self.value
+        return now is self.value or (self.kind == "equal" and type(now) is type(self.value) and now == self.value)
+
+    @property
+    def difference(self) -> str:
+        """What is otherwise now, for a log."""
+        if self.kind in ("content", "size"):
+            return f"{self.place.path} holds other items"
+        was = self.value.__name__ if self.kind == "type" else shown(self.value)
+        if self.kind == "tensor":
+            was = f"a tensor {tuple(self.value.shape)} {self.value.dtype}"
+        return f"{self.place.path} is {shown(self.place.get())}, it was {was}"
+
+
+def expect(place: Place, value: Any) -> Expected:
+    """That `place` holds `value` again."""
+    return Expected(place, "equal" if isinstance(value, SIMPLE) and value is not None else "is", value)
+
+
+def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator[Expected]:
+    """That containers hold the same items again: `value`, and those inside it.
+
+    `carried` has, by the identity of a container, keys whose items the step itself changes.
+    """
+    own = carried.get(id(value), set[Any]())
+    if isinstance(value, (dict, list)):
+        held = {k: v for k, v in _items(value) if k not in own}
+        yield Expected(Place(path, value, None), "content", (held, frozenset(own)))
+    elif isinstance(value, _CONTAINERS):
+        yield Expected(Place(path, value, None), "content", cast(Any, value).copy())
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in _items(value):
+            if isinstance(item, (*_CONTAINERS, tuple)) and key not in own:
+                yield from contents(item, f"{path}[{key!r}]", carried)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    held = cast("dict[Any, Any] | Sequence[Any]", value)
+    return list(held.items() if isinstance(held, dict) else enumerate(held))
+
+
+def _same_content(expected: Any, now: Any) -> bool:
+    if isinstance(expected, tuple):
+        held, own = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
+        found = {k: v for k, v in _items(now) if k not in own}
+        return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
+    if isinstance(now, deque):
+        return len(expected) == len(cast("deque[Any]", now)) and all(map(_same_item, expected, now))
+    return bool(expected == now)
+
+
+def _same_item(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
+
+
+def given_away(functions: Sequence[Callable[..., Any]]) -> set[int]:
+    """Containers that belong to callbacks: what they are bound to, and what they close over."""
+    out: set[int] = set()
+    for fn in functions:
+        out.add(id(getattr(fn, "__self__", None)))
+        if isinstance(fn, functools.partial):
+            out |= given_away([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
+        if isinstance(fn, types.FunctionType):
+            for cell in fn.__closure__ or ():
+                try:
+                    out.add(id(cell.cell_contents))
+                except ValueError:
+                    continue
+    return out

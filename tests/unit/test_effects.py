@@ -1,0 +1,1051 @@
+"""What Python does around the tensors: every kind is done in each call as eager does it, or refused with the line."""
+
+import gc
+import math
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import wholestep as ws
+
+CALLS = 6
+
+
+def halve_gradient(param: torch.Tensor) -> None:
+    param.grad.mul_(0.5)
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(3, 4, generator=generator) for _ in range(CALLS)]
+
+
+class World:
+    """A trainer with a model, an optimizer, and places for anything else."""
+
+    def __init__(self, optimizer: Callable[..., Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        make = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        self.optimizer = make(self.model.parameters())
+        self.n = 0
+        self.scale = 1.0
+
+    def update(self, x: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean() * factor
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def step(self, x: torch.Tensor) -> Any:
+        return self.update(x)
+
+
+CASES: dict[str, type[World]] = {}
+REFUSED: dict[str, tuple[type[World], str]] = {}
+
+
+def case(cls: type[World]) -> type[World]:
+    CASES[cls.__name__] = cls
+    return cls
+
+
+def refused(text: str) -> Callable[[type[World]], type[World]]:
+    def note(cls: type[World]) -> type[World]:
+        REFUSED[cls.__name__] = cls, text
+        return cls
+
+    return note
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+@case
+class Counter(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x)
+
+
+@case
+class CounterUsed(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x, 1.0 / self.n)
+
+
+@case
+class CounterWarmup(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x, min(1.0, self.n / 4))
+
+
+@case
+class CounterBranch(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x, 0.5 if self.n % 3 == 0 else 1.0)
+
+
+@case
+class MathOnCounter(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x, 0.5 * (1 + math.cos(math.pi * self.n / 10)))
+
+
+@case
+class NumberReturned(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x), self.n, {"half": self.n / 2}
+
+
+@case
+class EmaOfLoss(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.scale = 0.9 * self.scale + 0.1 * loss
+        return loss
+
+
+@case
+class EmaStartsAsNone(World):
+    ema = None
+
+    def step(self, x):
+        loss = self.update(x)
+        self.ema = loss if self.ema is None else 0.9 * self.ema + 0.1 * loss
+        return loss
+
+
+@case
+class LastLossKept(World):
+    def step(self, x):
+        self.last = self.update(x)
+        return self.last * 2
+
+
+@case
+class TensorInPlace(World):
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def step(self, x):
+        loss = self.update(x)
+        self.total += loss
+        return loss
+
+
+@case
+class TensorReplaced(World):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(2)
+        self.kept = []
+
+    def step(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * self.model(x).mean(0).detach()
+        return self.update(x)
+
+
+@case
+class ModuleCounter(World):
+    def __init__(self):
+        super().__init__()
+
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.calls, self.inner = 0, nn.Linear(4, 4)
+
+            def forward(self, x):
+                self.calls += 1
+                return self.inner(x) / self.calls
+
+        self.model = nn.Sequential(Counting(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+
+
+@case
+class ModuleCache(World):
+    """A table that the module makes at its first use and keeps."""
+
+    def __init__(self):
+        super().__init__()
+
+        class Cached(nn.Module):
+            table = None
+
+            def forward(self, x):
+                if self.table is None:
+                    self.table = torch.arange(4.0)
+                return x + self.table
+
+        self.model = nn.Sequential(Cached(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+
+
+@case
+class AuxLossList(World):
+    def step(self, x):
+        self.aux = []
+        for _ in range(2):
+            self.aux.append(self.model(x).mean().detach())
+        return self.update(x)
+
+
+@case
+class DictOfStats(World):
+    def __init__(self):
+        super().__init__()
+        self.stats = {"n": 0, "loss": None}
+
+    def step(self, x):
+        self.stats["loss"] = self.update(x)
+        self.stats["n"] += x.shape[0]
+        return self.stats["loss"]
+
+
+@case
+class DefaultDictCounts(World):
+    def __init__(self):
+        super().__init__()
+        self.counts = defaultdict(int)
+
+    def step(self, x):
+        self.counts["seen"] += 1
+        return self.update(x)
+
+
+@case
+class ListItem(World):
+    def __init__(self):
+        super().__init__()
+        self.slots = [0.0, 1.0]
+
+    def step(self, x):
+        loss = self.update(x, self.slots[1])
+        self.slots[1] = self.slots[1] * 0.9
+        return loss
+
+
+@case
+class FlagSet(World):
+    started = False
+
+    def step(self, x):
+        factor = 1.0 if self.started else 0.1
+        self.started = True
+        return self.update(x, factor)
+
+
+@case
+class PhaseByName(World):
+    phase = "warm"
+
+    def step(self, x):
+        factor = 0.1 if self.phase == "warm" else 1.0
+        self.phase = "main"
+        return self.update(x, factor)
+
+
+@case
+class Setattr(World):
+    def step(self, x):
+        setattr(self, "n", getattr(self, "n") + 2)  # noqa: B009, B010
+        return self.update(x, 1 / self.n)
+
+
+@case
+class VarsOfSelf(World):
+    def step(self, x):
+        vars(self)["n"] += 1
+        return self.update(x, 1 / vars(self)["n"])
+
+
+@case
+class PropertyBehind(World):
+    @property
+    def count(self):
+        return self.n
+
+    @count.setter
+    def count(self, value):
+        self.n = value
+
+    def step(self, x):
+        self.count += 1
+        return self.update(x, 1 / self.count)
+
+
+@case
+class ClassAttribute(World):
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).made = 0
+
+    def step(self, x):
+        type(self).made += 1
+        return self.update(x, 1 / type(self).made)
+
+
+@dataclass
+class Progress:
+    steps: int = 0
+    best: float = 10.0
+    history: list[float] = field(default_factory=list)
+
+
+@case
+class DataclassField(World):
+    def __init__(self):
+        super().__init__()
+        self.progress = Progress()
+
+    def step(self, x):
+        self.progress.steps += 1
+        return self.update(x, 1 / self.progress.steps)
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+@case
+class SlotOfObject(World):
+    def __init__(self):
+        super().__init__()
+        self.inner = Slotted()
+
+    def step(self, x):
+        self.inner.n += 1
+        return self.update(x, 1 / self.inner.n)
+
+
+@case
+class Namespace(World):
+    def __init__(self):
+        super().__init__()
+        self.inner = types.SimpleNamespace(deep=types.SimpleNamespace(k=1.0))
+
+    def step(self, x):
+        self.inner.deep.k *= 0.5
+        return self.update(x, self.inner.deep.k)
+
+
+@case
+class Deleted(World):
+    def __init__(self):
+        super().__init__()
+        self.once = 3.0
+
+    def step(self, x):
+        factor = 1.0
+        if hasattr(self, "once"):
+            factor = self.once
+            del self.once
+        return self.update(x, factor)
+
+
+@case
+class ChangedFromOutside(World):
+    def between(self, call):
+        self.scale = 1.0 / (call + 2)
+
+    def step(self, x):
+        return self.update(x, self.scale)
+
+
+@case
+class ModuleOptionFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(0.1), nn.Linear(5, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def between(self, call):
+        self.model[1].negative_slope = 0.1 * (call % 3)
+
+
+@case
+class ModuleReplacedFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def between(self, call):
+        if call == 2:
+            self.model[1] = nn.ReLU()
+
+
+@case
+class FunctionReplacedFromOutside(World):
+    activation = staticmethod(torch.tanh)
+
+    def between(self, call):
+        if call == 3:
+            self.activation = torch.relu
+
+    def step(self, x):
+        return self.update(self.activation(x))
+
+
+@case
+class HookAddedFromOutside(World):
+    def between(self, call):
+        if call == 2:
+            self.model[0].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+@case
+class DictItemFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.config = {"factor": 1.0, "names": ["a"]}
+
+    def between(self, call):
+        self.config["factor"] = 1.0 / (1 + call // 3)
+
+    def step(self, x):
+        return self.update(x, self.config["factor"])
+
+
+@case
+class TensorReplacedFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.ones(4)
+
+    def between(self, call):
+        if call == 2:
+            self.weights = torch.full((4,), 0.5)
+
+    def step(self, x):
+        return self.update(x * self.weights)
+
+
+# -- closures, globals, defaults -----------------------------------------------------------------------------------------
+@case
+class Nonlocal(World):
+    def __init__(self):
+        super().__init__()
+        count = 0
+
+        def step(x):
+            nonlocal count
+            count += 1
+            return self.update(x, 1 / count), count
+
+        self.step = step
+
+
+STEPS = 0
+TOTALS = {"n": 0.0}
+
+
+@case
+class Global(World):
+    def __init__(self):
+        super().__init__()
+        global STEPS
+        STEPS = 0
+
+    def step(self, x):
+        global STEPS
+        STEPS += 1
+        return self.update(x, 1 / STEPS)
+
+
+@case
+class GlobalDict(World):
+    def __init__(self):
+        super().__init__()
+        TOTALS["n"] = 0.0
+
+    def step(self, x):
+        loss = self.update(x)
+        TOTALS["n"] += 0.5
+        return loss, TOTALS["n"]
+
+
+@case
+class FunctionAttribute(World):
+    def __init__(self):
+        super().__init__()
+
+        def step(x):
+            step.calls += 1
+            return self.update(x, 1 / step.calls)
+
+        step.calls = 0
+        self.step = step
+
+
+@case
+class MutableDefault(World):
+    def __init__(self):
+        super().__init__()
+
+        def step(x, counts={"n": 0}):  # noqa: B006
+            counts["n"] += 1
+            return self.update(x, 1 / counts["n"])
+
+        step.__defaults__[0]["n"] = 0
+        self.step = step
+
+
+@case
+class HelperWithClosure(World):
+    def __init__(self):
+        super().__init__()
+        seen = {"n": 0}
+
+        def scale():
+            seen["n"] += 1
+            return 1 / seen["n"]
+
+        self.step = lambda x: self.update(x, scale())
+
+
+# -- optimizers and groups ---------------------------------------------------------------------------------------------
+class GroupCounts(torch.optim.Optimizer):
+    """Keeps its step in the group, as many of the ecosystem do."""
+
+    def __init__(self, params, lr=0.05, beta=0.9):
+        super().__init__(params, dict(lr=lr, beta=beta))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            correction = 1 - group["beta"] ** group["step"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                state["mean"].mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
+                p.add_(state["mean"], alpha=-group["lr"] / math.sqrt(correction))
+
+
+class StateCounts(GroupCounts):
+    """Keeps its step in the state of each parameter, as a Python number."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 1 - group["beta"])
+                p.add_(state["mean"] / (1 - group["beta"] ** state["step"]), alpha=-group["lr"])
+
+
+class WeightSum(GroupCounts):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("weight_sum", 0.0)
+            group.setdefault("k", 0)
+            weight = (group["k"] + 1) ** 0.5 * group["lr"] ** 2
+            group["weight_sum"] += weight
+            ratio = weight / group["weight_sum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                state["z"].sub_(p.grad, alpha=group["lr"])
+                p.lerp_(state["z"], ratio)
+            group["k"] += 1
+
+
+class AttributeCounts(GroupCounts):
+    def __init__(self, params):
+        super().__init__(params)
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.updates += 1
+        for p in (p for g in self.param_groups for p in g["params"]):
+            p.sub_(p.grad, alpha=0.1 / self.updates)
+
+
+def with_optimizer(name: str, make: Callable[..., Any]) -> None:
+    CASES[name] = type(name, (World,), {"__init__": lambda self: World.__init__(self, make)})
+
+
+for made in (GroupCounts, StateCounts, WeightSum, AttributeCounts):
+    with_optimizer(made.__name__, made)
+
+
+@case
+class RateChangedInside(World):
+    def step(self, x):
+        loss = self.update(x)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        return loss
+
+
+@case
+class DecayChangedInside(World):
+    def __init__(self):
+        super().__init__(lambda params: torch.optim.AdamW(params, lr=0.05))
+
+    def step(self, x):
+        loss = self.update(x)
+        self.optimizer.param_groups[0]["weight_decay"] *= 2.0
+        return loss
+
+
+@case
+class RateBySteps(World):
+    def step(self, x):
+        self.n += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (self.n // 2)
+        return self.update(x), self.optimizer.param_groups[0]["lr"]
+
+
+# -- schedulers ----------------------------------------------------------------------------------------------------------
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: MultiStepLR(o, [1, 3], 0.5),
+    "ConstantLR": lambda o: ConstantLR(o, 0.3, 2),
+    "LinearLR": lambda o: LinearLR(o, 0.3, 1.0, 4),
+    "ExponentialLR": lambda o: ExponentialLR(o, 0.8),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 5),
+    "LambdaLR": lambda o: LambdaLR(o, lambda n: 1 / (n + 1)),
+    "PolynomialLR": lambda o: PolynomialLR(o, 5),
+    "OneCycleLR": lambda o: OneCycleLR(o, 0.3, total_steps=10),
+    "CyclicLR": lambda o: CyclicLR(o, 0.01, 0.2, step_size_up=2),
+    "WarmRestarts": lambda o: CosineAnnealingWarmRestarts(o, 3),
+    "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 2), ExponentialLR(o, 0.5)], [2]),
+    "ChainedScheduler": lambda o: ChainedScheduler([LinearLR(o, 0.1, 1.0, 2), ExponentialLR(o, 0.8)]),
+}
+
+
+def with_scheduler(name: str, make: Callable[[Any], Any], first: bool) -> None:
+    class Scheduled(World):
+        def __init__(self):
+            super().__init__()
+            self.scheduler = make(self.optimizer)
+
+        def step(self, x):
+            if first:
+                self.scheduler.step()
+                return self.update(x), self.scheduler.get_last_lr()
+            before = self.scheduler.get_last_lr()[0]
+            loss = self.update(x)
+            self.scheduler.step()
+            return loss, before, self.optimizer.param_groups[0]["lr"], getattr(self.scheduler, "last_epoch", 0)
+
+    CASES[f"{name}{'First' if first else ''}"] = Scheduled
+
+
+for key, value in SCHEDULERS.items():
+    with_scheduler(key, value, False)
+    if key in ("StepLR", "CosineAnnealingLR", "OneCycleLR", "LambdaLR"):
+        with_scheduler(key, value, True)
+
+
+@case
+class SchedulerEverySecondStep(World):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = ExponentialLR(self.optimizer, 0.5)
+
+    def step(self, x):
+        loss = self.update(x)
+        self.n += 1
+        if self.n % 2 == 0:
+            self.scheduler.step()
+        return loss
+
+
+@case
+class SchedulerBetweenTwoUpdates(World):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = ExponentialLR(self.optimizer, 0.5)
+
+    def step(self, x):
+        first = self.update(x)
+        self.scheduler.step()
+        return first, self.update(x)
+
+
+# -- calls on the host -----------------------------------------------------------------------------------------------------
+@case
+class Callback(World):
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def step(self, x):
+        loss = self.update(x)
+        self.n += 1
+        ws.callback(self.log.append, loss)
+        ws.callback(lambda *values, tag: self.log.append((*values, tag)), loss * 2, self.n, "text", tag=self.n / 2)
+        return loss
+
+
+@case
+class PrintOfNumbers(World):
+    def __init__(self):
+        super().__init__()
+        self.n, self.sink = 0, Sink([])
+
+    def step(self, x):
+        self.n += 1
+        print("step", self.n, file=self.sink)
+        return self.update(x)
+
+
+class Sink:
+    def __init__(self, lines):
+        self.lines = lines
+
+    def write(self, text):
+        self.lines.append(text)
+
+
+# -- modules and parameters ------------------------------------------------------------------------------------------------
+@case
+class ModeChangedInside(World):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x):
+        self.model.train()
+        loss = self.update(x)
+        self.model.eval()
+        return loss, self.model(x).detach()
+
+
+@case
+class FrozenInside(World):
+    def step(self, x):
+        self.model[0].requires_grad_(False)
+        return self.update(x)
+
+
+@case
+class FrozenForAWhile(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.model[0].requires_grad_(False)
+        self.optimizer.zero_grad()
+        self.model(x).mean().backward()
+        self.optimizer.step()
+        self.model[0].requires_grad_(True)
+        return loss
+
+
+@case
+class ParameterHook(World):
+    def __init__(self):
+        super().__init__()
+        for p in self.model.parameters():
+            p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+@case
+class BufferRegisteredAsNone(World):
+    def __init__(self):
+        super().__init__()
+
+        class Tracks(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("mean", None)
+
+            def forward(self, x):
+                self.mean = x.mean(0).detach()
+                return x - self.mean
+
+        self.model = nn.Sequential(Tracks(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------------
+@refused("self.log: 0 items -> 1 items")
+class ListGrows(World):
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def step(self, x):
+        loss = self.update(x)
+        self.log.append(loss)  # here
+        return loss
+
+
+@refused("self.seen")
+class SetGrows(World):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def step(self, x):
+        self.seen.add(x.shape)  # here
+        return self.update(x)
+
+
+@refused("self.recent")
+class DequeGrows(World):
+    def __init__(self):
+        super().__init__()
+        self.recent = deque(maxlen=3)
+
+    def step(self, x):
+        loss = self.update(x)
+        self.recent.append(loss)  # here
+        return loss
+
+
+@refused("self.data")
+class IteratorAdvances(World):
+    def __init__(self):
+        super().__init__()
+        self.data = iter(batches())
+
+    def step(self, x):
+        return self.update(next(self.data))  # here
+
+
+@refused("self.data")
+class GeneratorAdvances(World):
+    def __init__(self):
+        super().__init__()
+        self.data = (b for b in batches())
+
+    def step(self, x):
+        return self.update(next(self.data))  # here
+
+
+@refused("reads self.n, a number that changes between calls, with use as an index")
+class CounterAsIndex(World):
+    def step(self, x):
+        self.n += 1
+        return self.update(x[: self.n % 2 + 1], [1.0, 0.5][self.n % 2])  # here
+
+
+@refused("reads self.n, a number that changes between calls")
+class CounterInText(World):
+    def step(self, x):
+        self.n += 1
+        self.label = f"step {self.n}"  # here
+        return self.update(x)
+
+
+@refused("the step prints a tensor")
+class PrintsTensor(World):
+    def step(self, x):
+        loss = self.update(x)
+        print("loss", loss)  # here
+        return loss
+
+
+@refused("the step reads the clock with time.perf_counter()")
+class ReadsClock(World):
+    def step(self, x):
+        import time
+
+        began = time.perf_counter()  # here
+        loss = self.update(x)
+        self.seconds = time.perf_counter() - began
+        return loss
+
+
+@refused("the step calls ReduceLROnPlateau.step")
+class Plateau(World):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = ReduceLROnPlateau(self.optimizer)
+
+    def step(self, x):
+        loss = self.update(x)
+        self.scheduler.step(loss)  # here
+        return loss
+
+
+@refused("an object that the step makes")
+class ObjectMade(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.inner = Slotted()  # here
+        return loss
+
+
+@refused("self.model")
+class ModuleSwapped(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.model[1] = nn.ReLU()  # here
+        return loss
+
+
+@refused("the old container may have been read")
+class ListRebuilt(World):
+    def __init__(self):
+        super().__init__()
+        self.recent = [1.0, 1.0]
+
+    def step(self, x):
+        self.recent = [*self.recent[1:], self.recent[0] * 0.5]  # here
+        return self.update(x, self.recent[0])
+
+
+@case
+class AccumulateHook(World):
+    def __init__(self):
+        super().__init__()
+        for p in self.model.parameters():
+            p.register_post_accumulate_grad_hook(halve_gradient)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------------
+def observed(world: World) -> Any:
+    """Everything that can be seen from outside, tensors copied."""
+    found: dict[str, Any] = {}
+    for name, p in [*world.model.named_parameters(), *world.model.named_buffers()]:
+        found[name] = p.detach().clone(), p.requires_grad
+    for key, value in vars(world).items():
+        if key not in ("model", "optimizer", "scheduler", "step", "data"):
+            found[key] = copied(value)
+    for i, module in enumerate(world.model.modules()):
+        found[f"module {i}"] = {k: copied(v) for k, v in vars(module).items() if not k.startswith("_") and k != "inner"}
+    for group in world.optimizer.param_groups:
+        found["group"] = {k: copied(v) for k, v in group.items() if k not in ("params", "capturable")}
+    found["state"] = [
+        {k: copied(v) for k, v in entry.items()}
+        for p in (p for g in world.optimizer.param_groups for p in g["params"])
+        if (entry := world.optimizer.state.get(p))
+    ]
+    found["class"] = getattr(type(world), "made", None), STEPS, dict(TOTALS)
+    return found
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (list, tuple, deque)):
+        return [copied(v) for v in value]
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (types.SimpleNamespace, Progress)):
+        return {k: copied(v) for k, v in vars(value).items()}
+    if isinstance(value, Slotted):
+        return value.n
+    if isinstance(value, Sink):
+        return copied(value.lines)
+    return value if isinstance(value, (int, float, str, bool, type(None), set)) else type(value).__name__
+
+
+def compare(ours: Any, theirs: Any, path: str) -> None:
+    assert type(ours) is type(theirs), f"{path}: {ours!r} in place of {theirs!r}"
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key in ours:
+            compare(ours[key], theirs[key], f"{path}[{key!r}]")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            compare(a, b, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda text: f"{path}: {text}")
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, rel=1e-12), path
+    else:
+        assert ours == theirs, path
+
+
+def fakes_in(*roots: Any) -> list[str]:
+    """Fake tensors that objects of the user's lead to, by a walk of its own."""
+    seen, found, waiting = set[int](), list[str](), list(roots)
+    while waiting:
+        value = waiting.pop()
+        module = type(value).__module__
+        skip = isinstance(value, (type, types.ModuleType, types.CodeType, types.FrameType)) or module.startswith(
+            "wholestep"
+        )
+        if id(value) in seen or skip or isinstance(value, dict) and value.get("__name__") == __name__:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FakeTensor):
+            found.append(repr(value))
+        waiting += gc.get_referents(value)
+    return found
+
+
+def train(world: World, step: Callable[[torch.Tensor], Any]) -> list[Any]:
+    out: list[Any] = []
+    for call, x in enumerate(batches()):
+        out.append((copied(step(x)), observed(world)))
+        getattr(world, "between", lambda call: None)(call)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", CASES)
+def test_is_done_in_each_call_as_eager_does_it(name: str) -> None:
+    eager = CASES[name]()
+    expected = train(eager, eager.step)
+    world = CASES[name]()
+    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer)
+    found = train(world, step)
+    assert not fakes_in(world)
+    for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        compare(ours, theirs, f"call {call}")
+    assert step.captures <= 4, step.misses
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_with_the_line(name: str) -> None:
+    kind, text = REFUSED[name]
+    world = kind()
+    before = observed(world)
+    with pytest.raises(ws.CaptureError) as error:
+        ws.compile(world.step)(batches()[0])
+    assert text in str(error.value)
+    if name != "AccumulateHook":
+        assert __file__ in error.value.where, error.value
+        assert error.value.where.endswith("# here"), error.value
+    assert not fakes_in(world)
+    compare(observed(world), before, "after the refusal")
