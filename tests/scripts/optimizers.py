@@ -225,7 +225,7 @@ ROWS = (
     Row(G, "`scheduler.step()` inside the step", steps(scheduled_inside, with_scheduler), ranks=True),
     Row(G, "`ReduceLROnPlateau` between calls", plateau),
     Row(G, 'sets `param_groups[0]["lr"]` between calls', rate_between, ranks=True),
-    Row(G, 'sets `param_groups[0]["lr"]` inside the step', steps(rate_inside), runs=False),
+    Row(G, 'sets `param_groups[0]["lr"]` inside the step', steps(rate_inside)),
     Row(G, "`add_param_group` between calls", group_between),
     Row(G, "`add_param_group` inside the step", steps(group_inside), runs=False),
     Row(G, "unfreezes layers between calls", unfrozen_between),

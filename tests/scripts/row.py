@@ -77,7 +77,7 @@ def cell(row: Row) -> str:
     if row.before is not None:
         refused = outcome(row.before())
         assert refused != "yes", f"{row.what!r} runs without the line that it is said to need"
-        found = f"{found}, with {row.line} (else: {refused})"
+        found = f"{found}, with: {row.line} (else: {refused})"
     elif found != "yes":
         found = f"no: {found}" + (f". Instead: {row.line}" if row.line else "")
     elif row.line:
