@@ -149,7 +149,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
 
 
 def test_the_comparison_can_fail() -> None:
-    with pytest.raises(RankError, match="0"):
+    with pytest.raises(RankError, match="rank 0 differs"):
         run_ranks(not_averaged, 2)
 
 
@@ -162,4 +162,5 @@ def not_averaged(rank: int, world: int) -> None:
     step = ws.compile(lambda m, o, x: update(o, m(x).square().mean()))
     step(model, optimizer, x)
     update(other_optimizer, other(x).square().mean())
-    assert [relative(whole(a), b.detach()) for a, b in zip(model.parameters(), other.parameters(), strict=True)] == [0.0]
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(relative(whole(a), b.detach()) <= 1e-10 for a, b in pairs), "rank 0 differs"

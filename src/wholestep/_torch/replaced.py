@@ -50,7 +50,8 @@ def replaced(forms: Mapping[str, Method]) -> Generator[None]:
     try:
         for name, form in forms.items():
             for owner, attribute in _places(name):
-                original, run = vars(owner).get(attribute), _bound(form, getattr(owner, attribute))
+                original: Any = vars(owner).get(attribute)
+                run = _bound(form, getattr(owner, attribute))
                 undo.append((owner, attribute, original))
                 setattr(owner, attribute, staticmethod(run) if isinstance(original, staticmethod) else run)
         with _uncompiled():
