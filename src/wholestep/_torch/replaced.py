@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.optim._adafactor
@@ -50,7 +50,7 @@ def replaced(forms: Mapping[str, Method]) -> Generator[None]:
     try:
         for name, form in forms.items():
             for owner, attribute in _places(name):
-                original: Any = vars(owner).get(attribute)
+                original: Any = cast(dict[str, Any], vars(owner)).get(attribute)
                 run = _bound(form, getattr(owner, attribute))
                 undo.append((owner, attribute, original))
                 setattr(owner, attribute, staticmethod(run) if isinstance(original, staticmethod) else run)
