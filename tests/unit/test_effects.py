@@ -34,6 +34,10 @@ import wholestep as ws
 CALLS = 6
 
 
+def halve_gradient(param: torch.Tensor) -> None:
+    param.grad.mul_(0.5)
+
+
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(3, 4, generator=generator) for _ in range(CALLS)]
@@ -928,12 +932,12 @@ class ListRebuilt(World):
         return self.update(x, self.recent[0])
 
 
-@refused("register_post_accumulate_grad_hook")
+@case
 class AccumulateHook(World):
     def __init__(self):
         super().__init__()
         for p in self.model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: None)
+            p.register_post_accumulate_grad_hook(halve_gradient)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -328,8 +328,8 @@ def test_a_value_that_differs_between_ranks_may_not_reach_a_parameter():
 def test_modules_wrapped_for_something_else():
     model, optimizer = make()
     with pytest.raises(ws.StateError) as caught:
-        ws.compile(plain)(torch.compile(model), optimizer, torch.randn(3, 4))
-    assert text(caught).splitlines()[0] == "module 'OptimizedModule' is compiled by torch.compile"
+        ws.compile(plain)(nn.DataParallel(model), optimizer, torch.randn(3, 4))
+    assert text(caught).splitlines()[0] == "module 'DataParallel' is wrapped in DataParallel"
 
 
 def test_a_batch_of_another_structure_is_captured_again():

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -245,3 +246,21 @@ def test_learned_positions_are_gathered():
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")))
     counts = {kind: total.count for kind, total in local.collectives().items()}
     assert counts == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}, "the norm of the gradients alone"
+
+
+def test_buffers_that_follow_from_no_batch_are_the_same_on_all_ranks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, use_buffers=True, avg_fn=torch.optim.swa_utils.get_ema_avg_fn()
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: Any, average: Any, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+    planned = ws.plan(ws.capture(step, model, optimizer, average, torch.ones(3, 4)), "dp=2")
+    own = {name for name, layout in planned.rest.items() if layout.varies}
+    statistics = {f"1.{name}" for name in ("running_mean", "running_var")}
+    assert own == {f"model.{n}" for n in statistics} | {f"average.module.{n}" for n in statistics} | {"x"}

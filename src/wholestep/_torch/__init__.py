@@ -48,6 +48,12 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
 - _C._functorch.peek_interpreter_stack (2.0): whether a `torch.func` transform is under way; a public question.
 - _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
+- optim._adafactor (2.5), nn.modules.batchnorm._BatchNorm (1.0), amp.GradScaler's _scale, _growth_tracker,
+  _per_optimizer_states, _unscale_grads_ (2.3): what reads values while it runs is exchanged for forms made of tensors
+  (`replaced`); forms in torch that read none, as its optimizers have with capturable=True.
+- _dynamo.eval_frame.OptimizedModule (2.0): what torch.compile wraps is called in its place; a stance that does that.
+- tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
+  optimizers' _optimizer_step_pre_hooks (2.0): the user's hooks run in the step and follow a parameter; a list.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
 """
 
@@ -76,12 +82,15 @@ from .dynamo import (
     switch_off_own_splitter,
 )
 from .held import (
+    ALL_MODULES,
     TreeSpec,
     attribute,
     buffers_of,
     children_of,
+    hook_tables,
     is_compiled,
     is_plain,
+    move_hooks,
     parameters_of,
     read_spec,
     storage_holders,
@@ -120,6 +129,15 @@ from .ops import (
     set_operands,
 )
 from .patches import patched_for_tracing
+from .replaced import (
+    SCALER_TENSORS,
+    inf_checks,
+    replaced,
+    scaler_calls,
+    scaler_options,
+    scaler_tensors,
+    set_scaler_calls,
+)
 from .tracing import (
     DATA_DEPENDENT,
     fake_mode,
@@ -131,6 +149,7 @@ from .tracing import (
     note_on_nodes,
     noted,
     outside_of_trace,
+    set_data,
     tensor_only_optimizers,
     trace,
     trace_plain,
@@ -142,17 +161,18 @@ from .tracing import (
 )
 
 __all__ = [
-    "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SUBTRACTIONS", "OpOverload", "PartContext", "Recorder", "TreeSpec",
-    "accumulation_hooks", "attribute", "behind", "buckets_are_settled", "buffers_of", "changes_shape",
-    "children_of", "count_our_collectives", "ddp_in_use", "default_store", "dtensor", "dynamo_backend",
-    "fake_mode", "first_bucket_bytes", "forget_shardings", "functional_form", "functionalize", "give_origin",
-    "graph_module", "hook_count", "in_dynamo", "inductor_compile", "inductor_settings", "inside_transform",
-    "is_compiled", "is_fake", "is_fused_optimizer", "is_getitem", "is_grad_switch", "is_op", "is_plain",
-    "known_constant", "local_tensor", "new_input", "note_on_nodes", "noted", "op_infos", "outside_of_trace",
-    "overload_of", "overloads", "parameters_of", "patched_for_tracing", "patched_host", "read_spec", "runs_on_cpu",
-    "schedulers_of", "schema_of", "set_operands", "shard_of", "split_by_torch", "start_exchange",
-    "storage_holders", "storage_key", "strided_shard", "switch_off_own_splitter", "tensor_hooks",
-    "tensor_only_optimizers", "trace", "trace_plain", "traced_node", "tree_flatten", "tree_flatten_with_path",
-    "tree_unflatten", "unobserved", "untracked", "watched_attributes", "without_logs", "without_onednn",
-    "write_spec",
+    "ALL_MODULES", "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "SUBTRACTIONS", "OpOverload",
+    "PartContext", "Recorder", "TreeSpec", "accumulation_hooks", "attribute", "behind", "buckets_are_settled",
+    "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use", "default_store",
+    "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings", "functional_form",
+    "functionalize", "give_origin", "graph_module", "hook_count", "hook_tables", "in_dynamo", "inductor_compile",
+    "inductor_settings", "inf_checks", "inside_transform", "is_compiled", "is_fake", "is_fused_optimizer",
+    "is_getitem", "is_grad_switch", "is_op", "is_plain", "known_constant", "local_tensor", "move_hooks",
+    "new_input", "note_on_nodes", "noted", "op_infos", "outside_of_trace", "overload_of", "overloads",
+    "parameters_of", "patched_for_tracing", "patched_host", "read_spec", "replaced", "runs_on_cpu", "scaler_calls",
+    "scaler_options", "scaler_tensors", "schedulers_of", "schema_of", "set_data", "set_operands",
+    "set_scaler_calls", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key",
+    "strided_shard", "switch_off_own_splitter", "tensor_hooks", "tensor_only_optimizers", "trace", "trace_plain",
+    "traced_node", "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked",
+    "watched_attributes", "without_logs", "without_onednn", "write_spec",
 ]  # fmt: skip

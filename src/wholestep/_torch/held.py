@@ -89,3 +89,26 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """True after `module.compile()`."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new` the hooks of `old`: their handles go on to remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, name, None):
+            setattr(new, name, getattr(old, name))
+
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
+
+
+ALL_MODULES = torch.nn.modules.module  # holds hooks of every module
+
+
+def hook_tables(holder: object) -> list[dict[int, Any]]:
+    """The hooks of a module, a parameter, an optimizer or ALL_MODULES that run within a step, as torch keeps them."""
+    found = [getattr(holder, name, None) for name in _HOOKS]
+    return [table for table in found if table is not None]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -84,6 +84,20 @@ def inside_transform() -> bool:
     """True inside `torch.func` transforms, whose tensors are no values of the trace but levels of theirs."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # it is missing from torch's types
     return functorch.peek_interpreter_stack() is not None
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value` in a trace: from here on the one is traced as the other.
+
+    `set_proxy_slot` (2.0): torch dispatches nothing where data are set; an op for it.
+    """
+    source = value.detach()
+    tensor.data = source
+    mode = get_proxy_mode()
+    tracer: Any = mode.tracer if mode is not None else None
+    slot: Any = get_proxy_slot(source, tracer, None) if tracer is not None else None
+    if slot is not None and tracer is not None:
+        set_proxy_slot(tensor, tracer, slot)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import _torch
 from ..capture.find import Structure, walk
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero, optimizer_state
 from ..graph.meta import TensorMeta, meta_of, with_shape
@@ -158,7 +159,7 @@ def _tensors(state: StepState) -> list[Any]:
     for name, held in [*state.params.items(), *state.buffers.items()]:
         tensor = held.tensor
         rows.append([name, held.input.role, *_meta(held.input.meta), tensor.requires_grad, len(held.places)])
-        rows.append(tensor.grad is not None)
+        rows += [tensor.grad is not None, *_torch.tensor_hooks(tensor), *_torch.accumulation_hooks(tensor)]
     return rows
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import _torch
@@ -55,22 +56,23 @@ def find_state(
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
-    found: dict[str, nn.Module | Optimizer] = {}
+    found: dict[str, nn.Module | Optimizer | GradScaler] = {}
     known: set[int] = set()
     for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
         one = unwrapped(leaf)
-        if isinstance(one, (nn.Module, Optimizer)) and id(one) not in known:
+        if isinstance(one, (nn.Module, Optimizer, GradScaler)) and id(one) not in known:
             known.add(id(one))
             found[name] = leaf
     modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.items() if not isinstance(o, nn.Module)}
+    optimizers = {n: o for n, o in found.items() if not isinstance(o, (nn.Module, GradScaler))}
+    scalers = {n: s for n, s in found.items() if isinstance(s, GradScaler) and s.is_enabled()}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",
             "the modules and optimizers that the step uses",
             "pass them as arguments, or give model= and optimizer= to wholestep.compile",
         )
-    return collect(modules, optimizers), call.structure, call.leaves, names
+    return collect(modules, optimizers, scalers), call.structure, call.leaves, names
 
 
 @collector_paused()

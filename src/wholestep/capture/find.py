@@ -11,13 +11,17 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .wrappers import unwrapped
 
 T = TypeVar("T")
+Held = nn.Module | Optimizer | GradScaler
 _NO_HOLDERS = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
+
+_WRAPPED = "_orig_mod"
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,11 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `roots` with its full path, each root's once."""
+    """Every module below `roots` with its full path, without what `torch.compile` adds to it, each root's once."""
     for prefix, root in roots.items():
         for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
-            yield ".".join(part for part in (prefix, path) if part), module
+            parts = [prefix, *(part for part in path.split(".") if part != _WRAPPED)]
+            yield ".".join(part for part in parts if part), module
 
 
 def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
@@ -136,8 +141,8 @@ def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
     return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
 
 
-def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
-    """Modules and optimizers a function closes over, reads from its globals, or is bound to.
+def held_by(fn: Callable[..., Any]) -> dict[str, Held]:
+    """Modules, optimizers and gradient scalers a function closes over, reads from its globals, or is bound to.
 
     Also those in attributes that it reads of such objects, in their lists and dicts; optimizers may be in wrappers.
     """
@@ -149,7 +154,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
     found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         found[name] = None if _is_empty(cell) else cell.cell_contents
-    out: dict[str, nn.Module | Optimizer] = {}
+    out: dict[str, Held] = {}
     for name, value in found.items():
         out |= _held_in(name, value, names)
     owner = getattr(fn, "__self__", None)
@@ -168,11 +173,11 @@ def _names_in(code: CodeType) -> dict[str, None]:
     return names
 
 
-def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, nn.Module | Optimizer]:
+def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Held]:
     """The module or optimizer that a value is, or those that a container or an object holds, `depth` levels down."""
     if isinstance(value, _NO_HOLDERS):
         return {}
-    if isinstance(unwrapped(value), (nn.Module, Optimizer)):
+    if isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
         return {name: value}
     inner: dict[str, Any] = {}
     if isinstance(value, (list, tuple)):
@@ -182,7 +187,7 @@ def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> di
     else:
         read = cast(dict[str, Any], getattr(value, "__dict__", {}))
         inner = {f"{name}.{key}": item for key, item in read.items() if key in names}
-    out: dict[str, nn.Module | Optimizer] = {}
+    out: dict[str, Held] = {}
     for path, item in inner.items() if depth else ():
         out |= _held_in(path, item, names, depth - 1)
     return out

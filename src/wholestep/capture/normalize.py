@@ -16,6 +16,7 @@ from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
+from .outside import refuse_collectives
 from .strides import count_from_tensors
 from .trace import Traced
 
@@ -37,6 +38,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
         CaptureError: the step changes in place a tensor that it neither holds nor is given.
     """
     _refuse_mutated_constants(traced.module)
+    refuse_collectives(traced.module)
     plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
     module = functionalize(traced.module, plain)
     graph = module.graph

@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -294,7 +295,7 @@ class _Search:
         module = kind.__module__ or ""
         top = module.partition(".")[0]
         closed = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
-        if closed or module.startswith(_CLOSED):
+        if closed or isinstance(value, GradScaler) or module.startswith(_CLOSED):  # a scaler is state of the step
             return
         self._note_class(kind)
         if hasattr(value, "__dict__"):

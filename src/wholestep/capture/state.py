@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections import defaultdict
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import _torch
@@ -19,6 +21,7 @@ from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .find import walk
+from .replacements import say_once
 from .wrappers import unwrapped
 
 UNSUPPORTED = {
@@ -66,14 +69,19 @@ class StepState:
     buffers: dict[str, Held] = field(default_factory=dict[str, Held])
     hypers: list[Hyper] = field(default_factory=list[Hyper])
     wrappers: list[Any] = field(default_factory=list[Any])
+    scalers: dict[str, GradScaler] = field(default_factory=dict[str, GradScaler])
 
     def param_name(self, tensor: object) -> str:
         """The name of a parameter, by identity."""
         return next(name for name, held in self.params.items() if held.tensor is tensor)
 
 
-def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> StepState:
-    """Find every parameter and buffer once, with all its names; tied ones keep one entry. Optimizers may be wrapped.
+def collect(
+    modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scalers: Mapping[str, GradScaler]
+) -> StepState:
+    """Find every parameter and buffer once, with all its names; tied ones keep one entry. Scalers hold buffers too.
+
+    Optimizers may be wrapped.
 
     Raises:
         CaptureError: an optimizer is of a kind that cannot be captured.
@@ -81,7 +89,7 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
     """
     wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
     optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
-    state = StepState(_roots(modules), dict(optimizers), wrappers=wrappers)
+    state = StepState(_roots(modules), dict(optimizers), scalers=dict(scalers), wrappers=wrappers)
     for optimizer in optimizers.values():
         kind = type(optimizer).__name__
         if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
@@ -97,6 +105,11 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
         _refuse_wrapped(prefix, root)
     for base, module in walk(state.modules):
         _collect_module(module, base, by_id, state)
+    for label, scaler in scalers.items():
+        attributes = _torch.scaler_tensors(scaler)
+        for key in _torch.SCALER_TENSORS:
+            name = f"{label}.{key}"
+            state.buffers[name] = Held(_input(name, Role.BUFFER, attributes[key]), [(attributes, key)])
     for label, optimizer in optimizers.items():
         for g, group in enumerate(optimizer.param_groups):
             for i, param in enumerate(group["params"]):
@@ -134,10 +147,9 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
         )
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:
-        raise StateError(
-            f"module {prefix or type(root).__name__!r} is compiled by torch.compile",
-            "the plain module: the whole step is compiled, and backend='inductor' runs it through Inductor",
-            "pass the module as it was before torch.compile (`compiled._orig_mod`), or leave out `module.compile()`",
+        say_once(
+            f"module {prefix or type(root).__name__!r} is compiled by torch.compile: a compiled step runs the "
+            "original, with all else of the step in one graph; backend='inductor' runs that through Inductor"
         )
 
 
@@ -279,16 +291,22 @@ def put_in_place(
     """Inside, modules and optimizers hold the given tensors; afterwards all is as it was, groups and state included."""
     helds = [*state.params.values(), *state.buffers.values()]
     before = [(held, held.tensor) for held in helds]
+    lists = [(o.param_groups, list(o.param_groups)) for o in state.optimizers.values()]
     groups = [(g, dict(g)) for o in state.optimizers.values() for g in o.param_groups]
     states = [(o, o.state) for o in state.optimizers.values()]
+    calls = [(scaler, _torch.scaler_calls(scaler)) for scaler in state.scalers.values()]
     modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
     try:
         for name, tensor in [*params.items(), *buffers.items()]:
             put(state.params.get(name) or state.buffers[name], tensor)
         for optimizer, _ in states:
             optimizer.state = defaultdict(dict)
+        for scaler, noted in calls:
+            _torch.set_scaler_calls(scaler, copy.deepcopy(noted))
         yield
     finally:
+        for held_groups, before_groups in lists:
+            held_groups[:] = before_groups
         for group, items in groups:
             group.clear()
             group.update(items)
@@ -296,6 +314,8 @@ def put_in_place(
             optimizer.state = entries
         for held, tensor in before:
             put(held, tensor)
+        for scaler, noted in calls:
+            _torch.set_scaler_calls(scaler, noted)
         for module, training in modes:
             module.training = training
 

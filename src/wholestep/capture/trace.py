@@ -23,10 +23,13 @@ from .counts import Counts
 from .effects import Promoted, RefusedError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
+from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
 from .numbers import Numbers
+from .outside import refuse_generators
 from .places import GroupPlace, PartPlace, Place
 from .precision import MixedPrecision, modules_seen
 from .reach import Reach
+from .replacements import form_of
 from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
@@ -42,6 +45,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
 _ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
@@ -107,8 +111,10 @@ def trace_step(request: Request) -> Traced:
     run = _Run(request, fakes)
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
-        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, run.draws.watches)
-        with _torch.tensor_only_optimizers(), watch:
+        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
+        if torch.is_anomaly_enabled():
+            refuse_anomaly_mode()
+        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
         unfound = isinstance(error, RefusedError)  # it is raised when the step has returned
@@ -175,11 +181,16 @@ class _Run:
             args, kwargs = put_together(request.structure, leaves)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
+            groups = _groups(state)
             watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
             with modules_seen(state.modules, request.precision), self.watch.watching(given, called), watch:
                 call = take_apart(request.fn(*args, **kwargs))
+                if watch.refused is not None:
+                    raise watch.refused  # the step has an `except` that took it for something else
                 chance.refuse_draws()
             held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
+            _refuse_regrouped(groups, state)
+            refuse_open_scalers(state.scalers.values())
             leaves = [self.watch.leaf(v) for v in call.leaves]
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -220,16 +231,12 @@ class _Run:
                 param.register_hook(ready)
 
     def _repeat_hooks(self, name: str, param: torch.Tensor) -> None:
-        """Hooks of the user's on a parameter act on its stand-in, before its gradient is complete."""
+        """Hooks of the user's on a parameter act on its stand-in: before its gradient is complete, and after."""
         own = self._own[name]
-        if _torch.accumulation_hooks(own):
-            raise CaptureError(
-                f"parameter {name!r} has a hook from register_post_accumulate_grad_hook",
-                "updates that the step itself makes: the captured backward accumulates no gradient for a hook",
-                "call what the hook does in the step, after backward()",
-            )
         for hook in _torch.tensor_hooks(own):
             param.register_hook(hook)
+        for hook in _torch.accumulation_hooks(own):
+            param.register_post_accumulate_grad_hook(hook)
 
     # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
@@ -261,6 +268,12 @@ class _Run:
             now = given[i.name]
             if i.role in (Role.PARAM, Role.BUFFER):
                 now = helds[i.name].tensor
+                if i.role is Role.PARAM and now is not given[i.name]:
+                    raise CaptureError(
+                        f"the step puts another parameter in the place of {i.name!r}",
+                        "parameters that stay the same objects: the optimizer goes on with the old one",
+                        "change its values in place (`with torch.no_grad(): p.copy_(...)`), or do it between steps",
+                    )
             elif i.role is Role.STATE:
                 now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
             elif i.role is Role.GRAD:
@@ -306,6 +319,7 @@ class _Watch(TorchFunctionMode):
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
         self._numbers, self._counts = numbers, counts
+        self.refused: Exception | None = None
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -315,6 +329,13 @@ class _Watch(TorchFunctionMode):
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._run(func, args, kwargs)
+        except (WholestepError, *_torch.DATA_DEPENDENT) as error:
+            self.refused = self.refused or error
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
         self._chance.before(func)
@@ -349,15 +370,32 @@ class _Watch(TorchFunctionMode):
                 "return the tensor, or make the text in a function that is given to wholestep.callback",
             )
         args = [self._stand_in(a) for a in args]
+        named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
+        refuse_generators(named)
+        form = form_of(func)
+        if form is not None:
+            return form(func, self._known, *args, **named)
+        if getattr(func, "__name__", "") == "__set__" and func == _SET_DATA and _torch.is_fake(args[0]):
+            return _set_data(args[0], args[1])
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
-        named: dict[str, Any] = kwargs or {}
         if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:  # known in each call
             func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
         made = NotImplemented if named else self._counts.instead(func, args)
         if made is not NotImplemented:
             return made
-        return func(*args, **{k: self._stand_in(v) for k, v in named.items()})
+        return func(*args, **named)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        raise CaptureError(
+            f"the step gives `.data` of a tensor {list(tensor.shape)} {tensor.dtype} the values of one "
+            f"{list(value.shape)} {value.dtype}",
+            "tensors that keep shape, dtype and device from step to step",
+            "change the tensor before the step, which is then captured again",
+        )
+    _torch.set_data(tensor, value)
 
 
 def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:
@@ -381,6 +419,20 @@ def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, tor
         group[hyper.key] = (
             tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
         )
+
+
+def _groups(state: StepState) -> list[list[int]]:
+    return [[len(g["params"]) for g in o.param_groups] for o in state.optimizers.values()]
+
+
+def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
+    for optimizer, had, has in zip(state.optimizers.values(), before, _groups(state), strict=True):
+        if had != has:
+            raise CaptureError(
+                f"the step changes the parameter groups of {type(optimizer).__name__}: {had} -> {has} parameters",
+                "groups that change between calls: the step is then captured again",
+                "call add_param_group() outside the step",
+            )
 
 
 def _calling_line() -> tuple[str, int] | None:

@@ -18,7 +18,7 @@ from .optimal.tensor import solved
 from .plan import Decision, Options, Plan
 from .propagate import propagate, would_gather
 from .semantics import differences
-from .situation import Situation, varying
+from .situation import Situation, own_buffers, varying
 from .strategy import Chooser, Resting, Strategies, Strategy, compose
 
 
@@ -119,7 +119,7 @@ def _rest(
 ) -> dict[str, Layout]:
     """Where every input rests; batches are cut as the strategies say, and each rank along `cut` may have its own."""
     per_rank = strategies.options.semantics == "per_rank"
-    mutated = {o.target for o in graph.outputs if o.kind == "update"}
+    own = own_buffers(graph) if per_rank else frozenset[str]()
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
     for given in graph.inputs:
@@ -134,7 +134,7 @@ def _rest(
             layout = replace(
                 varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
             )
-        elif per_rank and given.role is Role.BUFFER and given.name in mutated:
+        elif given.name in own:
             layout = varying(given, cut, mesh)
         rest[given.name] = _without_single(layout, mesh)
     return rest

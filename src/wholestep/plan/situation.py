@@ -39,9 +39,9 @@ class Situation:
     pins: Pins = field(default_factory=Pins)
 
 
-def moving(graph: TrainGraph) -> frozenset[Node]:
-    """Nodes that depend on the batch or on chance, gradients only until they are complete."""
-    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH}
+def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
+    """Nodes that depend on the batch, on inputs `besides` it or on chance, gradients only until they are complete."""
+    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH or given.name in besides}
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is GRAD_READY:
             continue
@@ -72,6 +72,23 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
 
 def _is_coarse(node: Node) -> bool:
     return any(m is not None and m.dtype in (torch.bfloat16, torch.float16) for m in meta.tensors(node))
+
+
+def own_buffers(graph: TrainGraph) -> frozenset[str]:
+    """Buffers that come to differ between ranks with batches of their own: those given what moves.
+
+    A count of steps, the scale of a GradScaler and an average of parameters stay the same everywhere.
+    """
+    buffers = {i.name for i in graph.inputs if i.role is Role.BUFFER}
+    changed = [(o.target, node) for o, node in graph.results() if o.kind == "update" and o.target in buffers]
+    found = frozenset[str]()
+    while changed:
+        moves = moving(graph, found)
+        more = frozenset(name for name, node in changed if node in moves)
+        if more == found:
+            break
+        found = more
+    return found
 
 
 def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:

@@ -269,7 +269,7 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
         return step.state
     if model is None and optimizer is None:
         return None
-    return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer))
+    return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
 
 
 def _warn_of_gradients(step: CompiledStep) -> None:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch import scaler_options
 from ..capture.capture import Capture
 from ..capture.find import Call, Structure
 from ..capture.places import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
 from ..capture.wrappers import switches
+from .hooks import HookGuard
 from .host import HostWork
 
 
@@ -69,6 +71,7 @@ def ambient(device: str, sizes: object = None) -> tuple[Any, ...]:
         autocast,
         torch.get_autocast_dtype(kind) if autocast else None,
         torch.get_default_dtype(),
+        torch.is_anomaly_enabled(),
         sizes,
     )
 
@@ -89,6 +92,8 @@ class Guards:
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
     switches: Sequence[tuple[Any, str, Any]] = ()
+    scalers: Sequence[tuple[torch.amp.GradScaler, tuple[object, ...]]] = ()
+    hooks: HookGuard | None = None
     host: HostWork = field(kw_only=True)
     missed: Missed | None = None
 
@@ -108,7 +113,7 @@ class Guards:
             elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
                 return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
         if now != self.ambient:
-            return "autocast, grad mode, default dtype or the size of the whole batch changed"
+            return "autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed"
         return self._check_held() or self._check_host() or self._check_read(leaves)
 
     def _check_host(self) -> str:
@@ -146,6 +151,11 @@ class Guards:
         for holder, key, value in self.switches:
             if getattr(holder, key) != value:
                 return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
+        if self.hooks is not None and self.hooks.changed():
+            return "hooks were registered or removed"
+        for scaler, options in self.scalers:
+            if scaler_options(scaler) != options:
+                return "options of a GradScaler changed"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
@@ -185,5 +195,7 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
         numbers, groups, grads, now, capture.values,
         [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
         [(holder, key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
+        [(s, scaler_options(s)) for s in state.scalers.values()],
+        HookGuard([*(m for m, _ in all_modes(state)), *(p for p, _, _ in params), *state.optimizers.values()]),
         host=HostWork(capture.effects, state),
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import _torch
 from ..capture.effects import Effects
 from ..capture.expect import Expected
 from ..capture.places import MISSING, Cell
@@ -18,7 +17,6 @@ class HostWork:
     def __init__(self, effects: Effects, state: StepState) -> None:
         self.effects, self._state = effects, state
         self._holds = _compiled(effects.expected)
-        self._hooks, self._hooked = _torch.hook_count(), _hooks(state)
         self.missed: Expected | None = None
 
     def difference(self) -> str:
@@ -28,10 +26,6 @@ class HostWork:
             self.missed = next((e for e in self.effects.expected if not e.holds), None)
             if self.missed is not None:
                 return self.missed.difference
-        if _torch.hook_count() != self._hooks:
-            self._hooks = _torch.hook_count()
-            if _hooks(self._state) != self._hooked:
-                return "the hooks of a module or of an optimizer changed"
         where = self.effects.program.decided_otherwise() if self.effects.program.decisions else ""
         return f"the choice made at {where} is another one" if where else ""
 
@@ -45,24 +39,6 @@ class HostWork:
         for called in effects.calls:
             args, kwargs = called.made.value(numbers, extra)
             called.fn(*args, **kwargs)
-
-
-def _hooks(state: StepState) -> list[tuple[int, ...]]:
-    """Which hooks modules, parameters and optimizers have, other than wholestep's own."""
-    modules = [m for root in state.modules.values() for m in root.modules()]
-    tables = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
-    tables += [getattr(o, name) for o in state.optimizers.values() for name in _OPTIMIZER_HOOKS]
-    found = [tuple(id(f) for f in table.values() if not _is_ours(f)) for table in tables]
-    params = [h.tensor for h in state.params.values()]
-    return found + [tuple(map(id, [*_torch.tensor_hooks(p), *_torch.accumulation_hooks(p)])) for p in params]
-
-
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    return (getattr(function, "__module__", None) or "").startswith("wholestep")
 
 
 def _compiled(expected: Sequence[Expected]) -> Callable[[], bool]:

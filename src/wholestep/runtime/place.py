@@ -79,6 +79,7 @@ def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> 
     old = held.tensor
     new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
+    _torch.move_hooks(old, new)
     if old.grad is not None:
         new.grad = shard(old.grad, layout, world)
     held_state.replace(state, held, new)
@@ -182,6 +183,7 @@ def materialize(state: StepState, device: str) -> None:
         old = held.tensor
         new = torch.empty_like(old, device=device)
         new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        _torch.move_hooks(old, new)
         held_state.replace(state, held, new)
     ours = {id(h.tensor) for h in homeless.values()}
     for prefix, root in state.modules.items():

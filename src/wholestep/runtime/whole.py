@@ -57,7 +57,7 @@ def whole(
         StateError: a block inside another one, or a compiled step inside it; a parameter got another shape or
             dtype; the model is still on `meta`.
     """
-    state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer))
+    state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
     meet(f"`with ws.whole({names})`", timeout)
     settle()

@@ -1,0 +1,231 @@
+"""Methods of torch that read values where a form made of tensors exists: what a trace runs in their place.
+
+The names of METHODS are those of `_torch/replaced.py`, which says where in torch they lie. Each form is checked against
+its original (tests/unit/test_replacements.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from .. import _torch
+from ..errors import CaptureError
+from .outside import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
+
+
+def _adafactor(
+    original: Any, params: list[Tensor], grads: list[Tensor], row_vars: list[Any], col_vars: list[Any],
+    variances: list[Any], state_steps: list[Tensor], grad_scale: Any, found_inf: Any, *, d: float, lr: Any,
+    beta2_decay: float, weight_decay: float, eps1: float | None, eps2: float, maximize: bool, has_complex: bool,
+) -> None:  # fmt: skip
+    """`torch.optim.Adafactor`, whose step sizes are tensors; counts and sizes in double, as Python numbers are."""
+    for i, param in enumerate(params):
+        grad, step = -grads[i] if maximize else grads[i], state_steps[i]
+        eps1 = torch.finfo(param.dtype).eps if eps1 is None else eps1
+        step += 1
+        count = step.double()
+        forget = count**beta2_decay
+        rate = torch.minimum(torch.as_tensor(lr, dtype=torch.float64), count**-0.5)
+        size = _rms(param).clamp(min=eps2) * rate
+        if weight_decay != 0:
+            param.mul_(1 - lr * weight_decay)
+        if grad.dim() > 1:
+            rows, cols = row_vars[i], col_vars[i]
+            for kept, dim in ((rows, -1), (cols, -2)):
+                mean: Any = cast(Any, torch.norm)(grad, dim=dim, keepdim=True).square_().div_(grad.size(dim))
+                kept.lerp_(mean, forget.to(kept.dtype))
+            estimate = (rows @ cols).div_(rows.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+        else:
+            estimate = variances[i].lerp_(grad * grad, forget.to(grad.dtype)).clone()
+        update = estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad)
+        param.add_(update * (-size / (_rms(update) / d).clamp(min=1.0)))
+
+
+def _rate_of_transformers(original: Any, group: dict[str, Any], state: dict[str, Any]) -> Any:
+    """`Adafactor._get_lr` of transformers: the size of a parameter is a tensor, and so is what is chosen by it."""
+    rate = group["lr"]
+    if group["relative_step"]:
+        count = torch.as_tensor(state["step"]).double()
+        highest = 1e-6 * count if group["warmup_init"] else torch.tensor(1e-2, dtype=torch.float64)
+        rate = torch.minimum(highest, count**-0.5)
+    return state["RMS"].clamp(min=group["eps"][1]) * rate if group["scale_parameter"] else rate
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return cast(Any, tensor).norm(2).double() / tensor.numel() ** 0.5
+
+
+@torch.no_grad()
+def _update_average(original: Any, self: Any, model: nn.Module) -> None:
+    """`AveragedModel.update_parameters`: the first call copies, chosen by a tensor."""
+    if self.use_buffers:
+        pairs = zip(_tensors(self.module), _tensors(model), strict=False)
+    else:
+        pairs = zip(cast(nn.Module, self).parameters(), model.parameters(), strict=False)
+    averaged, current = list[Tensor](), list[Tensor]()
+    for ours, theirs in pairs:
+        averaged.append(ours.detach())
+        current.append(theirs.detach().to(ours.device))
+    first, count = self.n_averaged == 0, self.n_averaged
+    new = [a.clone() for a in averaged]
+    if self.multi_avg_fn is not None or self.avg_fn is None:
+        average = self.multi_avg_fn or get_swa_multi_avg_fn()
+        for kind in dict.fromkeys((a.device, a.dtype) for a in averaged):
+            chosen = [i for i, a in enumerate(averaged) if (a.device, a.dtype) == kind]
+            average([new[i] for i in chosen], [current[i] for i in chosen], count.to(kind[0]))
+    else:
+        new = [self.avg_fn(a, c, count.to(a.device)) for a, c in zip(averaged, current, strict=True)]
+    for a, c, n in zip(averaged, current, new, strict=True):
+        a.copy_(torch.where(first.to(a.device), c.to(a.dtype), n.to(a.dtype)))
+    if not self.use_buffers:
+        for ours, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
+            ours.detach().copy_(theirs.detach().to(ours.device))
+    self.n_averaged += 1
+
+
+def _tensors(module: nn.Module) -> chain[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
+    """Batch norm whose statistics are averages over all batches: how much the new ones weigh is a tensor."""
+    averages = self.training and self.track_running_stats and self.momentum is None
+    if not averages or self.num_batches_tracked is None:
+        return original(self, input)
+    self._check_input_dim(input)
+    self.num_batches_tracked.add_(1)
+    mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+    weight = self.num_batches_tracked.double().reciprocal()
+    with torch.no_grad():
+        for kept, new in ((self.running_mean, mean), (self.running_var, var)):
+            kept.copy_(new * weight + kept * (1 - weight))
+    return out
+
+
+def _cond(
+    original: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
+) -> Any:
+    """The branch that is taken, where integers of the batch say which."""
+    try:
+        taken = bool(pred)
+    except CaptureError as error:
+        raise CaptureError(
+            "the step chooses with torch.cond by a value that only running the step gives",
+            error.needed,
+            "compute both branches and write torch.where(pred, true, false)",
+        ) from None
+    return true_fn(*operands) if taken else false_fn(*operands)
+
+
+def _refuse_anomaly(original: Any, enabled: bool, check_nan: bool = True) -> None:
+    if enabled:
+        refuse_anomaly_mode()
+    original(enabled, check_nan)
+
+
+def refuse_anomaly_mode() -> None:
+    """Raise CaptureError: a captured backward is not autograd's, which anomaly detection watches."""
+    raise CaptureError(
+        "torch.autograd's anomaly detection is on (detect_anomaly, set_detect_anomaly)",
+        "a step without it: the compiled backward is part of one graph, and autograd is not run",
+        "switch it off for the compiled step; to look for NaN, run the plain function with it",
+    )
+
+
+# -- GradScaler --------------------------------------------------------------------------
+def _unscale(original: Any, self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+    """Scale gradients back, and say whether one of them is not finite."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not allow_fp16 and any(g.dtype == torch.float16 for g in grads):
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    if not grads:
+        return {}
+    with torch.no_grad():
+        finite = torch.stack([g.isfinite().all() for g in grads]).all()
+        for grad in grads:
+            grad.mul_(inv_scale)
+    return {found_inf.device: finite.logical_not().to(found_inf.dtype)}
+
+
+def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The optimizer's step, and all it changes put back where a gradient was not finite."""
+    if not self.is_enabled() or "closure" in kwargs:
+        return original(self, optimizer, *args, **kwargs)
+    found = _torch.inf_checks(self, optimizer)
+    if not found:
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    skipped = torch.stack(found).sum() > 0
+    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    noted, old = _noted(optimizer, params), {id(t): t.detach().clone() for t in _kept(optimizer, params)}
+    result = optimizer.step(*args, **kwargs)
+    for place, value in _noted(optimizer, params).items():
+        if noted.get(place, place) is not value:  # a number, or a tensor that was not there before
+            raise CaptureError(
+                f"GradScaler may skip a step of {type(optimizer).__name__}, which makes or assigns {place[1]!r}",
+                "state that is there before the step and that the step changes in place",
+                "run the first step without the scaler, take an optimizer of torch.optim, or bfloat16 without a scaler",
+            )
+    with torch.no_grad():
+        for tensor in _kept(optimizer, params):
+            tensor.copy_(torch.where(skipped, old[id(tensor)], tensor))
+    return result
+
+
+def _kept(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a step changes: parameters and their state."""
+    return [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor))]
+
+
+def _noted(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
+    """What stands in the groups and in the state, by place."""
+    found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
+    return found | {(f"state {i}", k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()}
+
+
+def _update_scale(
+    original: Any, scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """`_amp_update_scale_`, whose functional form has other results: grows after `interval` steps without an inf."""
+    bad = found_inf > 0
+    good = tracker + 1
+    due = good == interval
+    grown = scale * growth
+    higher = torch.where(due & grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(bad, scale * backoff, higher))
+    tracker.copy_(torch.where(bad | due, 0, good))
+    return scale
+
+
+def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
+    """Raise CaptureError when a scaler was used in the step and not updated: what it found lives within one call."""
+    if any(_torch.scaler_calls(scaler) for scaler in scalers):
+        raise CaptureError(
+            "the step uses a GradScaler and does not call its update()",
+            "scale, step and update of one call in the compiled step",
+            "call scaler.update() at the end of the step",
+        )
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "loader": refuse_batches_inside,
+    "seeds": refuse_seeds,
+    "collectives": refuse_collective,
+    "sync batch norm": sync_batch_norm,
+    "anomaly": _refuse_anomaly,
+    "averaged model": _update_average,
+    "adafactor": _adafactor,
+    "adafactor of transformers": _rate_of_transformers,
+    "batch norm": _batch_norm,
+    "cond": _cond,
+    "scaler: unscale gradients": _unscale,
+    "scaler: update": _update_scale,
+    "scaler: step": _scaled_step,
+}

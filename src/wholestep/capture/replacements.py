@@ -1,0 +1,220 @@
+"""Functions of torch that read values where a form made of tensors exists: the forms that a trace runs in their place.
+
+Each row of a table is checked against the original: the same inputs, several steps, forward and backward
+(tests/unit/test_replacements.py). What lies in private modules of torch is in `_torch/replaced.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import CaptureError
+from ..graph.meta import is_users
+
+Known = Callable[[Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Runs `form(original, known, *args, **kwargs)` for any of `functions`, whose original reads what `reads` says.
+
+    `known` gives the real value of a traced tensor, where it follows from integers of the batch.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    form: Callable[..., Any]
+    reads: str
+    since: str
+
+
+def form_of(function: Any) -> Callable[..., Any] | None:
+    """The form that runs in place of a torch function; None where the function itself can be traced."""
+    try:
+        return _FORMS.get(function)
+    except TypeError:  # something that cannot be hashed is none of torch's functions
+        return None
+
+
+def say_once(text: str) -> None:
+    """Warn at the user's line; Python shows equal warnings of one line once."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+# -- statistics -----------------------------------------------------------------------
+def _cov(
+    original: Any, known: Known, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+) -> Tensor:
+    """`at::cov` without a look at values: NaN where weights are negative, which the original refuses."""
+    if input.dim() > 2 or input.dtype == torch.bool:
+        return original(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
+    rows = input.unsqueeze(0) if input.dim() < 2 else input
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    weighted = rows if weights is None else rows * weights
+    total: Any = rows.size(1) if weights is None else weights.sum()
+    norm = total - correction
+    if aweights is not None and correction != 0:
+        norm = total - correction * (weights * aweights).sum() / total
+    norm = max(norm, 0) if isinstance(norm, int) else norm.clamp(min=0)
+    centred = rows - (weighted.sum(1) / total).unsqueeze(1)
+    product = centred @ (centred if weights is None else centred * weights).t().conj()
+    result = (product / norm).squeeze()
+    return result if weights is None else torch.where((weights < 0).any(), math.nan, result)
+
+
+def _corrcoef(original: Any, known: Known, input: Tensor) -> Tensor:
+    """`at::corrcoef`, on the covariance of above."""
+    c = _cov(original, known, input)
+    if c.dim() == 0:
+        return c / c
+    deviation = c.diagonal().sqrt()
+    c = c / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+
+
+class _Lstsq(NamedTuple):
+    """What `torch.linalg.lstsq` gives whose shape does not depend on values."""
+
+    solution: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("residuals", "rank", "singular_values"):
+            raise CaptureError(
+                f"the step uses {name!r} of torch.linalg.lstsq, whose size or value depends on the rank of the matrix",
+                "its solution alone",
+                "write residuals as `(A @ x - b).square().sum(-2)`",
+            )
+        raise AttributeError(name)
+
+
+def _lstsq(
+    original: Any, known: Known, A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> Any:
+    """The least-norm solution of least squares is the pseudo-inverse applied; its gradient in torch is that one's."""
+    vector = A.dim() == B.dim() + 1 and B.shape == A.shape[:-1]
+    tolerance = torch.finfo(A.dtype).eps * max(A.shape[-2:]) if rcond is None else rcond
+    inverse: Tensor = cast(Any, torch.linalg).pinv(A, rtol=0.0 if driver == "gels" else tolerance)
+    solution = inverse @ (B.unsqueeze(-1) if vector else B)
+    return _Lstsq(solution.squeeze(-1) if vector else solution)
+
+
+# -- indices that are tensors -----------------------------------------------------------
+def _index_fill(original: Any, known: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """With a tensor as the value, the backward looks for the indices that differ."""
+    if not isinstance(value, Tensor):
+        return original(input, dim, index, value)
+    return torch.where(_filled(input, dim, index), value.to(input.dtype), input)
+
+
+def _index_fill_(original: Any, known: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        return original(input, dim, index, value)
+    return input.copy_(torch.where(_filled(input, dim, index), value.to(input.dtype), input))
+
+
+def _filled(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    size = input.size(dim) if input.dim() else 1
+    mask = torch.zeros(size, dtype=torch.bool, device=input.device).index_fill(0, index.reshape(-1), True)
+    return mask.reshape([size if i == dim % input.dim() else 1 for i in range(input.dim())])
+
+
+def _tensor_split(
+    original: Any, known: Known, input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **named: Any
+) -> Any:
+    """The split points are Python numbers, where integers of the batch say them."""
+    points = tensor_indices_or_sections
+    if not isinstance(points, Tensor):
+        given = () if points is None else (points,)
+        return original(input, *given, dim=dim, **named)
+    found = _read(known, points, "split points", "tensor_split")
+    return input.tensor_split(cast(Any, found.tolist()), dim=dim)
+
+
+def _repeat_interleave(
+    original: Any, known: Known, input: Any, repeats: Any = None, dim: int | None = None, *,
+    output_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The number of rows that it makes, where integers of the batch say it; the rest is made of tensors."""
+    counts = input if repeats is None else repeats
+    if isinstance(counts, Tensor) and output_size is None:
+        rows = 1 if repeats is None or counts.numel() != 1 else (input.numel() if dim is None else input.size(dim))
+        output_size = rows * int(_read(known, counts.sum(), "number of repeats", "repeat_interleave(output_size=None)"))
+    if repeats is None:
+        return original(input, output_size=output_size)
+    return original(input, repeats, dim, output_size=output_size)
+
+
+def _read(known: Known, tensor: Tensor, what: str, who: str) -> Tensor:
+    value = known(tensor)
+    if value is None:
+        raise CaptureError(
+            f"{who} is given a {what} that no integers of the batch say",
+            "sizes that Python numbers, or integers of the batch, say: one graph is captured and run for every batch",
+            "give Python numbers, or output_size=, or use masks",
+        )
+    return value
+
+
+# -- losses --------------------------------------------------------------------------------
+def _gaussian_nll_loss(
+    original: Any, known: Known, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Where a variance is negative the loss is NaN: the original raises an error there."""
+    if not isinstance(var, Tensor):
+        return original(input, target, var, full=full, eps=eps, reduction=reduction)
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.dim() != var.dim() or sum(v for i, v in zip(input.shape, var.shape, strict=True) if i != v) != 1:
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not valid")
+    bounded = var.clone()
+    with torch.no_grad():
+        bounded.clamp_(min=eps)
+    bounded = torch.where(var < 0, math.nan, bounded)
+    loss = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+# -- sparse gradients ------------------------------------------------------------------------
+def _dense(original: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
+    """An embedding whose gradient is dense: how many rows a sparse one has depends on the batch."""
+    names = list(inspect.signature(original).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("sparse"):
+        say_once(
+            "an embedding with sparse=True has a dense gradient in a compiled step: "
+            "the same numbers, and no optimizer for sparse gradients is needed"
+        )
+    return original(**{**given, "sparse": False})
+
+
+# -- the tables ------------------------------------------------------------------------------
+FUNCTIONS = (
+    Replacement((torch.cov, Tensor.cov), _cov, "signs of weights, whether the normalisation is positive", "1.10"),
+    Replacement((torch.corrcoef, Tensor.corrcoef), _corrcoef, "what torch.cov reads", "1.10"),
+    Replacement((cast(Any, torch.linalg).lstsq,), _lstsq, "the rank of the matrix", "1.9"),
+    Replacement((torch.index_fill, Tensor.index_fill), _index_fill, "which indices differ, in the backward", "1.0"),
+    Replacement((Tensor.index_fill_,), _index_fill_, "which indices differ, in the backward", "1.0"),
+    Replacement((torch.tensor_split, Tensor.tensor_split), _tensor_split, "the split points", "1.8"),
+    Replacement(
+        (torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave, "the number of repeats", "1.1"
+    ),
+    Replacement((F.gaussian_nll_loss,), _gaussian_nll_loss, "the sign of the variance", "1.8"),
+    Replacement((F.embedding, F.embedding_bag), _dense, "which rows the batch names", "0.4"),
+)
+_FORMS: dict[Any, Callable[..., Any]] = {f: row.form for row in FUNCTIONS for f in row.functions}

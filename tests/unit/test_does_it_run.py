@@ -1,0 +1,47 @@
+"""The table of docs/does-my-script-run.md is what its scripts do: equal to eager, or refused with that error."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts import ROWS
+from tests.scripts.row import Row, cell
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "does-my-script-run.md"
+HEAD = """# Does my script run?
+
+A test runs every row and writes this page (`tests/scripts`, `tests/unit/test_does_it_run.py`). "yes" means that the
+numbers of several calls are those of eager torch: results, parameters, buffers and optimizer state, under `replicate`
+and `fully_shard`. "no" shows the first line of the error, which comes at the first call and names the line of the
+script. There is no third outcome: a script that trains on other numbers without a word is a defect.
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_row(row: Row) -> None:
+    assert cell(row).startswith("yes") == row.runs, cell(row)
+
+
+def test_the_page_says_so(request: pytest.FixtureRequest) -> None:
+    parts = [HEAD]
+    for group, rows in groupby(ROWS, lambda row: row.group):
+        parts.append(f"\n## {group}\n\n| a script that uses | runs |\n|---|---|\n")
+        parts += [f"| {row.what} | {cell(row)} |\n" for row in rows]
+    text = "".join(parts)
+    if request.config.getoption("--accept"):
+        PAGE.write_text(text)
+    assert text == PAGE.read_text(), "docs/does-my-script-run.md differs: if right, run pytest --accept"
+
+
+def test_there_are_many_rows() -> None:
+    assert len({row.what for row in ROWS}) == len(ROWS) >= 100
