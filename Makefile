@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-dist test-gpu docs lint size bench bench-peers bench-gpu venv clean
+.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu docs lint size bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,13 +15,16 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style zero1 --ranks 3")
 	$(BIN)/wholestep demo $(ARGS)
 
-test: test-unit test-golden test-dist test-gpu docs ## run every tier of the tests
+test: test-unit test-golden test-op-db test-dist test-gpu docs ## run every tier of the tests
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
 	$(PYTEST) tests/unit -n 2 --ignore tests/unit/test_docs.py $(ARGS)
 
 test-golden: $(STAMP) ## printed text against tests/golden/*.txt (ARGS=--accept rewrites the files)
 	$(call tier,golden)
+
+test-op-db: $(STAMP) ## the day's share of PyTorch's database of ops, in a step, by every plan (ARGS=--all-ops takes all)
+	$(call tier,op_db)
 
 test-dist: $(STAMP) ## tests on 1 to 4 gloo processes, one after the other
 	$(call tier,dist)

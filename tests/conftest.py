@@ -18,7 +18,7 @@ import torch
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-TIERS = ("unit", "golden", "dist", "gpu")
+TIERS = ("unit", "golden", "op_db", "dist", "gpu")
 MARK = "WHOLESTEP_TEST"
 
 
@@ -33,6 +33,7 @@ def double() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the golden files with what the tests produce")
+    parser.addoption("--all-ops", action="store_true", help="tests/op_db: every op, not those of the day")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,8 +31,9 @@ def index_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tup
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """Each rank's own piece of a tensor."""
-    return [whole[index_of(whole.shape, layout, mesh, r)].clone() for r in range(mesh.size)]
+    """Each rank's own piece of a tensor; row by row in memory where it is not all of it."""
+    order = torch.contiguous_format if layout.is_sharded else torch.preserve_format
+    return [whole[index_of(whole.shape, layout, mesh, r)].clone(memory_format=order) for r in range(mesh.size)]
 
 
 def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Tensor:
@@ -43,8 +44,18 @@ def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[i
         assert piece.shape == whole[at].shape, f"rank {rank} holds {list(piece.shape)}, planned {list(whole[at].shape)}"
         whole[at] = piece
     for rank, piece in enumerate(pieces):
-        assert torch.equal(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
+        assert _same(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
     return whole
+
+
+def _put(held: Tensor | None, new: Tensor) -> Tensor:
+    """`new` in the memory of what is held, as a runtime writes it."""
+    return new.clone() if held is None else torch.empty_like(held).copy_(new)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True for the same values; what is not a number is the same as that."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass
@@ -106,7 +117,8 @@ class Simulation:
                 self.pieces[i.name] = [row[position] for row in given]
         for position, output in enumerate(local.outputs):
             if output.kind == "update":
-                self.pieces[output.target] = [row[position].clone() for row in made]
+                held = self.pieces.get(output.target, [None] * len(made))
+                self.pieces[output.target] = [_put(h, row[position]) for h, row in zip(held, made, strict=True)]
         kinds = [o.kind for o in local.outputs]
         self.carried = [[x for x, kind in zip(row, kinds, strict=True) if kind == "carry"] for row in made]
         self.carried = self.carried if "carry" in kinds else []

@@ -43,6 +43,7 @@ from .rules.check import CheckResult, check_rule
 from .rules.yours import rule
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
+from .runtime.whole import whole
 
 __version__ = "0.1.0"
 
@@ -83,6 +84,7 @@ __all__ = [
     "TrainGraph",
     "WholestepError",
     "WishError",
+    "callback",
     "capture",
     "check_rule",
     "collectives",
@@ -99,4 +101,5 @@ __all__ = [
     "save",
     "simulate",
     "timeline",
+    "whole",
 ]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .auto.auto import Auto
 from .capture.capture import capture_step
+from .capture.find import by_name
 from .cost.size import bytes_of
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
@@ -22,7 +23,8 @@ from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
 from .runtime.cached import folder_of
 from .runtime.fit import budgeted
-from .runtime.options import Progress, StepOptions
+from .runtime.options import StepOptions
+from .runtime.progress import Progress
 from .runtime.step import CompiledStep
 
 
@@ -38,8 +40,9 @@ class _Options(TypedDict, total=False):
     memory_bytes: int | str | None
     keep_grads: bool
     measure: bool
-    progress: Progress | None
+    progress: Progress | Literal["auto"] | None
     agree_timeout: float
+    check_every: int
     device: str | None
     cache: str | os.PathLike[str] | None
 
@@ -62,8 +65,9 @@ def compile(
     memory_bytes: int | str | None = None,
     keep_grads: bool = False,
     measure: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | Literal["auto"] | None = "auto",
     agree_timeout: float = 120.0,
+    check_every: int = 1000,
     device: str | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
@@ -92,8 +96,12 @@ def compile(
             what `reshard_after_forward` says is done. None sets no bound.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
         measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
-        progress: called as `progress(stage, "start" | "done", seconds)`.
+        progress: called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows what is being done in one
+            line of the first rank's terminal, where compiling takes more than two seconds; None, or
+            WHOLESTEP_PROGRESS=0, shows nothing.
         agree_timeout: seconds to wait for the other ranks to compile their program.
+        check_every: after so many calls, ranks compare a checksum of what should be equal on them (parameters,
+            optimizer state, options of optimizers); 0 for never.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
         cache: a folder for compiled programs: a later start of the same step reads its program there in place of
             capturing and planning, and ranks take the first one's. By default what WHOLESTEP_CACHE says; "" for none.
@@ -106,7 +114,7 @@ def compile(
         PlanError, BackendError, MeshError, CacheError: an option is malformed; what depends on the model comes
             at the first call.
     """
-    extra = {**_named("model", model, nn.Module), **_named("optimizer", optimizer, Optimizer)}
+    extra = {**by_name("model", model, nn.Module), **by_name("optimizer", optimizer, Optimizer)}
     chosen = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
     strategies, most = chosen.strategies, chosen.memory_bytes
     keeps = strategies.options.reshard_after_forward is False
@@ -115,6 +123,7 @@ def compile(
         strategies if most is None else budgeted(strategies, schedule), chosen.mesh,
         backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
         device, schedule, most, gathers_again, auto=chosen.auto, cache=folder_of(cache), plan=chosen.plan,
+        check_every=check_every,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
@@ -165,13 +174,6 @@ def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
     if most is None and plan.objective is not None:
         most = plan.objective.budget_bytes
     return _Chosen(plan.strategies, most, plan.mesh, plan=plan)
-
-
-def _named(name: str, given: Any, kind: type) -> dict[str, Any]:
-    if given is None:
-        return {}
-    items = [given] if isinstance(given, kind) else list(given)
-    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
 
 
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TrainGraph:

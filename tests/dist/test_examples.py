@@ -1,5 +1,6 @@
 """The examples as their first lines say: under torchrun, and plainly."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -90,8 +91,28 @@ def test_transformers_models_train(model: str) -> None:
     assert "mesh dp=2" in text
 
 
+LINES = re.compile(r"step \d+ .*loss|learning rate|\d+ updates")
+LIBRARIES = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning", "with_trainer.py": "accelerate"}
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_loops_of_libraries(name: str, ranks: int) -> None:
+    """Losses, learning rates, counts and evaluations are those of the library itself, which uses DDP on two ranks."""
+    pytest.importorskip(LIBRARIES[name])
+    numbers = re.compile(r"\d+\.\d+|\d+")
+    found, wanted = (
+        [[float(n) for n in numbers.findall(line)] for line in text.splitlines() if LINES.match(line)]
+        for text in (run(name, ranks=ranks), run(name, "--plain", ranks=ranks))
+    )
+    assert len(wanted) >= 8
+    assert [len(line) for line in found] == [len(line) for line in wanted]
+    assert sum(found, []) == pytest.approx(sum(wanted, []), abs=2e-4)
+
+
 def test_every_example_says_what_it_takes() -> None:
-    for name in ("mlp.py", "gpt.py", "hf.py"):
+    there = [name for name, library in LIBRARIES.items() if importlib.util.find_spec(library)]
+    for name in ("mlp.py", "gpt.py", "hf.py", *there):
         text = run(name, "--help", ranks=0, timeout=60)
         assert "torchrun --nproc-per-node 2" in text
         assert "--style" in text

@@ -37,3 +37,7 @@ def test_state_rests_in_host_memory(options, start):
         assert {v.device.type for v in optimizer.state[mine].values()} == {"cpu"}
         torch.testing.assert_close(mine, theirs.cpu(), rtol=1e-5, atol=1e-6)
     assert {b.device.type for b in model.buffers()} == {"cuda"}
+    with torch.no_grad():
+        model.eval(), other.eval()
+        torch.testing.assert_close(model(x), other(x), rtol=1e-5, atol=1e-6)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}

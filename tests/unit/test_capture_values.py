@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.capture import capture_step
 
 Step = Any
+BEFORE = torch.get_rng_state()
 
 
 def compiled(loss: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
@@ -134,3 +136,34 @@ def test_ctc_loss_of_labels_with_another_length_each() -> None:
         expected = loss(model(given["x"]), given)
         torch.testing.assert_close(step(model, optimizer, given), expected.detach())
     assert step.captures == 1
+
+
+@pytest.mark.parametrize(
+    ("reset", "found"),
+    [
+        (lambda: torch.manual_seed(3), "the step calls torch.manual_seed(3)"),
+        (lambda: torch.random.manual_seed(3), "the step calls torch.manual_seed(3)"),
+        (
+            lambda: torch.set_rng_state(BEFORE),
+            "the step sets the state of the random number generator to one that it did not read",
+        ),
+    ],
+)
+def test_a_generator_that_is_set_anew_in_each_step_is_refused(reset: Any, found: str) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        reset()
+        return nn.functional.dropout(model(x)).sum().detach()
+
+    with pytest.raises(ws.CaptureError) as caught:
+        capture_step(step, (nn.Linear(4, 4), torch.ones(2, 4)), {})
+    assert caught.value.found == found
+    assert "test_capture_values.py" in caught.value.where
+    assert torch.manual_seed(1).initial_seed() == torch.random.manual_seed(1).initial_seed() == 1
+
+
+def test_a_generator_that_is_set_back_goes_on() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return nn.functional.dropout(model(x)).sum().detach()
+
+    assert capture_step(step, (nn.Linear(4, 4), torch.ones(2, 4)), {}).graph.outputs

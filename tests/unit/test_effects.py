@@ -452,7 +452,7 @@ class TensorReplacedFromOutside(World):
         return self.update(x * self.weights)
 
 
-# -- closures, globals, defaults -----------------------------------------------------------------------------------------
+# -- closures, globals, defaults ---------------------------------------------------------------------------------------
 @case
 class Nonlocal(World):
     def __init__(self):
@@ -540,7 +540,7 @@ class GroupCounts(torch.optim.Optimizer):
     """Keeps its step in the group, as many of the ecosystem do."""
 
     def __init__(self, params, lr=0.05, beta=0.9):
-        super().__init__(params, dict(lr=lr, beta=beta))
+        super().__init__(params, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -636,7 +636,7 @@ class RateBySteps(World):
         return self.update(x), self.optimizer.param_groups[0]["lr"]
 
 
-# -- schedulers ----------------------------------------------------------------------------------------------------------
+# -- schedulers --------------------------------------------------------------------------------------------------------
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: StepLR(o, 2, 0.5),
     "MultiStepLR": lambda o: MultiStepLR(o, [1, 3], 0.5),
@@ -704,7 +704,7 @@ class SchedulerBetweenTwoUpdates(World):
         return first, self.update(x)
 
 
-# -- calls on the host -----------------------------------------------------------------------------------------------------
+# -- calls on the host -------------------------------------------------------------------------------------------------
 @case
 class Callback(World):
     def __init__(self):
@@ -739,7 +739,7 @@ class Sink:
         self.lines.append(text)
 
 
-# -- modules and parameters ------------------------------------------------------------------------------------------------
+# -- modules and parameters --------------------------------------------------------------------------------------------
 @case
 class ModeChangedInside(World):
     def __init__(self):
@@ -799,7 +799,7 @@ class BufferRegisteredAsNone(World):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------------
+# -- refused -----------------------------------------------------------------------------------------------------------
 @refused("self.log: 0 items -> 1 items")
 class ListGrows(World):
     def __init__(self):
@@ -936,7 +936,7 @@ class AccumulateHook(World):
             p.register_post_accumulate_grad_hook(lambda p: None)
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------------
+# -- the tests ---------------------------------------------------------------------------------------------------------
 def observed(world: World) -> Any:
     """Everything that can be seen from outside, tensors copied."""
     found: dict[str, Any] = {}
@@ -1001,7 +1001,7 @@ def fakes_in(*roots: Any) -> list[str]:
         skip = isinstance(value, (type, types.ModuleType, types.CodeType, types.FrameType)) or module.startswith(
             "wholestep"
         )
-        if id(value) in seen or skip or isinstance(value, dict) and value.get("__name__") == __name__:
+        if id(value) in seen or skip or (isinstance(value, dict) and value.get("__name__") == __name__):
             continue
         seen.add(id(value))
         if isinstance(value, FakeTensor):

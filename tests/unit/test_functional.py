@@ -87,9 +87,15 @@ def inputs_change(x: Tensor, y: Tensor) -> Any:
     return seen, x.sum()
 
 
+def one_made_and_one_written(x: Tensor, y: Tensor) -> Any:
+    noise = torch.zeros_like(x)
+    made = torch.ops.aten.rrelu_with_noise(x, noise, 0.25, 0.25, True)
+    return made * 2, noise + y
+
+
 CATALOGUE = [
     row_of_transposed, views_read_after_the_base_changed, parts, diagonal_and_strides, lists, index_put, mixed_dtypes,
-    out_variants, inputs_change,
+    out_variants, inputs_change, one_made_and_one_written,
 ]  # fmt: skip
 
 

@@ -313,6 +313,24 @@ def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
     )
 
 
+@pytest.mark.usefixtures("double")
+def test_nothing_is_written_out_of_what_is_empty() -> None:
+    """A softmax of no elements has no largest element."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.none = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(4, 0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            none = self.none.softmax(1).sum() + self.none.log_softmax(1).sum() + (x @ self.w)[:, :0].softmax(1).sum()
+            return (x @ self.w).softmax(1).square().sum() + none
+
+    one = OneDevice(builder(Empty), product_step, [(x,) for x, _ in floats(4, 6)])
+    found = compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK))
+    assert found.worst < TOLERANCE, found.where
+
+
 def test_patterns_that_name_nothing() -> None:
     for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
         with pytest.raises(

@@ -410,6 +410,30 @@ def test_prepared_inputs_and_outputs() -> None:
     assert collectives(found.local)["tp"]["all_gather"] == 2
 
 
+class Columns(nn.Module):
+    """A layer of five outputs, which an axis of two cuts unevenly and a view gives a dim of size one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).view(-1, 5, 1).square()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3"])
+def test_a_dim_of_size_one_makes_no_heads(mesh: str) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = OneDevice(builder(Columns), train, [(torch.randn(4, 6, dtype=torch.float64),) for _ in range(2)])
+    assert check(one, mesh, TensorParallel({"layer": "colwise"})).plan.rest["layer.weight"].is_sharded
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 

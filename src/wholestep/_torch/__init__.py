@@ -2,8 +2,8 @@
 
 Each entry: the name (the version it is there since), what it is for; what would replace it.
 
-- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing, track_tensor_tree (2.0): a number that Python
-  computes becomes an input of the graph while it is traced (`host`); a tracer that takes inputs as it goes.
+- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): a number that Python computes
+  becomes an input of the graph while it is traced (`host`); a tracer that takes inputs as it goes.
 - Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): hooks that a user put on a parameter act on its
   stand-in too; a public list of them.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
@@ -12,6 +12,7 @@ Each entry: the name (the version it is there since), what it is for; what would
 - _ops.OpOverload, OpOverloadPacket (1.12): what a graph calls; public names of the two classes.
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): nodes made without a look into their arguments;
   a `create_node` that does not look.
+- loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silent during a trace; errors that log nothing.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
 - compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
@@ -136,6 +137,7 @@ from .tracing import (
     traced_node,
     unobserved,
     untracked,
+    without_logs,
     without_onednn,
 )
 
@@ -151,5 +153,5 @@ __all__ = [
     "set_operands", "shard_of", "split_by_torch", "start_exchange", "storage_holders", "storage_key", "strided_shard",
     "switch_off_own_splitter", "tensor_hooks", "tensor_only_optimizers", "trace", "trace_plain", "traced_node",
     "tree_flatten", "tree_flatten_with_path", "tree_unflatten", "unobserved", "untracked", "watched_attributes",
-    "without_onednn", "write_spec",
+    "without_logs", "without_onednn", "write_spec",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,8 @@ def new_input(
 ) -> tuple[torch.Tensor, torch.fx.Node]:
     """A 0-dim fake tensor of the trace under way that is one more input of its graph, and the input's node.
 
-    It is input number `position`; the node `last` is the one before, where that is known. `track_tensor_tree` (2.11 to 2.15) is how make_fx makes
-    inputs known; a graph in the making takes further placeholders, and nothing else adds one.
+    It is input number `position`; the node `last` is the one before, where that is known. make_fx makes its inputs
+    known by `track_tensor_tree` (2.11 to 2.15); a graph in the making takes further placeholders.
     """
     proxies = _own.get_proxy_mode()
     assert proxies is not None, "asked while a step is traced"
@@ -128,7 +129,7 @@ def watched_attributes(
     try:
         known = {kind for kind, _, _ in patched}
         for kind in kinds:
-            if known & set(kind.__mro__):
+            if known.intersection(kind.__mro__):
                 continue
             try:
                 watch(kind, "__getattribute__", read)
@@ -147,7 +148,7 @@ def watched_attributes(
 
 def behind(value: Any) -> Any:
     """The function that `patched_host` has another one stand in for; any other value as it is."""
-    return getattr(value, "stands_in_for", value) if callable(value) and not isinstance(value, type) else value
+    return vars(value).get("stands_in_for", value) if isinstance(value, FunctionType) else value
 
 
 def tensor_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
@@ -155,12 +156,14 @@ def tensor_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
 
     `_backward_hooks` (2.11 to 2.15): there is no public way to ask for them.
     """
-    return list((param._backward_hooks or {}).values())
+    hooks: dict[int, Callable[..., Any]] = param._backward_hooks or {}
+    return list(hooks.values())
 
 
 def accumulation_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
     """Hooks that the user put on a parameter, to be called when its gradient is accumulated (2.11 to 2.15)."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks: dict[int, Callable[..., Any]] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return list(hooks.values())
 
 
 def hook_count() -> int:

@@ -17,12 +17,13 @@ from .tracing import note_on_nodes, noted
 def patched_for_tracing(
     on_backward: Callable[[Sequence[Any]], None],
     on_zero_grad: Callable[[Sequence[Any]], None],
-    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
+    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None], Callable[[Any], None]],
 ) -> Generator[None]:
     """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
 
     Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
-    `on_zero_grad` the parameters whose gradient is set to None, `on_rng` states of the generator, read and set.
+    `on_zero_grad` the parameters whose gradient is set to None, `on_rng` states of the generator that are read and
+    set, and its seeds.
     """
     places = cast(tuple[Any, ...], (torch.autograd, torch.autograd.graph))
     engine = torch.autograd.graph._engine_run_backward
@@ -66,10 +67,10 @@ def patched_for_tracing(
 
 
 def _watch_generator(
-    on_get: Callable[[torch.Tensor], None], on_set: Callable[[torch.Tensor], None]
+    on_get: Callable[[torch.Tensor], None], on_set: Callable[[torch.Tensor], None], on_seed: Callable[[Any], None]
 ) -> Callable[[], None]:
-    """Tells when the state of the CPU generator is read and set, until undone; a trace draws nothing from it."""
-    get, set_ = torch.get_rng_state, torch.set_rng_state
+    """Tells when the CPU generator is read, set and seeded, until undone; a trace draws nothing from it."""
+    get, set_, seeds = torch.get_rng_state, torch.set_rng_state, cast(Any, torch.manual_seed)
 
     def get_rng_state() -> torch.Tensor:
         state = get()
@@ -78,7 +79,9 @@ def _watch_generator(
 
     def undo() -> None:
         torch.get_rng_state, torch.set_rng_state = get, set_
+        torch.manual_seed = torch.random.manual_seed = seeds
 
+    torch.manual_seed = torch.random.manual_seed = cast(Any, on_seed)
     torch.get_rng_state, torch.set_rng_state = get_rng_state, on_set
     return undo
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +31,11 @@ except ImportError:  # a torch without them: graph modules write their code when
     _LazyGraphModule, _use_lazy_graph_module = torch.fx.GraphModule, contextlib.nullcontext
 
 
+_TRACE_LOGGERS = (
+    "torch._subclasses.fake_tensor", "torch._subclasses.fake_impls", "torch.fx.experimental.proxy_tensor",
+    "torch.fx.experimental.recording", "torch.fx.experimental.symbolic_shapes", "torch._meta_registrations",
+    "torch._decomp.decompositions", "torch._prims_common", "torch._dynamo", "torch._functorch",
+)  # fmt: skip
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _aten = torch.ops.aten
 
@@ -169,6 +176,29 @@ def without_onednn() -> Generator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def without_logs() -> Generator[None]:
+    """Torch's loggers of fake tensors and symbols say nothing: a trace that fails is an error of ours, which tells all.
+
+    They do where their user asks for them with TORCH_LOGS.
+    """
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS]
+    try:
+        for logger in loggers:
+            logger.addFilter(_say_nothing)
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_say_nothing)
+
+
+def _say_nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 class _Replay(torch.fx.Interpreter):

@@ -55,7 +55,7 @@ def write(made: Compiled, device: str, live: Mapping[str, torch.Tensor]) -> byte
     names = {id(tensor): name for name, tensor in live.items()}
     writer, capture = Writer(device), made.capture
     try:
-        results = _write_results(capture.results)
+        results = write_structure(capture.results)
     except NotImplementedError as error:
         raise StoreError(f"the step returns a container that torch cannot name: {error}") from error
     body = {
@@ -110,7 +110,7 @@ def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: Ste
         reader.train_graph(body["train"]),
         state,
         tuple(Hyper(**h) for h in body["hypers"]),
-        _read_results(body["results"]),
+        read_structure(body["results"]),
         tuple(TensorLeaf if v is None else reader.value(v[0]) for v in body["leaves"]),
         body["fresh_grads"],
         tuple(body["cleared_grads"]),
@@ -165,20 +165,26 @@ def _read_reads(data: Any, reader: Reader) -> ReadValues:
     return ReadValues(module, tuple(names), tuple(Read(reader.constants[k], where) for k, where in reads))
 
 
-def _write_results(structure: Structure) -> dict[str, Any]:
+def write_structure(structure: Structure) -> dict[str, Any]:
+    """A structure as JSON takes it."""
     opened = [
-        [i, kind.__module__, kind.__qualname__, list(names), _write_results(inner)]
+        [i, kind.__module__, kind.__qualname__, list(names), write_structure(inner)]
         for i, kind, names, inner in structure.opened
     ]
     return {"spec": _torch.write_spec(structure.spec), "opened": opened}
 
 
-def _read_results(data: Mapping[str, Any]) -> Structure:
-    """Classes of results are looked up among those that are imported already, and made without being called."""
+def read_structure(data: Mapping[str, Any]) -> Structure:
+    """Inverse of `write_structure`. Classes are looked up among those that are imported already, and made without being
+    called.
+
+    Raises:
+        StoreError: a class is not here.
+    """
     opened: list[tuple[int, type, tuple[str, ...], Structure]] = []
     for i, module, name, names, inner in cast(Sequence[Any], data["opened"]):
         kind = getattr(sys.modules.get(module), name, None)
         if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, Mapping)):
             raise StoreError(f"results of the class {module}.{name}, which is not here")
-        opened.append((i, cast(type, kind), tuple(names), _read_results(inner)))
+        opened.append((i, cast(type, kind), tuple(names), read_structure(inner)))
     return Structure(_torch.read_spec(data["spec"]), tuple(opened))

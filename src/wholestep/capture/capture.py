@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
-from .effects import Effects, Promoted, RefusedError
+from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import changed_constants, normalize
 from .places import GroupPlace, is_number
@@ -24,6 +24,7 @@ from .reach import Reach, reach
 from .state import Hyper, StepState, carry, collect
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
+from .wrappers import effects_refused, unwrapped
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Capture:
     fresh_grads: bool
     cleared_grads: tuple[str, ...] = ()
     values: ReadValues | None = None
-    effects: Effects = Effects()
+    effects: Effects = field(default_factory=Effects)
 
 
 def find_state(
@@ -55,11 +56,14 @@ def find_state(
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
     found: dict[str, nn.Module | Optimizer] = {}
+    known: set[int] = set()
     for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
-        if isinstance(leaf, (nn.Module, Optimizer)) and all(leaf is not other for other in found.values()):
+        one = unwrapped(leaf)
+        if isinstance(one, (nn.Module, Optimizer)) and id(one) not in known:
+            known.add(id(one))
             found[name] = leaf
     modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.items() if isinstance(o, Optimizer)}
+    optimizers = {n: o for n, o in found.items() if not isinstance(o, nn.Module)}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",
@@ -103,7 +107,7 @@ def capture_step(
         fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
         promoted or Promoted(),
     )  # fmt: skip
-    with _torch.without_onednn():
+    with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced, request = _trace_until_carried(request)
     _check_update(traced, state, keep_grads)
     graph = normalize(traced, keep_grads)
@@ -136,9 +140,20 @@ def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
                 trace_step(replace(request, find=error.path))
             raise
         needed = traced.watch.needed | _changed_in_place(traced, request.reach)
-        if not needed or needed <= request.promoted:
+        if not needed:
             return traced, request
+        if needed <= request.promoted:
+            raise _not_carried(needed)
         request = replace(request, promoted=request.promoted | needed)
+
+
+def _not_carried(needed: Promoted) -> CaptureError:
+    path = sorted(needed.numbers | needed.tensors)[0]
+    return CaptureError(
+        f"the step changes {path} in a way that cannot be carried from call to call",
+        "a number or a tensor that one place holds",
+        f"return the new value from the step, or use {CALLBACK}",
+    )
 
 
 def _carrying(request: Request) -> Request:
@@ -172,8 +187,9 @@ def _options_beside(request: Request) -> Promoted:
 
 def _changed_in_place(traced: Traced, found: Reach) -> Promoted:
     """Tensors that the step can reach, and changes in place."""
-    changed = [found.tensors.get(id(tensor)) for tensor in changed_constants(traced.module)]
-    return Promoted(frozenset(), frozenset(place.path for _, place in filter(None, changed)))
+    changed = {id(tensor) for tensor in changed_constants(traced.module)}
+    first = {id(tensor): path for path, (tensor, _) in reversed(found.tensors.items())}
+    return Promoted(frozenset(), frozenset(first[key] for key in changed if key in first))
 
 
 def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:

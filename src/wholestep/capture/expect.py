@@ -88,7 +88,8 @@ def _same_content(expected: Any, now: Any) -> bool:
         found = {k: v for k, v in _items(now) if k not in own}
         return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
     if isinstance(now, deque):
-        return len(expected) == len(cast("deque[Any]", now)) and all(map(_same_item, expected, now))
+        found = list(cast("deque[Any]", now))
+        return len(expected) == len(found) and all(map(_same_item, expected, found))
     return bool(expected == now)
 
 

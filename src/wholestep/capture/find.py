@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .wrappers import unwrapped
+
+T = TypeVar("T")
+_NO_HOLDERS = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
 
 
 @dataclass(frozen=True)
@@ -121,24 +126,66 @@ def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     return made
 
 
+def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
+    """Modules or optimizers as `wholestep.compile` names its arguments; as they are named in a mapping."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(cast(Mapping[str, T], given))
+    items = cast(list[T], [given] if isinstance(unwrapped(given), kind) else list(given))
+    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
+
+
 def held_by(fn: Callable[..., Any]) -> dict[str, nn.Module | Optimizer]:
-    """Modules and optimizers a function closes over, reads from its globals, or is bound to."""
+    """Modules and optimizers a function closes over, reads from its globals, or is bound to.
+
+    Also those in attributes that it reads of such objects, in their lists and dicts; optimizers may be in wrappers.
+    """
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    found: dict[str, Any] = {}
     if code is None:
         return {}
     function: Any = inspect.unwrap(fn)
-    for name in code.co_names:
-        found[name] = function.__globals__.get(name)
+    names = _names_in(code)
+    found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with_value = not _is_empty(cell)
-        found[name] = cell.cell_contents if with_value else None
+        found[name] = None if _is_empty(cell) else cell.cell_contents
+    out: dict[str, nn.Module | Optimizer] = {}
+    for name, value in found.items():
+        out |= _held_in(name, value, names)
     owner = getattr(fn, "__self__", None)
-    if owner is not None and not isinstance(owner, nn.Module):
-        found.update(cast(dict[str, Any], vars(owner)) if hasattr(owner, "__dict__") else {})
-    elif owner is not None:
-        found["self"] = owner
-    return {name: value for name, value in found.items() if isinstance(value, (nn.Module, Optimizer))}
+    if owner is not None:
+        out |= {"self": owner} if isinstance(owner, nn.Module) else {}
+        for name, value in cast(dict[str, Any], getattr(owner, "__dict__", {})).items():
+            out |= _held_in(name, value, names, 2 if name in names else 0)
+    return out
+
+
+def _names_in(code: CodeType) -> dict[str, None]:
+    """Every global and attribute that code names, in order; functions inside it included."""
+    names = dict.fromkeys(code.co_names)
+    for const in code.co_consts:
+        names |= _names_in(const) if isinstance(const, CodeType) else {}
+    return names
+
+
+def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, nn.Module | Optimizer]:
+    """The module or optimizer that a value is, or those that a container or an object holds, `depth` levels down."""
+    if isinstance(value, _NO_HOLDERS):
+        return {}
+    if isinstance(unwrapped(value), (nn.Module, Optimizer)):
+        return {name: value}
+    inner: dict[str, Any] = {}
+    if isinstance(value, (list, tuple)):
+        inner = {f"{name}[{i}]": item for i, item in enumerate(cast(list[Any], value))}
+    elif isinstance(value, dict):
+        inner = {f"{name}[{key!r}]": item for key, item in cast(dict[Any, Any], value).items()}
+    else:
+        read = cast(dict[str, Any], getattr(value, "__dict__", {}))
+        inner = {f"{name}.{key}": item for key, item in read.items() if key in names}
+    out: dict[str, nn.Module | Optimizer] = {}
+    for path, item in inner.items() if depth else ():
+        out |= _held_in(path, item, names, depth - 1)
+    return out
 
 
 def _is_empty(cell: Any) -> bool:

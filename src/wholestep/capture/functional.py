@@ -18,6 +18,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import copy_graph, node_at
 from .put_back import PIECES, VIEWS, Put
+from .strides import count_from_tensors
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphMo
     """The same step without mutation; it is traced again where it writes in a way this module does not know."""
     _fill_in_memory_order(module.graph)
     rewritten = _torch.graph_module(module, copy_graph(module.graph))
+    count_from_tensors(rewritten.graph)  # a new value of a tensor may lie elsewhere in memory
     try:
         _Walk(rewritten).run()
     except _UnknownError:
@@ -119,6 +121,9 @@ class _Walk:
         node.target = form
         meta.set_value(node, self._result(node))
         self.before = node.next
+        if fresh == 1 and outputs > 1:  # it made one tensor, and now several
+            first = self._item(node, 0)
+            node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
         if fresh == 0:
             self._hand_on(node, [given[a.name] for a in writes])
         for position, argument in enumerate(writes, start=fresh):

@@ -16,6 +16,7 @@ from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
+from .strides import count_from_tensors
 from .trace import Traced
 
 aten = torch.ops.aten
@@ -39,6 +40,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
     module = functionalize(traced.module, plain)
     graph = module.graph
+    count_from_tensors(graph)
     _drop_input_copies(graph)
     losses = _take_losses(graph)
     _drop_noise(graph)

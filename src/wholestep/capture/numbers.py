@@ -21,7 +21,7 @@ from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .places import Place
 
-_DTYPES: dict[type, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_DTYPES: dict[Any, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "multiply": operator.mul, "subtract": operator.sub,
     "div": operator.truediv, "truediv": operator.truediv, "true_divide": operator.truediv, "divide": operator.truediv,
@@ -29,7 +29,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "pow": operator.pow, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_REFLECTED = {
+_REFLECTED: dict[str, Callable[[Any, Any], Any]] = {
     "radd": operator.add, "rsub": operator.sub, "rmul": operator.mul, "rdiv": operator.truediv,
     "rtruediv": operator.truediv, "rfloordiv": operator.floordiv, "rmod": operator.mod, "rpow": operator.pow,
 }  # fmt: skip
@@ -216,7 +216,7 @@ class Numbers:
         return self._made(line, now, late, f"number.{len(self._lines)}", path)
 
     def _made(self, line: Instruction, now: Any, late: bool, name: str, path: str) -> torch.Tensor:
-        dtype = _DTYPES[cast(type, type(now))]
+        dtype = _DTYPES[type(now)]
         position = self._first + len(self._by_id)
         fake, self._last = _torch.new_input(self._mode, dtype, position, self._last)
         taken = {n.name for n in self._by_id.values()} if name == path else set[str]()
@@ -228,7 +228,7 @@ class Numbers:
 
     # -- seeing --------------------------------------------------------------------------
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, of_torch: bool) -> Any:
-        """The result of a torch function on numbers, as Python would compute it; NotImplemented where a tensor has part."""
+        """What Python would compute for a torch function on numbers; NotImplemented where a tensor has part."""
         name = getattr(func, "__name__", "").strip("_")
         first = self._of(args[0]) if args else None
         if name == "bool" and first:
@@ -293,7 +293,7 @@ class Numbers:
             if isinstance(value, torch.Tensor) and id(value) in self._by_id:
                 return value.to(kinds.get(value.is_floating_point(), value.dtype))
             if type(value) in (list, tuple):
-                return type(value)(convert(v) for v in value)
+                return type(value)(convert(v) for v in cast(Sequence[Any], value))
             return value
 
         return tuple(convert(a) for a in args)
@@ -313,8 +313,12 @@ class Numbers:
 
 
 def _index_parts(index: Any) -> list[Any]:
-    parts = cast(Sequence[Any], index) if isinstance(index, tuple) else (index,)
-    return [v for p in parts for v in ((p.start, p.stop, p.step) if isinstance(p, slice) else (p,))]
+    if isinstance(index, tuple):
+        return [v for part in cast(Sequence[Any], index) for v in _index_parts(part)]
+    if isinstance(index, slice):
+        whole = cast(Any, index)
+        return [whole.start, whole.stop, whole.step]
+    return [index]
 
 
 def _tensors(value: Any) -> Any:

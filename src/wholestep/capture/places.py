@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -81,6 +81,24 @@ class StatePlace(Place):
 
 
 @dataclass
+class Arguments:
+    """The arguments of the call under way: `now` has those by position, then those by name."""
+
+    now: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+
+@dataclass
+class ArgumentPlace(Place):
+    """An item of a container among the arguments of a call, found by the keys of `route`."""
+
+    arguments: Arguments = field(kw_only=True)
+    route: tuple[Any, ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.holder = _Route(self.arguments, self.route)
+
+
+@dataclass
 class PartPlace(Place):
     """One number of a tuple or list: `holder` is the place of the whole, `key` the index. It is only read."""
 
@@ -113,6 +131,18 @@ class _Lookup:
     def pop(self, key: Any, default: Any) -> Any:
         """Remove an item."""
         return self.now().pop(key, default)
+
+
+@dataclass
+class _Route(_Lookup):
+    arguments: Arguments
+    route: tuple[Any, ...]
+
+    def now(self) -> Any:
+        found: Any = self.arguments.now
+        for key in self.route:
+            found = Slots(found)[key] if dataclasses.is_dataclass(found) else found[key]
+        return Slots(found) if dataclasses.is_dataclass(found) else found
 
 
 @dataclass
@@ -196,7 +226,7 @@ def shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, (list, dict, set, tuple)):
-        sized = cast("list[Any] | Mapping[Any, Any] | set[Any] | tuple[Any, ...]", value)
+        sized: Any = cast(Any, value)
         text = repr(sized) if all(isinstance(v, SIMPLE) for v in sized) else ""
-        return text if text and len(text) <= 60 else f"a {type(value).__name__} of {len(sized)}"
+        return text if text and len(text) <= 60 else f"a {type(sized).__name__} of {len(sized)}"
     return repr(value) if isinstance(value, (*SIMPLE, Missing)) else f"a {type(value).__name__}"

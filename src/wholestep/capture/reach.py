@@ -7,6 +7,7 @@ installed packages is trusted to keep no globals that a step changes; the object
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import io
@@ -16,7 +17,7 @@ import sysconfig
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..graph.meta import is_users
-from .places import MISSING, SIMPLE, Cell, GroupPlace, Place, Slots, StatePlace
+from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Cell, GroupPlace, Place, Slots, StatePlace
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -44,8 +45,9 @@ _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_f
 class Container:
     """Something that holds values and may change: `before` is what it held, by key.
 
-    Of `holder` only `keys` are looked at, if given, and never those `excluded`. Of an `opaque` thing, such as a generator
-    or a set, only what that function returns is compared. `owner` identifies the object whose attributes these are, `kind` is its class.
+    Of `holder` only `keys` are looked at, if given, and never those `excluded`. Of an `opaque` thing, such as a
+    generator or a set, only what that function returns is compared. `owner` identifies the object whose attributes
+    these are, `kind` is its class.
     """
 
     path: str
@@ -91,10 +93,10 @@ class Container:
     def restore(self, kept: set[Any]) -> None:
         """Put everything back but the entries `kept`."""
         if self.opaque is not None:
-            if isinstance(self.holder, (set, deque)) and self.changes():
-                held: Any = self.holder
-                held.clear()
-                (held.update if isinstance(self.holder, set) else held.extend)(self.before[""])
+            whole: Any = self.holder
+            if isinstance(whole, (set, deque)) and self.changes():
+                whole.clear()
+                (whole.update if isinstance(whole, set) else whole.extend)(self.before[""])
             return
         if isinstance(self.holder, list):
             held = cast(list[Any], self.holder)
@@ -121,15 +123,49 @@ def _contents(holder: Any, keys: frozenset[str] | None, excluded: tuple[str, ...
     return held
 
 
+def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list[Container]:
+    """Containers and dataclasses among the arguments of a call, which a step may change for its caller.
+
+    `called` has arguments by position and by name.
+    """
+    out: list[Container] = []
+
+    def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
+        fields = frozenset(f.name for f in dataclasses.fields(value)) if _is_record(value) else None
+        holder = Slots(value) if fields is not None else value
+        if fields is not None or isinstance(value, (list, MutableMapping)):
+
+            def place(key: Any) -> Place:
+                return ArgumentPlace(f"{path}[{key!r}]", None, key, arguments=arguments, route=route)
+
+            style = "item" if fields is None else "attribute"
+            out.append(Container(path, holder, _contents(holder, fields), style, fields, place))
+        given = cast("tuple[Any, ...]", value)
+        items: dict[Any, Any] = dict(enumerate(given)) if isinstance(value, tuple) else _contents(holder, fields)
+        for key, item in items.items():
+            if isinstance(item, (list, tuple, MutableMapping)) or _is_record(item):
+                add(item, f"{path}[{key!r}]", (*route, key))
+
+    for name, value in called.items():
+        if isinstance(value, (list, tuple, MutableMapping)) or _is_record(value):
+            add(value, name if isinstance(name, str) else f"argument {name}", (name,))
+    return out
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
 @dataclass
 class Reach:
-    """All that was found. `tensors` are real tensors by identity, with their place; `functions` were looked into."""
+    """All that was found: `containers`, real `tensors` with their place, by path, and everything that was `seen`, by
+    identity. `kinds` are the classes of objects.
+    """
 
     containers: list[Container] = field(default_factory=list[Container])
-    tensors: dict[int, tuple[torch.Tensor, Place]] = field(default_factory=dict[int, tuple[torch.Tensor, Place]])
+    tensors: dict[str, tuple[torch.Tensor, Place]] = field(default_factory=dict[str, tuple[torch.Tensor, Place]])
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
     schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
-    functions: list[types.FunctionType] = field(default_factory=list[types.FunctionType])
     kinds: dict[type, None] = field(default_factory=dict[type, None])
 
 
@@ -208,7 +244,7 @@ class _Search:
         self.found.containers.append(container)
         for key, value in container.before.items():
             if isinstance(value, torch.Tensor):
-                self.found.tensors.setdefault(id(value), (value, container.place_of(key)))
+                self.found.tensors[container.path_of(key)] = value, container.place_of(key)
             elif not isinstance(value, _LEAVES):
                 self._waiting.append((value, container.path_of(key)))
 
@@ -229,7 +265,6 @@ class _Search:
             self._note(Container(function.__name__, function.__dict__, dict(function.__dict__), "attribute"))
         if not is_own_code(code.co_filename):
             return
-        self.found.functions.append(function)
         names = _names_of(code)
         self._names |= names
         present = frozenset(_globals_of(code) & function.__globals__.keys())
@@ -319,8 +354,9 @@ class _Search:
         """Attributes of classes of the user's own, and their methods."""
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
-        held = {k: v for k, v in vars(kind).items() if not (k.startswith("__") and k.endswith("__"))}
-        for name, value in vars(kind).items():
+        table: dict[str, Any] = {**vars(kind)}
+        held = {k: v for k, v in table.items() if not (k.startswith("__") and k.endswith("__"))}
+        for name, value in table.items():
             function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))
@@ -386,18 +422,18 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _is_descriptor(value: Any) -> bool:
-    return hasattr(type(value), "__get__") or isinstance(value, type)
+    return isinstance(value, type) or hasattr(cast(Any, type(value)), "__get__")
 
 
 def _opaque(value: Any) -> Callable[[], Any] | None:
-    """What tells whether something has changed of which no part can be put back; None for anything else."""
+    """What tells whether something has changed that has no items to assign; None for anything else."""
+    whole: Any = value
     if isinstance(value, (set, deque, bytearray)):
-        return lambda: type(value)(cast(Any, value))
+        return whole.copy
     if isinstance(value, np.ndarray):
-        array = cast("np.ndarray[Any, Any]", value)
-        return (lambda: zlib.crc32(np.ascontiguousarray(array))) if array.flags.writeable else (lambda: 0)
+        return (lambda: zlib.crc32(np.ascontiguousarray(whole).tobytes())) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):
-        return lambda: (value.gi_frame.f_lasti if value.gi_frame else -1, *_locals(value))
+        return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
     if isinstance(value, random.Random):
         return lambda: hash(value.getstate())
     if isinstance(value, np.random.Generator):
@@ -406,23 +442,18 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
         return lambda: hash(value.get_state().numpy().tobytes())
     if isinstance(value, io.IOBase):
         return lambda: value.tell() if not value.closed and value.seekable() else -1
-    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-        return lambda: _position(value)
+    if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
+        return lambda: _position(whole)
     return None
-
-
-def _locals(generator: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
-    frame = generator.gi_frame
-    return tuple(v for v in frame.f_locals.values() if isinstance(v, (int, float, str))) if frame else ()
 
 
 def _position(iterator: Any) -> Any:
     """How far an iterator of the standard library has come, as text without addresses of what it gives."""
     try:
-        parts = iterator.__reduce__()
+        parts: tuple[Any, ...] = iterator.__reduce__()
     except TypeError:
         return 0
-    inner = [p for p in parts[1] if isinstance(p, Iterator) and p is not iterator] if len(parts) > 1 else []
-    rest = [p for p in parts[1:] if isinstance(p, (int, float))]
-    rest += [p for p in parts[1] if isinstance(p, (int, float))] if len(parts) > 1 else []
-    return (rest, [_position(p) for p in inner], getattr(iterator, "__length_hint__", int)())
+    given = tuple(parts[1]) if len(parts) > 1 else ()
+    inner = [_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
+    rest = [p for p in (*parts[1:], *given) if isinstance(p, (int, float))]
+    return rest, inner, getattr(iterator, "__length_hint__", int)()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
+from ..errors import CaptureError
 from ..graph import meta
 from ..rules.registry import is_random
 
@@ -22,6 +25,11 @@ class Draws:
     repeats: list[int | None] = field(default_factory=lambda: [None])
     _saved: list[tuple[torch.Tensor, int]] = field(default_factory=list[tuple[torch.Tensor, int]])
 
+    @property
+    def watches(self) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None], Callable[[Any], None]]:
+        """What to tell of the generator."""
+        return self.saved, self.restored, self.seeded
+
     def saved(self, state: torch.Tensor) -> None:
         """The generator's state was read."""
         self._begin(None)
@@ -30,8 +38,13 @@ class Draws:
     def restored(self, state: torch.Tensor) -> None:
         """The generator was set to a state read before."""
         known = [stretch for kept, stretch in self._saved if kept is state]
-        if known:
-            self._begin(known[0])
+        if not known:
+            raise _set_anew("the step sets the state of the random number generator to one that it did not read")
+        self._begin(known[0])
+
+    def seeded(self, seed: Any) -> None:
+        """The generator was given a seed, which a captured step would do once."""
+        raise _set_anew(f"the step calls torch.manual_seed({seed})")
 
     def _begin(self, repeats: int | None) -> None:
         self.repeats.append(repeats)
@@ -52,6 +65,14 @@ class Draws:
                 if earlier is not node and _alike(earlier, node):
                     node.replace_all_uses_with(earlier)
                     graph.erase_node(node)
+
+
+def _set_anew(found: str) -> CaptureError:
+    return CaptureError(
+        found,
+        "random numbers that go on from step to step",
+        "set the seed before the step, or draw the numbers there and pass them in",
+    )
 
 
 def _alike(a: Node, b: Node) -> bool:

@@ -19,6 +19,7 @@ from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .find import walk
+from .wrappers import unwrapped
 
 UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
@@ -26,6 +27,8 @@ UNSUPPORTED = {
 }
 SCHEDULED = ("lr",)
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
+MOVED = "_wholestep_moved"  # on a parameter that another has taken the place of: that one
+WHOLE = "_wholestep_whole"  # on a parameter that stands for one in parts: what for
 
 
 @dataclass
@@ -62,6 +65,7 @@ class StepState:
     params: dict[str, Held] = field(default_factory=dict[str, Held])
     buffers: dict[str, Held] = field(default_factory=dict[str, Held])
     hypers: list[Hyper] = field(default_factory=list[Hyper])
+    wrappers: list[Any] = field(default_factory=list[Any])
 
     def param_name(self, tensor: object) -> str:
         """The name of a parameter, by identity."""
@@ -69,13 +73,15 @@ class StepState:
 
 
 def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> StepState:
-    """Find every parameter and buffer once, with all its names; tied ones keep one entry.
+    """Find every parameter and buffer once, with all its names; tied ones keep one entry. Optimizers may be wrapped.
 
     Raises:
         CaptureError: an optimizer is of a kind that cannot be captured.
         StateError: a module is wrapped for another way of running in parallel.
     """
-    state = StepState(_roots(modules), dict(optimizers))
+    wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
+    optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
+    state = StepState(_roots(modules), dict(optimizers), wrappers=wrappers)
     for optimizer in optimizers.values():
         kind = type(optimizer).__name__
         if kind in UNSUPPORTED and type(optimizer).__module__.startswith("torch.optim"):
@@ -85,6 +91,7 @@ def collect(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer
                 "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
                 "use one of those, or call this optimizer outside the compiled step",
             )
+    _follow(optimizers.values())
     by_id: dict[int, Held] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
@@ -122,7 +129,8 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
         raise StateError(
             f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
             "the plain module, as one device runs it: wholestep adds the communication itself",
-            "remove the wrapper",
+            "remove the wrapper; Accelerate, and the Trainer through it, add none with "
+            "`accelerator.prepare_model(model, evaluation_mode=True)`",
         )
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:
@@ -141,8 +149,14 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state:
         for key, tensor in container.items():
             if tensor is None:
                 continue
+            name = f"{base}.{key}" if base else key
+            if WHOLE in vars(tensor):
+                raise StateError(
+                    f"{name!r} is a whole copy, for {vars(tensor)[WHOLE]}, and no parameter that a step can update",
+                    "the parameters themselves, which are back after it",
+                    "end it first: a compiled step, or another `ws.whole`, cannot run inside",
+                )
             if id(tensor) not in by_id:
-                name = f"{base}.{key}" if base else key
                 by_id[id(tensor)] = table[name] = Held(_input(name, role, tensor), [])
             by_id[id(tensor)].places.append((container, key))
 
@@ -292,10 +306,29 @@ def put(held: Held, tensor: torch.Tensor) -> None:
         container[key] = tensor
 
 
+def replace(state: StepState, held: Held, new: torch.Tensor) -> None:
+    """Put a parameter or buffer in the place of another for good, here and in optimizers that are not known yet."""
+    old = held.tensor
+    put(held, new)
+    rekey(state.optimizers.values(), old, new)
+    vars(old)[MOVED] = new
+
+
+def _follow(optimizers: Iterable[Optimizer]) -> None:
+    """Give optimizers the parameters that a step without them (an evaluation, say) has put in the place of theirs."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            params: list[torch.Tensor] = group["params"]
+            for i, old in enumerate(params):
+                while (new := vars(params[i]).get(MOVED)) is not None:
+                    params[i] = new
+                rekey([optimizer], old, params[i])
+
+
 def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
     """Move the optimizer state of parameter `old` to parameter `new`."""
     for optimizer in optimizers:
-        if old in optimizer.state:
+        if old is not new and old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
 
 

@@ -20,7 +20,7 @@ from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
 from .counts import Counts
-from .effects import Promoted, RefusedError, Watch
+from .effects import Promoted, RefusedError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .numbers import Numbers
@@ -31,6 +31,7 @@ from .replay import Draws
 from .stand_ins import StandIns, stand_ins
 from .state import Hyper, StepState
 from .values import Reader, ReadValues
+from .watch import Watch
 
 _READS: dict[Any, str] = {
     torch.Tensor.item: "item()",
@@ -42,7 +43,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__index__: "use as an index",
 }
 _ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
-_TEXT = (torch.Tensor.__format__, torch.Tensor.__repr__)
+_TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
@@ -106,7 +107,7 @@ def trace_step(request: Request) -> Traced:
     run = _Run(request, fakes)
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
-        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
+        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, run.draws.watches)
         with _torch.tensor_only_optimizers(), watch:
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
@@ -172,9 +173,10 @@ class _Run:
                 for n, v in zip(request.names, request.leaves, strict=True)
             )
             args, kwargs = put_together(request.structure, leaves)
+            called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
             watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
-            with modules_seen(state.modules, request.precision), self.watch.watching(given), watch:
+            with modules_seen(state.modules, request.precision), self.watch.watching(given, called), watch:
                 call = take_apart(request.fn(*args, **kwargs))
                 chance.refuse_draws()
             held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
@@ -223,7 +225,7 @@ class _Run:
         if _torch.accumulation_hooks(own):
             raise CaptureError(
                 f"parameter {name!r} has a hook from register_post_accumulate_grad_hook",
-                "updates that the step itself makes: the captured backward accumulates no gradient that a hook could see",
+                "updates that the step itself makes: the captured backward accumulates no gradient for a hook",
                 "call what the hook does in the step, after backward()",
             )
         for hook in _torch.tensor_hooks(own):

@@ -1,8 +1,11 @@
 """The command line."""
 
 import gc
+import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
@@ -13,19 +16,37 @@ from .diff import diff
 from .plan import plan
 from .simulate import simulate
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def loaded(command: Callable[P, R]) -> Callable[P, R]:
+    """`command`, with all of wholestep imported before it runs, which help does not need (`wholestep_command`)."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        package = sys.modules["wholestep"]
+        if not hasattr(package, "__all__"):
+            assert package.__spec__ is not None, "it was found"
+            assert package.__spec__.loader is not None, "it is a package of files"
+            package.__spec__.loader.exec_module(package)
+        return command(*args, **kwargs)
+
+    return run
+
+
 app = typer.Typer(
     name="wholestep",
     help="A training step written for one device, captured whole as one graph and run on any mesh.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(plan)
-app.command()(simulate)
-app.command()(diff)
-app.command()(calibrate)
-app.command("check-rules")(check_rules)
+app.command()(loaded(demo))
+app.command()(loaded(plan))
+app.command()(loaded(simulate))
+app.command()(loaded(diff))
+app.command()(loaded(calibrate))
+app.command("check-rules")(loaded(check_rules))
 
 
 def _show_version(wanted: bool) -> None:

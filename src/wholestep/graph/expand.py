@@ -94,9 +94,11 @@ def _smaller(node: Node) -> Graph | None:
     make = EXPANSIONS.get(node.target)
     if make is None:
         return None
-    mode = _torch.fake_mode()
     given: list[Node] = []
     map_arg((node.args, node.kwargs), given.append)
+    if any(found is not None and not found.numel for found in map(meta.tensor, given)):
+        return None  # there is nothing to cut, and no largest of no elements
+    mode = _torch.fake_mode()
     fakes = [_fake(n, mode) for n in given]
 
     def run(*tensors: Tensor) -> Any:

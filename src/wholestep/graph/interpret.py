@@ -82,6 +82,8 @@ def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
 
 
 def _reduce(given: list[Tensor], op: str) -> Tensor:
+    if given[0].is_complex():  # as torch sends it
+        return torch.view_as_complex(_reduce([torch.view_as_real(x) for x in given], op))
     stacked = torch.stack(given)
     if op in ("sum", "avg"):
         total = stacked.sum(0, dtype=stacked.dtype)

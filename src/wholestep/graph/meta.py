@@ -6,7 +6,7 @@ import linecache
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -67,6 +67,12 @@ def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
     for dim in sorted(range(len(shape)), key=lambda d: (found.stride[d], -d)):
         strides[dim], step = step, step * max(shape[dim], 1)
     return TensorMeta(shape, tuple(strides), found.dtype, found.device)
+
+
+def lie_alike(one: TensorMeta, other: TensorMeta) -> bool:
+    """True for tensors of one shape whose elements lie in memory in the same way (dims of size 1 do not count)."""
+    pairs = zip(one.shape, one.stride, other.stride, strict=True)
+    return one.shape == other.shape and all(a == b or size == 1 for size, a, b in pairs)
 
 
 def value(node: Node) -> Any:
@@ -148,22 +154,27 @@ def traced_stride(node: Node) -> tuple[int, ...] | None:
     stride = tuple(traced.stride())
     if tuple(traced.shape) == here.shape:
         return stride
-    rows = tuple(traced.shape[1:]) == here.shape[1:] and stride[0] == max(stride) and min(stride) > 0
-    return stride if rows and not is_loose(node) else None
+    rows = tuple(traced.shape[1:]) == here.shape[1:] and in_rows(meta_of(traced))
+    return stride if rows and not is_loose(node) and lie_alike(here, replace(here, stride=stride)) else None
+
+
+def in_rows(found: TensorMeta) -> bool:
+    """True where each row lies in a stretch of memory of its own, one row after the other."""
+    return bool(found.stride) and found.stride[0] == max(found.stride) and min(found.stride) > 0
 
 
 def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """`made` itself if it has these strides (dims of size 1 do not count), else a copy that has them."""
     if all(a == b or size == 1 for a, b, size in zip(made.stride(), stride, made.shape, strict=True)):
         return made
-    if not _overlaps(made.shape, stride):
+    if not overlaps(made.shape, stride):
         return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
     extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, stride, strict=True))
     places = torch.arange(extent, device=made.device).as_strided(made.shape, stride)
     return made.new_empty(extent).index_put_((places,), made).as_strided(made.shape, stride)
 
 
-def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """True where several elements lie at one place in memory."""
     reach = 0
     if 0 in shape:

@@ -120,6 +120,36 @@ _PLAIN = frozenset({
 })  # fmt: skip
 
 
+_IN_ORDER = frozenset({
+    # what they mean is a matter of memory, not of indices
+    "as_strided", "as_strided_copy", "as_strided_scatter", "_reshape_alias", "view.dtype",
+    # one rank's kernel takes all tensors of a parameter to lie alike, or reads any of its operands row by row
+    "_fused_adam", "_fused_adamw", "_fused_adagrad", "_fused_sgd", "_masked_softmax", "adaptive_max_pool3d_backward",
+    "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "native_batch_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_layer_norm_backward", "nll_loss2d_backward",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_weight_norm_interface", "_weight_norm_interface_backward",
+    # the factors that they return lie as the matrix does, and the backward counts on it
+    "_linalg_det", "_linalg_slogdet",
+    # they refuse anything else
+    "_embedding_bag", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward",
+    "_foreach_addcdiv.Tensor", "_foreach_addcmul.Tensor", "_grouped_mm", "_linalg_check_errors", "_pdist_backward",
+    "_pdist_forward", "_scaled_mm",
+})  # fmt: skip
+
+
+def goes_by_memory(target: object) -> bool:
+    """True for an op that reads where its operands lie in memory, so that they must lie as on one device.
+
+    Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands
+    that lie anyhow: those that it finds wrong are these.
+    """
+    if not _torch.is_op(target):
+        return False
+    name = str(target).partition(".")[2]
+    return target.namespace == "aten" and (name in _IN_ORDER or name.partition(".")[0] in _IN_ORDER)
+
+
 def streams(target: object) -> bool:
     """True for what does next to nothing with each byte that it reads: sums and copies of elements, updates.
 

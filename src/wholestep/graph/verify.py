@@ -14,6 +14,7 @@ from . import meta
 from .graph import Input, LocalGraph, Output, TrainGraph, operands
 
 COLLECTIVES = "_c10d_functional"
+_BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -31,6 +32,10 @@ def check_train_graph(train: TrainGraph) -> None:
             )
         if node.op == "placeholder" and meta.tensor(node) is None:
             raise GraphError(f"%{node.name} does not know its shape", "a recorded value on every input")
+        if node.target in _BY_STRIDES and isinstance(node.kwargs.get("storage_offset", node.args[-1]), int):
+            raise GraphError(
+                f"%{node.name} counts from the start of memory", "views by strides that count from their tensor"
+            )
 
 
 def check_local_graph(local: LocalGraph) -> None:

@@ -91,7 +91,7 @@ class Emitter:
                 at = self.call(aten.pow.Tensor_Scalar, (at, int(step.op[4:])), here, at)
             op = "sum" if step.op.startswith("norm") else step.op
             at = self._settled(at)
-            return self.call(funcol.all_reduce.default, (at, op, step.axis), here, at)
+            return self.call(funcol.all_reduce.default, (at, op, step.axis), contiguous(here.shape, here), at)
         if step.kind == "all_to_all":
             return self._exchange(move, at, whole)
         long, short = (after, before) if step.kind == "all_gather" else (before, after)
@@ -148,7 +148,7 @@ class Emitter:
         """`at`, row by row in memory."""
         here = meta.tensor(at)
         assert here is not None, "a reshard has one tensor"
-        if not meta.is_loose(at):
+        if not meta.is_loose(at) and here.is_contiguous:
             return at
         node = self.call(pieces.contiguous, (at,), contiguous(here.shape, here), at)
         meta.set_loose(node, False)

@@ -13,9 +13,9 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, TrainGraph, add_node, node_at, operands
+from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import GRAD_READY, VIEWS, is_pointwise
+from ..graph.ops import GRAD_READY, VIEWS, goes_by_memory, is_pointwise
 from ..graph.quiet import collector_paused
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
@@ -23,7 +23,7 @@ from ..plan.plan import Decision, Plan
 from ..plan.situation import moving
 from ..reshard import reshard
 from ..rules.call import Call
-from ..rules.localize import localize
+from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.lookup import find_rule
 from ..rules.registry import is_random
 from . import pieces
@@ -33,7 +33,6 @@ from .regions import Regions, find_regions, gathers
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
 _Key = tuple[Node, Layout, int]
 
@@ -67,7 +66,7 @@ class _Lowering:
         default_factory=dict[tuple[Node, int], Callable[[], Node]]
     )
     moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
-    ordered: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    ordered: dict[tuple[Node, bool], Node] = field(default_factory=dict[tuple[Node, bool], Node])
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
@@ -75,7 +74,7 @@ class _Lowering:
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
-            self._placeholder(node, self.plan.rest[given.name])
+            self._placeholder(given, node, self.plan.rest[given.name])
         for node in self.train.graph.nodes:
             if node.op == "call_function" and node not in self.regions.on_demand:
                 self._place(node, 0)
@@ -86,15 +85,16 @@ class _Lowering:
         return LocalGraph(self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants)
 
     # -- nodes ------------------------------------------------------------------------
-    def _placeholder(self, node: Node, layout: Layout) -> None:
+    def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
         meta.set_tensors(new, (self._local(node, layout),))
         self.at[node, 0], self.layouts[node] = new, (layout,)
-        if self.plan.options.broadcast_buffers:
-            given = next(i for i, n in self.train.placeholders() if n is node)
-            if given.role is Role.BUFFER:
-                self._from_first(node, new)
+        whole = meta.tensor(node)
+        if given.role is Role.BATCH and layout.is_sharded and whole is not None:
+            meta.set_loose(new, any(layout.dims[1:]) or not whole.is_contiguous)  # a part of what a user gives
+        if self.plan.options.broadcast_buffers and given.role is Role.BUFFER:
+            self._from_first(node, new)
 
     def _from_first(self, node: Node, new: Node) -> None:
         """Every rank starts from the first rank's buffer, axis by axis."""
@@ -138,12 +138,13 @@ class _Lowering:
         here = region if node in self.regions.on_demand else self.regions.at(node)
         given = [self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
-            given = [self._ordered(n, at) for n, at in zip(operands(node), given, strict=True)]
+            found = zip(operands(node), given, decision.operands, strict=True)
+            given = [self._ordered(node.target, n, at, layout) for n, at, layout in found]
         ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_rests(new, node not in self.moving)
-        made = [self._shape(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
+        made = [self._made(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
         return new
 
@@ -163,8 +164,8 @@ class _Lowering:
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         loose = any(meta.is_loose(n) for n in _nodes(args, kwargs))
         loose = loose or any(any(layout.dims[1:]) for layout in layouts)
-        if loose and target in _VIEWS:
-            target = aten.reshape.default
+        if loose or target is aten.view_as_complex.default:  # which also refuses some places in a bucket
+            target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
         meta.set_loose(new, loose)
@@ -179,7 +180,7 @@ class _Lowering:
         meta.copy(node, new)
         meta.set_loose(new, meta.is_loose(made))
         layouts = self.plan.decisions[node.name].outputs
-        meta.set_tensors(new, [self._shape(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
+        meta.set_tensors(new, [self._made(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
         return new
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
@@ -194,22 +195,27 @@ class _Lowering:
             want = Layout(((),) * len(have.dims), (), have.varies)
         return self._bring(node, want, self.regions.last)
 
-    def _ordered(self, node: Node, at: Node) -> Node:
+    def _ordered(self, op: Any, node: Node, at: Node, layout: Layout) -> Node:
         """`at`, which holds `node` or a piece of it, in memory as one device has it: kernels may count on that."""
         whole, here = meta.tensor(node), meta.tensor(at)
-        if whole is None or here is None or not meta.is_loose(at):
+        if whole is None or here is None:
             return at
-        if at not in self.ordered:
+        # pieces of parameters and of their state rest row by row: what goes with them lies so, too
+        rows = whole.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
+        made = contiguous(here.shape, here) if rows else meta.with_shape(whole, here.shape)
+        if not meta.is_loose(at) and (not goes_by_memory(op) or meta.lie_alike(here, made)):
+            return at
+        if (at, rows) not in self.ordered:
             target, args = pieces.contiguous, (at,)
-            if not whole.is_contiguous and whole.shape == here.shape:
+            if not rows and whole.shape == here.shape:
                 target, args = meta.with_stride, (at, whole.stride)
-            elif not whole.is_contiguous:
+            elif not rows:
                 # a repeated dim, of stride 0, goes first: kernels count on a last dim without gaps
                 dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
                 target, args = pieces.in_order, (at, dims)
-            self.ordered[at] = self.emit.call(target, args, meta.with_shape(whole, here.shape), at)
-            meta.set_loose(self.ordered[at], False)
-        return self.ordered[at]
+            self.ordered[at, rows] = self.emit.call(target, args, made, at)
+            meta.set_loose(self.ordered[at, rows], False)
+        return self.ordered[at, rows]
 
     # -- layouts -------------------------------------------------------------------------
     def _layout(self, node: Node) -> Layout:
@@ -279,6 +285,13 @@ class _Lowering:
     def _local(self, node: Node, layout: Layout) -> TensorMeta | None:
         return self._shape(meta.tensor(node), layout)
 
+    def _made(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+        """What an operation makes on a rank: rows that lie one after the other have the strides of the whole."""
+        found = self._shape(whole, layout)
+        if found is None or whole is None or any(layout.dims[1:]) or not meta.in_rows(whole):
+            return found
+        return replace(found, stride=whole.stride)
+
     def _shape(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
@@ -292,6 +305,8 @@ def _takes_any_strides(node: Node) -> bool:
     target = node.target
     if target in VIEWS or not _torch.is_op(target):
         return True
+    if goes_by_memory(target):
+        return False
     return is_pointwise(target) or str(target).split(".")[1] in _ANY_STRIDES
 
 

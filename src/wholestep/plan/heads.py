@@ -70,6 +70,6 @@ def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split |
     rest = len(before) - lead - 1
     inner = after[lead : len(after) - rest]
     same_back = not rest or before[-rest:] == after[len(after) - rest :]
-    if not (same_front and same_back) or len(inner) < 2 or inner[0] == 1:
-        return None
+    if not (same_front and same_back) or sum(size > 1 for size in inner) < 2 or inner[0] == 1:
+        return None  # dims of size one make no heads
     return _Split(node, meta.module_path(given) or f"%{given.name}", inner[0], before[lead] // inner[0])

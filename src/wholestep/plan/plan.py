@@ -195,6 +195,16 @@ class Plan:
 
         return show_plan(self)
 
+    def __repr__(self) -> str:
+        from .show import plan_line
+
+        return plan_line(self)
+
+    def _repr_html_(self) -> str:
+        from .show import plan_html
+
+        return plan_html(self)
+
     def to_json(self) -> str:
         """The plan as text that `from_json` reads back to an equal plan."""
         from .file import encode

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from math import prod
 
 from ..graph.graph import Input, Role
 from ..graph.text import human
 from .plan import Plan
 
+_SHOWN = 20  # rows of the table in a notebook
+
 
 def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
-    params = [i for i in plan.inputs if i.role is Role.PARAM]
-    states: dict[str, list[Input]] = {p.name: [] for p in params}
-    for i in plan.inputs:
-        if i.role is Role.STATE and i.owner in states:
-            states[i.owner].append(i)
-    rows = [("parameter", "rests as", "bytes/rank", "state rests as", "bytes/rank")]
-    for p in params:
-        big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]
-        layout = plan.rest[big[0].name].show(p.meta.shape) if big else "-"
-        rows.append(
-            (
-                p.name,
-                plan.rest[p.name].show(p.meta.shape),
-                human(_bytes(plan, p)),
-                layout,
-                human(sum(_bytes(plan, s) for s in states[p.name])),
-            )
-        )
+    rows = _rows(plan)
     widths = [max(len(r[c]) for r in rows) for c in range(5)]
     body = [
         "  "
@@ -59,6 +45,45 @@ def show_plan(plan: Plan) -> str:
     if ruleless:
         lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {_some(ruleless)}")
     return "\n".join(lines)
+
+
+def _rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The table of parameters, its head first."""
+    params = [i for i in plan.inputs if i.role is Role.PARAM]
+    states: dict[str, list[Input]] = {p.name: [] for p in params}
+    for i in plan.inputs:
+        if i.role is Role.STATE and i.owner in states:
+            states[i.owner].append(i)
+    rows = [("parameter", "rests as", "bytes/rank", "state rests as", "bytes/rank")]
+    for p in params:
+        big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]
+        layout = plan.rest[big[0].name].show(p.meta.shape) if big else "-"
+        rows.append(
+            (
+                p.name,
+                plan.rest[p.name].show(p.meta.shape),
+                human(_bytes(plan, p)),
+                layout,
+                human(sum(_bytes(plan, s) for s in states[p.name])),
+            )
+        )
+    return rows
+
+
+def plan_line(plan: Plan) -> str:
+    """What it is of, and what it costs a rank, in one line."""
+    params = sum(i.role is Role.PARAM for i in plan.inputs)
+    rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
+    return f"<Plan {plan.strategy}; mesh {plan.mesh}; {params} parameters, {human(rest)} at rest per rank>"
+
+
+def plan_html(plan: Plan) -> str:
+    """The line, and where the first parameters rest as a small table."""
+    head, *rows = ([escape(cell) for cell in row] for row in _rows(plan))
+    more = f"<p>and {len(rows) - _SHOWN} more: print(plan) shows all</p>" if len(rows) > _SHOWN else ""
+    lines = [f"<p>{escape(plan_line(plan).strip('<>'))}</p>", "<table>", f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
+    lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows[:_SHOWN]]
+    return "\n".join([*lines, f"</table>{more}"])
 
 
 def _some(names: Sequence[str]) -> str:

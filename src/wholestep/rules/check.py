@@ -13,20 +13,20 @@ from torch import Tensor
 
 from .. import _torch
 from ..errors import RuleError, WholestepError
+from ..graph.ops import goes_by_memory
 from ..layout import AxisState, Layout, replicated, resolve
 from ..mesh import Mesh
 from .call import Call
-from .localize import localize
-from .pieces import assemble, copied, differs, other_values, parts_of, piece, with_tensors
+from .localize import VIEWS_OF_PIECES, localize
+from .pieces import FORMS, assemble, differs, laid, other_values, parts_of, piece, with_tensors
 from .registry import bind_rule
 from .rule import BoundRule, Group, PassThrough
 
-aten = torch.ops.aten
-
 ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
 TWO_AXES = Mesh("a=2,b=2")
-# Ranks reshape where pieces are not laid out in memory as the whole was: lowering does the same.
-_ON_PIECES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+_MEMORY = "operands"
+_AS_VIEWS = ", pieces that are views"
 
 Binder = Callable[[Call], "BoundRule | None"]
 
@@ -95,7 +95,8 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
     """Check the rule of `op` on one set of arguments.
 
     Each factor is cut into 2, 3 and 4 parts (uneven and empty ones included) and into 2 x 2; operands that may hold
-    partial values are split into parts. Use small float64 tensors with dims greater than one.
+    partial values are split into parts. Pieces are views: at an offset in more memory, and, for ops of torch, with
+    gaps and in another order. Use small float64 tensors with dims greater than one.
 
     Raises:
         RuleError: `op` has no rule, or the rule is wrong: names the factor and the difference.
@@ -124,6 +125,8 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
 
 
 def _mend(failure: Failure) -> str:
+    if failure.factor == _MEMORY or failure.cut.endswith(_AS_VIEWS):
+        return "read operands by index, not by their place in memory: a piece is a view of more"
     if failure.factor.startswith("factor"):
         return "mark a factor that must stay whole with '!'"
     return "linear= names inputs that may stay partial, by_shape= those that are never read"
@@ -149,7 +152,8 @@ def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> C
         return None
     factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
     passes: dict[str, None] = {}
-    failures = [found for way in ways(case, bound, two_axes) if (found := check_way(case, bound, way))]
+    failures = [named for way in ways(case, bound, two_axes) if (named := _check_way(case, bound, way))]
+    failures += _check_memory(case)
     for group in bound.groups:
         for through in group.partial if not case.random else ():
             for op in sorted(through.ops):
@@ -183,10 +187,10 @@ class Case:
         """True where the op's values mean nothing: random numbers and memory that nobody wrote."""
         return self.draws or "empty" in str(self.target)
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The outputs on other tensors in the places of the operands."""
-        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, tensors)
-        return outputs_of(self.target, args, kwargs)
+    def run(self, tensors: Sequence[Tensor], form: int = 0) -> tuple[Tensor | None, ...]:
+        """The outputs on other tensors in the places of the operands, which lie in memory as `laid_out` says."""
+        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, laid_out(self.target, tensors, form))
+        return outputs_of(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
 
 
 def cases_of(target: Any, samples: Iterable[Sample]) -> list[Case]:
@@ -201,7 +205,7 @@ def cases_of(target: Any, samples: Iterable[Sample]) -> list[Case]:
 def case_of(target: Any, sample: Sample) -> Case:
     """Run the op as a whole."""
     tensors = tuple(_tensors([*sample.args, *sample.kwargs.values()]))
-    args, kwargs = with_tensors(sample.args, sample.kwargs, copied(tensors))
+    args, kwargs = with_tensors(sample.args, sample.kwargs, laid_out(target, tensors))
     with torch.no_grad():
         made = target(*args, **kwargs)
     call = Call.on(target, args, kwargs, made)
@@ -212,9 +216,23 @@ def case_of(target: Any, sample: Sample) -> Case:
     return replace(case, draws=any(a is not None and b is not None and differs(a, b) for a, b in pairs))
 
 
+def laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tensor]:
+    """Copies that an op may write into: the first in memory as `FORMS[form]` says, the others in the next forms.
+
+    With 0 all are as they are. What goes by memory, and an op that is not torch's own, is given tensors that lie as
+    they do on one device, at an offset: partitioning sees to that.
+    """
+    forms = _forms(target)
+    return [laid(t, (form + i) % forms if form else 0) for i, t in enumerate(tensors)]
+
+
+def _forms(target: Any) -> int:
+    torchs = _torch.is_op(target) and target.namespace == "aten"
+    return len(FORMS) if torchs and not goes_by_memory(target) else 2
+
+
 def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Flat outputs of an op on copies of its operands."""
-    args, kwargs = with_tensors(args, kwargs, copied(list(_tensors([*args, *kwargs.values()]))))
+    """Flat outputs of an op."""
     with torch.no_grad(), _unwritten_is_nan():
         return _flat(target(*args, **kwargs))
 
@@ -280,13 +298,41 @@ def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
 
 
-def check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
-    """Cut, run every rank, put together, compare: the first difference."""
-    problem = _cut(case, bound, way)
+def check_way(case: Case, bound: BoundRule, way: Way, views: bool = True) -> Failure | None:
+    """Cut, run every rank, put together, compare: the first difference. With `views`, pieces lie anyhow in memory."""
+    problem = _cut(case, bound, way, views)
     if problem is None:
         return None
     parts = "x".join(str(axis.size) for axis in way.mesh.axes)
     return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
+
+
+def _check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
+    """The same; what is wrong of views alone says so."""
+    found = check_way(case, bound, way)
+    if found is None:
+        return None
+    return check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS)
+
+
+def _check_memory(case: Case) -> list[Failure]:
+    """Whole operands that lie in memory in other ways make the same: ranks hold them as views of what they gathered."""
+    for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
+        try:
+            made = case.run(case.tensors, form)
+        except Exception as error:
+            problem: Problem | None = ("a rank", f"raises {_first_line(error)}", "a result")
+        else:
+            pairs = zip(made, case.whole, strict=True)
+            found = next((d for a, b in pairs if a is not None and b is not None and (d := differs(a, b))), None)
+            problem = ("the output", *found) if found else None
+        if problem:
+            return [Failure(case.name, _MEMORY, FORMS[form], *problem)]
+    return []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -309,24 +355,24 @@ def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
 Problem = tuple[str, str, str]
 
 
-def _cut(case: Case, bound: BoundRule, way: Way) -> Problem | None:
+def _cut(case: Case, bound: BoundRule, way: Way, views: bool) -> Problem | None:
     """Place, found, expected of the first difference."""
     mesh, takes, gives = way.mesh, way.takes, way.gives
     made: list[tuple[Tensor | None, ...]] = []
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         own = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
+        own = laid_out(case.target, own, rank + 1 if views else 0)
         args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, own)
         try:
             local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
-            target = _ON_PIECES.get(local.target, local.target)
+            target = VIEWS_OF_PIECES.get(local.target, local.target)
             kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
             made.append(outputs_of(target, resolve(local.args, at), kwargs))
         except WholestepError:
             raise
         except Exception as error:
-            text = str(error).strip() or type(error).__name__
-            return f"rank {rank}", f"raises {text.splitlines()[0]}", "a result"
+            return f"rank {rank}", f"raises {_first_line(error)}", "a result"
     return _compared(case, bound.groups[way.number], gives, mesh, made)
 
 
@@ -371,10 +417,9 @@ def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[
         both[0][i], both[1][i] = parts[0], parts[1]
     name = f"partial {op} in operands {', '.join(map(str, sorted(through.operands)))}"
     try:
-        expected, *made = (case.run(tensors) for tensors in (wholes, *both))
+        expected, *made = (case.run(tensors, form) for form, tensors in enumerate((wholes, *both)))
     except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {text.splitlines()[0]}", "a result")]
+        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {_first_line(error)}", "a result")]
     mesh = Mesh("a=2")
     for o in group.outputs:
         whole, pieces = expected[o], [outputs[o] for outputs in made]

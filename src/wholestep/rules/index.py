@@ -17,6 +17,7 @@ from .call import Call
 from .registry import Bind, rule
 from .rule import BoundRule
 from .terms import aten, called, dims_of, ints, moves, ops, rand, term, text
+from .terms import whole as everything_whole
 
 
 def near(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,11 @@ def embedding_backward(call: Call) -> Bind:
 
 
 # -- gather and scatter --------------------------------------------------------------------
+def _alike(call: Call) -> bool:
+    """False where an index without elements, or of a scalar, has another number of dims."""
+    return len({len(found.shape) for found in call.operands}) == 1
+
+
 def _along(call: Call, source: int | None = None) -> tuple[list[str], list[str], list[str], int]:
     """Names of the dims of self, index and source, and the dim. Dims of other sizes are cut off: they stay whole."""
     have, index = call.shape(0), call.shape(1)
@@ -91,10 +97,13 @@ def _gather_piece(start: int, length: int, have: Tensor, dim: int, index: Tensor
         (rand(5, 7, 6), 1, ints(7, 5, 3, 6)),
         (rand(5, 7, 6), -1, ints(6, 4, 7, 5)),
         (rand(6), 0, ints(6, 5)),
+        (rand(5, 6), 0, ints(5, 0)),
     ],
 )
 def gather(call: Call) -> BoundRule:
     """Picks along one dim; others keep their place, where the index is as long as what it picks from."""
+    if not _alike(call):
+        return everything_whole(call)
     have, index, _, _ = _along(call)
     return moves(call, Bind(text([term(have), term(index)], [term(index)]), local={"a": _gather_piece}), 0)
 
@@ -132,6 +141,8 @@ def _whole(names: list[str], *which: str) -> list[str]:
 )
 def scatter(call: Call) -> BoundRule | Bind:
     """Writes along one dim."""
+    if not _alike(call):
+        return everything_whole(call)
     source = call.target is aten.scatter.src
     have, index, other, _ = _along(call, 2 if source else None)
     inputs = [term(have), term(_whole(index, "j")), *([term(_whole(other, "j"))] if source else [])]
@@ -145,8 +156,10 @@ def scatter(call: Call) -> BoundRule | Bind:
     aten.scatter_add.default,
     samples=lambda: [(rand(5, 7, 6), 1, ints(7, 5, 3, 6), rand(5, 3, 6)), (rand(6), 0, ints(6, 5), rand(5))],
 )
-def scatter_add(call: Call) -> Bind:
+def scatter_add(call: Call) -> BoundRule | Bind:
     """Adds along one dim: what is added may be cut along it, or else the result."""
+    if not _alike(call):
+        return everything_whole(call)
     have, index, other, _ = _along(call, 2)
     have = _whole(have, "a")
     swap = {"j": from_first(aten.scatter_add.default)}
@@ -161,8 +174,10 @@ def _reductions() -> Iterator[tuple[Any, ...]]:
 @rule(ops("scatter.value_reduce"), samples=lambda: [(rand(5, 7), 1, ints(7, 5, 3), 1.5, {"reduce": "multiply"})])
 @rule(ops("scatter.reduce"), samples=lambda: [(rand(5, 7), 1, ints(7, 5, 3), rand(5, 3), {"reduce": "multiply"})])
 @rule(ops("scatter_reduce.two"), samples=_reductions)
-def scatter_reduce(call: Call) -> Bind:
+def scatter_reduce(call: Call) -> BoundRule | Bind:
     """Reduces along one dim, which stays whole in what is reduced."""
+    if not _alike(call):
+        return everything_whole(call)
     source = len(call.slots) > 2
     have, index, other, _ = _along(call, 2 if source else None)
     inputs = [term(have), term(_whole(index, "j")), *([term(_whole(other, "j"))] if source else [])]

@@ -6,10 +6,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..graph.storage import shares
 from ..layout import Extent, Layout, extent
 from ..mesh import Mesh
 from .call import Call
 from .rule import BoundRule, Group
+
+aten = torch.ops.aten
+
+
+@shares("view")
+def as_complex(x: Tensor) -> Tensor:
+    """`view_as_complex` of a tensor that lies anyhow: torch's refuses an odd offset, and strides that are odd."""
+    odd = x.stride(-1) != 1 or any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1]))
+    return aten.view_as_complex.default(x.clone(memory_format=torch.contiguous_format) if odd else x)
+
+
+VIEWS_OF_PIECES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view_as_complex.default: as_complex,
+}
+"""What a rank calls for a view that torch refuses of pieces that are not laid out in memory as the whole is."""
 
 
 @dataclass(frozen=True)

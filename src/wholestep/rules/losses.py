@@ -130,6 +130,8 @@ def _pair_gradients(*weights: int, **more: float) -> Callable[[], Iterator[tuple
         for given in _pairs(*weights, **more)():
             none = given[2 + len(weights)] == NONE
             yield rand(*((5, 7) if none else ()), seed=2), *given
+            if not none:
+                yield rand(1, 1, seed=2), *given
 
     return samples
 
@@ -141,11 +143,13 @@ def each(call: Call) -> Bind:
     return Bind(text([term] * len(call.slots), ["..." if kind == NONE else "()"]))
 
 
-def each_backward(call: Call) -> Bind:
-    """The gradient of a loss of each element."""
+def each_backward(call: Call) -> Bind | BoundRule:
+    """The gradient of a loss of each element; that of a reduced loss is one number, in any number of dims."""
     kind = call.argument("reduction", MEAN)
+    if kind != NONE and call.operands[0].numel != 1:
+        return whole(call)
     term = "...!" if kind == MEAN else "..."
-    grad = "..." if kind == NONE else "()"
+    grad = "..." if kind == NONE else " ".join("1" for _ in call.shape(0)) or "()"
     return Bind(text([grad, *[term] * (len(call.slots) - 1)], [term]), "0")
 
 

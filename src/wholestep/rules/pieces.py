@@ -8,8 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..graph.meta import overlaps
 from ..layout import Layout, chunk_range
 from ..mesh import Mesh
+
+FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
+"""How the pieces that a rank is given lie in memory; every rule must hold in each."""
+_BEFORE, _AFTER = 3, 2  # elements around a view
 
 
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -28,9 +33,37 @@ def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequen
     return new, {k: swap(v) for k, v in kwargs.items()}
 
 
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that an op may write into; strides are kept."""
-    return [t.detach().clone() for t in tensors]
+def laid(tensor: Tensor, form: int) -> Tensor:
+    """A copy that an op may write into, in memory as `FORMS[form]` says; around it and between lies what is not it."""
+    tensor = tensor.detach()
+    shape = tuple(tensor.shape)
+    if form == 0:
+        return tensor.clone()
+    if form == 1 or not shape:
+        return _at_an_offset(tensor)
+    if form == 2 and len(shape) > 1:
+        made = _junk((*shape[:-1], shape[-1] + _BEFORE), tensor).narrow(-1, 1, shape[-1])
+    else:
+        made = _junk((*shape[::-1], 2), tensor)[..., 1].permute(*range(len(shape) - 1, -1, -1))
+    return made.copy_(tensor)
+
+
+def _at_an_offset(tensor: Tensor) -> Tensor:
+    """A copy with the strides of `tensor`, in the middle of more memory."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _junk((_BEFORE + max(extent, 0) + _AFTER,), tensor)
+    made = memory.as_strided(tensor.shape, tensor.stride(), _BEFORE)
+    if not overlaps(tensor.shape, tensor.stride()):
+        return made.copy_(tensor)
+    places = torch.arange(_BEFORE, _BEFORE + extent).as_strided(tensor.shape, tensor.stride())
+    memory.index_put_((places,), tensor)
+    return made
+
+
+def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory that no op may read: not a number, or a number that is no index."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 77
+    return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:

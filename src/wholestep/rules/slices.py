@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..graph.storage import shares
 from .call import Call
 from .registry import Bind, rule
 from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough, Term
@@ -245,19 +246,33 @@ def constant_pad(call: Call) -> BoundRule:
 
 
 # -- by strides -----------------------------------------------------------------------------
+@shares("view")
 def _rows_piece(start: int, length: int, have: Tensor, size: list[int], stride: list[int], *rest: Any) -> Tensor:
     return aten.as_strided.default(have.contiguous(), [length, *size[1:]], stride)
 
 
+@shares("view")
 def _view_piece(start: int, length: int, have: Tensor, size: list[int], *rest: Any) -> Tensor:
     return have.reshape([-1, *size[1:]])
+
+
+def _written_piece(start: int, length: int, have: Tensor, new: Tensor, *rest: Any) -> Tensor:
+    return new.reshape(have.shape).clone()
+
+
+def _stays_inside(call: Call) -> bool:
+    """True where strides count from the first element and read what lies in the tensor, which has no gaps."""
+    have, size, stride = call.operands[0], call.argument("size"), call.argument("stride")
+    reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    filled = 1 + sum((n - 1) * step for n, step in zip(have.shape, have.stride, strict=True)) == have.numel
+    return call.argument("storage_offset") is None and reach <= have.numel and (filled or not reach)
 
 
 def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
     """True where strides read each row of a tensor by itself, as it lies in memory."""
     size, stride = call.argument("size"), call.argument("stride")
     have = call.operands[0]
-    if not have.is_contiguous or call.argument("storage_offset") or not size or not shape or size[0] != shape[0]:
+    if not have.is_contiguous or not size or not shape or size[0] != shape[0]:
         return False
     row = prod(shape[1:])
     reach = sum((n - 1) * step for n, step in zip(size[1:], stride[1:], strict=True))
@@ -268,7 +283,7 @@ def _in_order(call: Call) -> tuple[str, str] | None:
     """Terms of a tensor and of a view of all of it in memory order, whose rows may be cut; None for other strides."""
     have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
     plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
-    whole_of_it = plain and have.is_contiguous and prod(size) == have.numel and not call.argument("storage_offset")
+    whole_of_it = plain and have.is_contiguous and prod(size) == have.numel
     if not whole_of_it or len(size) < 2 or not have.numel or size[0] == 1:
         return None
     dims, given = dims_of(call), [f"m{i}" for i in range(1, len(size))]
@@ -282,11 +297,16 @@ def _in_order(call: Call) -> tuple[str, str] | None:
     ops("as_strided"),
     samples=lambda: [
         (rand(5, 6), [5, 3, 4], [6, 1, 1]), (rand(5, 6), [6, 5], [1, 6]), (rand(30), [5, 3], [6, 1]),
-        (rand(30), [5, 6, 1], [6, 1, 1]), (rand(5, 6), [5, 3, 2], [6, 2, 1]),
+        (rand(30), [5, 6, 1], [6, 1, 1]), (rand(5, 6), [5, 3, 2], [6, 2, 1]), (rand(60), [12, 5], [5, 1]),
     ],
 )  # fmt: skip
-def as_strided(call: Call) -> BoundRule:
-    """Reads memory, not dims: whole, but for rows that are read apart or in order."""
+def as_strided(call: Call) -> BoundRule | None:
+    """Reads memory, not dims: whole, but for rows that are read apart or in order.
+
+    Captured steps have none that leave their tensor or count from the start of memory (`capture.strides`).
+    """
+    if not _stays_inside(call):
+        return None
     in_order = _in_order(call)
     if in_order:
         return moves(call, Bind(text([in_order[0]], [in_order[1]]), local={"n": _view_piece}))
@@ -302,13 +322,15 @@ def as_strided(call: Call) -> BoundRule:
     ops("as_strided_scatter"),
     samples=lambda: [
         (rand(30), rand(5, 6, seed=1), [5, 6], [6, 1]), (rand(5, 6), rand(5, 3, 2, seed=1), [5, 3, 2], [6, 2, 1]),
-        (rand(5, 6), rand(3, 4, seed=1), [3, 4], [6, 1]),
+        (rand(5, 6), rand(3, 4, seed=1), [3, 4], [6, 1]), (rand(60), rand(12, 5, seed=1), [12, 5], [5, 1]),
     ],
 )  # fmt: skip
-def as_strided_scatter(call: Call) -> BoundRule:
+def as_strided_scatter(call: Call) -> BoundRule | None:
     """Writes memory, not dims: whole, but where all of it is written in order."""
+    if not _stays_inside(call):
+        return None
     in_order = _in_order(call)
     if not in_order:
         return whole(call)
     left, right = in_order
-    return moves(call, Bind(text([left, right], [left]), sizes={"size": "in1"}), 0, 1)
+    return moves(call, Bind(text([left, right], [left]), local={"n": _written_piece}), 0, 1)

@@ -58,10 +58,17 @@ def settle(but: object = None) -> None:
                 one.settle()
 
 
+def unfinished() -> bool:
+    """True where a step of this process has something to complete."""
+    return bool(_unfinished)
+
+
 def settle_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-    """From now on steps are completed before an eager forward or update, and before state is read or loaded."""
+    """From now on steps are completed before an eager update, and before state is read or loaded.
+
+    Before an eager forward they are by what gathers for it (`between`).
+    """
     for module in modules:
-        module.register_forward_pre_hook(_settle)
         module.register_state_dict_pre_hook(_settle)
         module.register_load_state_dict_pre_hook(_settle)
     for optimizer in optimizers:

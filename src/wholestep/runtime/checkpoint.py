@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..capture.find import by_name
 from ..capture.state import StepState, collect
 from ..errors import CheckpointError
 from ..graph.graph import Role
@@ -26,11 +27,11 @@ from . import durable, manifest, random_state, snapshot
 from .carry import settle
 from .launch import join
 from .manifest import Manifest
+from .scheduled import to_save
 from .step import CompiledStep
 from .together import connected, everyone, first
 
 VALUES = "values.pt"
-T = TypeVar("T")
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -85,7 +86,10 @@ def save(
         join(None, str(next((h.tensor.device for h in state.params.values()), "cpu")))
     now = snapshot.take(state)
     snapshot.add_own(now)
-    content = {"extra": dict(extra or {}), "options": now.options, "values": now.values}
+    content = {
+        "extra": dict(extra or {}), "options": now.options, "values": now.values,
+        "scheduled": to_save(state.optimizers),
+    }  # fmt: skip
     aside = first(lambda: _new_aside(root, number))
     everyone(lambda: _write_own(aside, now.tensors, content))
     sums = everyone(lambda: _own_files(aside))
@@ -265,20 +269,10 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
         return step.state
     if model is None and optimizer is None:
         return None
-    return collect(_named("model", model, nn.Module), _named("optimizer", optimizer, Optimizer))
+    return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer))
 
 
 def _warn_of_gradients(step: CompiledStep) -> None:
     if step.programs and any(i.role is Role.GRAD for i in step.programs[-1].plan.inputs):
         text = "this step carries gradients from one call to the next, and a checkpoint does not hold them"
         warnings.warn(text, stacklevel=4)
-
-
-def _named(name: str, given: Any, kind: type[T]) -> dict[str, T]:
-    """By name: as given, or as `wholestep.compile` names its arguments."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(cast(Mapping[str, T], given))
-    items = cast(list[T], [given] if isinstance(given, kind) else list(given))
-    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}

@@ -130,7 +130,7 @@ class Finisher:
             raise
         finally:
             if not known:
-                agree(f"{label}/fits", [], failure, timeout_s, self.waiting)
+                agree(f"{label}/fits", {}, failure, timeout_s, self.waiting)
         return made
 
     def _scheduled(self, local: LocalGraph, world: World, schedule: Schedule | None, label: str, key: str) -> _Finished:

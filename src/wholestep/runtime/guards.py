@@ -15,6 +15,7 @@ from ..capture.find import Call, Structure
 from ..capture.places import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
+from ..capture.wrappers import switches
 from .host import HostWork
 
 
@@ -87,8 +88,13 @@ class Guards:
     ambient: tuple[Any, ...]
     values: ReadValues | None = None
     zeros: Sequence[tuple[StepState, Hyper, bool]] = ()
+    switches: Sequence[tuple[Any, str, Any]] = ()
     host: HostWork = field(kw_only=True)
     missed: Missed | None = None
+
+    def __post_init__(self) -> None:
+        self._params = [param for param, _, _ in self.trainable]
+        self._flags = [flag for _, flag, _ in self.trainable]
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -123,9 +129,9 @@ class Guards:
         for module, training in self.modes:
             if module.training is not training:
                 return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
-        for param, requires_grad, name in self.trainable:
-            if param.requires_grad is not requires_grad:
-                return f"requires_grad of {name} is {param.requires_grad}"
+        if [param.requires_grad for param in self._params] != self._flags:
+            name, flag = next((n, p.requires_grad) for p, was, n in self.trainable if p.requires_grad is not was)
+            return f"requires_grad of {name} is {flag}"
         for optimizer, counts in self.groups:
             now = [len(group["params"]) for group in optimizer.param_groups]
             if now != counts:
@@ -137,6 +143,9 @@ class Guards:
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
+        for holder, key, value in self.switches:
+            if getattr(holder, key) != value:
+                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         if self.grads is not None:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
@@ -174,5 +183,7 @@ def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any
     return Guards(
         call.structure, [guard_of(leaf) for leaf in call.leaves], names, all_modes(state), params,
         numbers, groups, grads, now, capture.values,
-        [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"], host=HostWork(capture.effects, state),
+        [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"],
+        [(holder, key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
+        host=HostWork(capture.effects, state),
     )  # fmt: skip

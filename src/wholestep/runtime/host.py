@@ -91,6 +91,6 @@ def _compiled(expected: Sequence[Expected]) -> Callable[[], bool]:
         else:
             terms.append(f"h{i}[k{i}] is v{i}")
     body = " and ".join(terms) or "True"
-    source = f"def holds():\n try:\n  return {body}\n except (KeyError, IndexError, AttributeError, ValueError):\n  return False"
-    exec(source, names)
+    absent = "KeyError, IndexError, AttributeError, ValueError"
+    exec(f"def holds():\n try:\n  return {body}\n except ({absent}):\n  return False", names)
     return names["holds"]

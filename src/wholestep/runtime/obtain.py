@@ -9,11 +9,13 @@ from typing import Any
 from ..cache.key import Situation
 from ..cache.program import Compiled
 from ..cache.ran import Witness
-from ..capture.state import Hyper
+from ..capture.capture import Capture
+from ..capture.state import Hyper, StepState
 from ..cost.machine import Machine
 from ..errors import RankMismatchError, WholestepError
 from ..graph.file import StoreError
 from .agree import program_lines
+from .alike import Given, Told, told_of
 from .cached import Kept, Search, verifying
 from .handed import Handed, is_first
 
@@ -22,7 +24,8 @@ from .handed import Handed, is_first
 class Offer:
     """A program on its way. `made` is None until the first rank's has come; `lines` is what ranks compare.
 
-    `machine` is known where the first rank found its program in the cache: nobody measures then.
+    `machine` is known where the first rank found its program in the cache: nobody measures then. `told` and `hypers`
+    are what the first rank said of its program.
     """
 
     compile: Callable[[], Compiled]
@@ -32,6 +35,27 @@ class Offer:
     search: Search | None = None
     handed: Handed | None = None
     machine: Machine | None = None
+    told: Told | None = None
+    hypers: tuple[Hyper, ...] = ()
+
+    @property
+    def capture(self) -> Capture:
+        """The capture of a program that has come."""
+        assert self.made is not None, "what the first rank told is taken before its program comes"
+        return self.made.capture
+
+    @property
+    def state(self) -> StepState:
+        """What the step holds."""
+        if self.made is not None:
+            return self.made.capture.state
+        assert self.search is not None, "programs that come later were looked for"
+        return self.search.now.state
+
+    @property
+    def live(self) -> tuple[Hyper, ...]:
+        """The numbers that the program takes as inputs."""
+        return self.made.capture.hypers if self.made is not None else self.hypers
 
     @property
     def is_final(self) -> bool:
@@ -108,7 +132,10 @@ def obtain(
     machine = Machine.of(said["machine"]) if said["machine"] else None
     if _is_ours(kept, search, said):
         kept.tell("from rank 0")
-        return Offer(compile, None, list(said["lines"]), kept, search, handed, machine)
+        assert search.key is not None, "its key is the first rank's"
+        told = Told.of_json(said["told"], search.key.values.tensors)
+        hypers = tuple(Hyper(**h) for h in said["hypers"])
+        return Offer(compile, None, list(said["lines"]), kept, search, handed, machine, told, hypers)
     offer = _own(kept, search, compile)
     offer.machine = machine
     return offer
@@ -138,6 +165,9 @@ def _first(kept: Kept, search: Search, compile: Callable[[], Compiled], handed: 
         handed.say("key", {"failure": first_line(error)})
         raise
     reads = bool(made.capture.values and made.capture.values.reads)
+    now, live = search.now, search.key.values.tensors if search.key else {}
+    given = Given(now.structure, tuple(now.names), tuple(now.leaves), now.whole or {}, 0, now.device)
+    offer.told = told_of(made.capture, given, live)
     said: dict[str, Any] = {
         "key": search.text,
         "witness": search.witness.to_json() if search.witness else None,
@@ -146,6 +176,7 @@ def _first(kept: Kept, search: Search, compile: Callable[[], Compiled], handed: 
         "lines": offer.lines,
         "machine": asdict(offer.machine) if offer.machine else None,
         "reads": reads,
+        "told": offer.told.to_json(),
     }
     handed.say("key", said)
     offer.handed = handed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,7 @@ from ..passes.base import Pass
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
-
-Progress = Callable[[str, str, float], None]
+from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StepOptions:
     graph_transform: Pass | None = None
     keep_grads: bool = False
     measure: bool = False
-    progress: Progress | None = None
+    progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout_s: float = 120.0
     device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
@@ -45,6 +44,7 @@ class StepOptions:
     recorder: Recorder = field(default_factory=CudaRecorder)
     cache: Path | None = None
     plan: Plan | None = None
+    check_every: int = 1000
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
@@ -57,6 +57,8 @@ class StepOptions:
                 "backend 'eager' for a schedule across steps",
                 'use schedule="auto", or backend="eager"',
             )
+        if self.check_every < 0:
+            raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
         if self.backend not in BACKENDS:
             raise BackendError(
                 f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"

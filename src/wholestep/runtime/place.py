@@ -17,9 +17,10 @@ from ..capture.find import walk
 from ..capture.state import Held, StepState
 from ..errors import StateError
 from ..graph.graph import Input, Role
-from ..layout import Layout, chunk_range, replicated
+from ..layout import Layout, replicated
 from ..plan.plan import Plan
 from .launch import World
+from .pieces import cut
 
 _PLACED = "_wholestep_layout"
 
@@ -80,18 +81,13 @@ def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> 
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
     if old.grad is not None:
         new.grad = shard(old.grad, layout, world)
-    held_state.put(held, new)
-    held_state.rekey(state.optimizers.values(), old, new)
+    held_state.replace(state, held, new)
 
 
 def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     """This rank's piece of a whole tensor, as a DTensor that owns its storage, on `world.home`."""
     assert world.devices is not None, "only a world of several ranks shards"
-    piece, coordinate = tensor, world.coordinate
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            start, length = chunk_range(piece.shape[dim], world.mesh.axis_size(axis), coordinate[axis])
-            piece = piece.narrow(dim, start, length)
+    piece = cut(tensor, layout, world.mesh, world.coordinate)
     owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
     return dtensor.wrap(owned.to(world.home), layout, world.mesh, world.devices, tensor.shape)
 
@@ -112,9 +108,14 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
 
 
 def gather_before_eager_step(optimizer: Optimizer) -> None:
-    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again."""
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again.
+
+    One that finds no gradients updates nothing, as in libraries that count steps by it.
+    """
 
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            return
         for param, entry in cast(dict[Any, Any], optimizer.state).items():
             for key, value in entry.items() if isinstance(param, DTensor) else ():
                 alike = isinstance(value, DTensor) and value.shape == param.shape
@@ -181,8 +182,7 @@ def materialize(state: StepState, device: str) -> None:
         old = held.tensor
         new = torch.empty_like(old, device=device)
         new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-        held_state.put(held, new)
-        held_state.rekey(state.optimizers.values(), old, new)
+        held_state.replace(state, held, new)
     ours = {id(h.tensor) for h in homeless.values()}
     for prefix, root in state.modules.items():
         for path, module in walk({prefix: root}):

@@ -18,6 +18,7 @@ from ..capture.numbers import At
 from ..capture.trace import TensorLeaf
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
+from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .flat import lay_side_by_side
 from .guards import Guards
@@ -31,7 +32,7 @@ class Program:
     """A compiled step for one kind of call. `deal` makes this rank's part of what the call is given.
 
     `run` maps the flat list from `gather_inputs` to results followed by state that the step creates; what a step
-    carries to the next is its own business (`carry.Carrying`).
+    carries to the next is its own business (`carry.Carrying`). `check` is told of each call.
     """
 
     capture: Capture
@@ -43,6 +44,7 @@ class Program:
     names: Sequence[str]
     deal: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: Stream | None = None
+    check: Callable[[Program], None] | None = None
     _held: list[Any] = field(default_factory=list[Any])
     _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
         default_factory=list[tuple[Callable[[Any], Any], Any, Any]]
@@ -75,6 +77,11 @@ class Program:
         ]
         self.bind_state()
 
+    @property
+    def acts(self) -> bool:
+        """True where a call does more than compute tensors."""
+        return self._works is not None
+
     def _bind_numbers(self, given: Sequence[Input]) -> None:
         """Where each number comes from: an option of a parameter group, or the host's program."""
         self._numbers = [torch.zeros((), dtype=i.meta.dtype) for i in given]
@@ -102,6 +109,15 @@ class Program:
         self._check_pieces()
         lay_side_by_side(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
+
+    def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
+        """What outlasts a call and is the same along `axis` of the mesh, by name."""
+        rest = self.plan.rest
+        return {
+            given.name: local(get(key))
+            for given, (get, key, _) in zip(self._kept, self._slots, strict=True)
+            if rest[given.name].state(axis) == REPLICATED
+        }
 
     def _check_pieces(self) -> None:
         """Every rank's piece has the shape that the plan gives it."""
@@ -223,6 +239,7 @@ class Program:
             container[key] = self._held[i]
             self._slots[i] = get, key, self._held[i]
         self.guards.host.finish(self._host, extra)
+        self.capture.effects.arguments.now = {}
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

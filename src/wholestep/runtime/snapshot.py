@@ -16,6 +16,7 @@ from ..capture.state import StepState
 from . import random_state
 from .launch import job
 from .manifest import Manifest, Saved, SavedOptimizer
+from .scheduled import note
 from .together import everyone
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -199,6 +200,7 @@ class Restore:
             groups = self.state.optimizers[label].param_groups
             for group, options in zip(groups, content["options"][theirs], strict=True):
                 _set_options(group, options)
+            note(self.state.optimizers[label], content.get("scheduled", {}).get(theirs, ()))
         for name, saved, optimizer, param in self._states():
             live = optimizer.state.get(param, {}).get(saved.key)
             if _fits(live, saved):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -29,6 +29,7 @@ from ..capture.effects import Promoted
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.overrides import overridden
 from ..capture.state import Hyper, StepState, find_hypers
+from ..capture.wrappers import switches
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -40,10 +41,13 @@ from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
 from ..plan.plan import Plan
 from . import random_state
-from .agree import agree
+from .agreement import Agreement
+from .alike import Given
 from .batches import Dealer, Sizes, dealer
+from .between import gather_before_use
 from .cached import Kept
 from .carry import Carrying, settle, settle_before_use
+from .checksum import Check, meets_all
 from .decide import Decided, decide, lacks_machine, with_machine
 from .finish import Finisher
 from .guards import Missed, ambient, guards_of
@@ -54,6 +58,9 @@ from .obtain import Offer, obtain
 from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
+from .progress import Progress, progress_of
+from .scheduled import note_changed, scheduled
+from .show import step_html, step_line
 from .stream import Stream, draws
 
 if TYPE_CHECKING:
@@ -80,16 +87,16 @@ class CompiledStep:
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self._clock = WaitClock() if options.measure else None
         self._backend = Backend(options.backend, self._clock, options.recorder)
-        self._agreed: list[list[str]] = []
-        self._label, self._round = "", 0
-        self._promoted: set[str] = {"lr"}
         self._carried, self._changing = Promoted(), Promoted()
         self._missed = Counter[str]()
+        self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
         self._met = WeakSet[Optimizer]()
         self._shares_batches = options.parallel.shares_batches
         self._dealer: tuple[Structure, Dealer | None] | None = None
         self._stream: Stream | None = None
         self._decided: Decided | None = None
+        self._check: Check | None = None
+        self._progress: Progress | None = None
         self._hooked, self._dumped = False, 0
         offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
@@ -110,11 +117,21 @@ class CompiledStep:
         settle(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
+        if program.acts:
+            program.capture.effects.arguments.now = {**dict(enumerate(args)), **kwargs}
         result = program(call.leaves)
         if self._clock is not None:
             self.waited_seconds = self._clock.seconds
         self.calls += 1
+        if program.check is not None:
+            program.check(program)
         return result
+
+    def __repr__(self) -> str:
+        return step_line(self)
+
+    def _repr_html_(self) -> str:
+        return step_html(self)
 
     def flush(self) -> None:
         """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
@@ -176,7 +193,8 @@ class CompiledStep:
                 newest, missed = (newest, missed) if newest else (why, program.guards.missed)
             self.misses.append(newest)
             self._note_change(missed)
-        return self._build(args, kwargs, sizes)
+        with progress_of(self.options.progress, self.__name__) as self._progress:
+            return self._build(args, kwargs, sizes)
 
     def _note_change(self, missed: Missed | None) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
@@ -221,7 +239,7 @@ class CompiledStep:
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
             world = self.world or self._join(state)
-            self._label = self._label or _next_label(world, self.__name__)
+            self._agreement.label = self._label or _next_label(world, self.__name__)
             made = self._obtain(args, kwargs, world, sizes)
         except WholestepError as error:
             failure = str(error).splitlines()[0]
@@ -230,31 +248,38 @@ class CompiledStep:
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            if world is not None and (failure or made is not None):
-                self._agree(made, failure)
+            if world is not None and world.mesh.size > 1:
+                if failure:
+                    self._agreement.fail(failure)
+                elif made is not None:
+                    again = partial(self._capture, world=world, sizes=None)
+                    given = self._given(args, kwargs, world, sizes)
+                    self._agreement.program(made, given, self.options, self._kept is not None, again)
         assert made is not None, "compiled or raised"
         assert world is not None, "joined or raised"
         return self._install(self._finish(made, world), args, kwargs, world, sizes)
 
-    def _agree(self, made: Offer | None, failure: str) -> None:
-        lines = [*made.lines, *(["compile cache on"] if self._kept else [])] if made is not None else []
-        self._compare(lines, failure)
+    @property
+    def _label(self) -> str:
+        return self._agreement.label
 
-    def _compare(self, lines: list[str], failure: str) -> None:
-        if not failure and lines in self._agreed:
-            return
-        with self._stage("agree"):
-            self._round += 1
-            agree(f"{self._label}/{self._round}", lines, failure, self.options.agree_timeout_s, self._tell_waiting)
-        self._agreed.append(lines)
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Given:
+        _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
+        return Given(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
+
+    def _whole(self, leaves: Sequence[Any], sizes: Sizes | None) -> dict[str, tuple[int, ...]] | None:
+        deals = self._dealer[1] if self._dealer else None
+        return deals.whole_shapes(leaves, sizes) if deals and sizes else None
 
     def _tell_waiting(self, ranks: list[int]) -> None:
         self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
     def _obtain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Offer:
         compile = partial(self._compile, args, kwargs, world, sizes)
-        several = world.mesh.size > 1 and not self._agreed  # later, ranks may compile when others do not
-        handed = Handed(f"{self._label}/cache/{self._round}", self.options.agree_timeout_s) if several else None
+        several = world.mesh.size > 1 and self._agreement.is_new  # later, ranks may compile when others do not
+        handed = (
+            Handed(f"{self._label}/cache/{self._agreement.round}", self.options.agree_timeout_s) if several else None
+        )
         kept = self._kept
         if kept and self.options.memory_bytes is not None and world.mesh.size > 1:
             kept.refuse("memory_bytes= on several ranks, which choose together")
@@ -272,20 +297,19 @@ class CompiledStep:
     ) -> Situation:
         """What the program of a call follows from."""
         state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
-        deals, o = self._dealer[1] if self._dealer else None, self.options
-        self._promote_changed()
+        o, live = self.options, self._scheduled(state)
         options = {
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
             "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "keep_grads": o.keep_grads,
             "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
-            "home": torch.device(world.home), "scheduled numbers": sorted(self._promoted),
+            "home": torch.device(world.home), "scheduled numbers": live,
+            "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
         }  # fmt: skip
-        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
         now = ambient(world.device, sizes)
         return Situation(
             self.fn, structure, leaves, names, state, world.device, options, now, placed(state, world),
-            self._promoted, whole,
+            live, self._whole(leaves, sizes),
         )  # fmt: skip
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
@@ -298,7 +322,7 @@ class CompiledStep:
         self._dump("1-train-graph", captured.graph)
         decided = self._decide(captured, world) if options.auto is not None else None
         if lacks_machine(self.options.parallel) and world.mesh.size > 1:
-            self._compare([self.options.parallel.describe(world.mesh)], "")
+            self._agreement.lines([self.options.parallel.describe(world.mesh)])
             parallel = with_machine(self.options.parallel, self._finisher.finish_of(world)[0])
             self.options = replace(self.options, parallel=parallel)
         options = self.options
@@ -322,11 +346,11 @@ class CompiledStep:
         assert options.auto is not None, "asked where there is something to choose"
         if self._decided is None:
             if world.mesh.size > 1:
-                self._compare([options.auto.describe(world.mesh)], "")
+                self._agreement.lines([options.auto.describe(world.mesh)])
             with self._stage("choose"):
                 self._decided = decide(
                     options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
-                    f"{self._label}/auto/{self._round}", options.agree_timeout_s,
+                    f"{self._label}/auto/{self._agreement.round}", options.agree_timeout_s,
                 )  # fmt: skip
             self.options = replace(options, parallel=self._decided.strategies)
             if options.memory_bytes is not None:
@@ -344,10 +368,8 @@ class CompiledStep:
         """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
         options = self.options
         state, _, leaves, _ = find_state(self.fn, args, kwargs, options.extra)
-        deals = self._dealer[1] if self._dealer else None
-        whole = deals.whole_shapes(leaves, sizes) if deals and sizes else None
-        self._promote_changed()
-        hypers = find_hypers(state, sorted(self._promoted))
+        whole = self._whole(leaves, sizes)
+        hypers = find_hypers(state, self._scheduled(state))
         tries: list[tuple[Sequence[Hyper], Promoted]] = [(hypers, self._carried | self._changing)]
         tries += [(n, self._carried) for n in (hypers, find_hypers(state, ["lr"]), [])][not self._changing :]
         error: CaptureError | None = None
@@ -367,21 +389,11 @@ class CompiledStep:
         assert error is not None, "a capture returned or raised"
         raise error
 
-    def _promote_changed(self) -> None:
-        if self.programs and self.misses and self.misses[-1].startswith("option "):
-            key = self.misses[-1].split("'")[1]
-            value = next(
-                (
-                    g[key]
-                    for o in self.programs[-1].capture.state.optimizers.values()
-                    for g in o.param_groups
-                    if key in g
-                ),
-                None,
-            )
-            parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-            if all(isinstance(v, float) for v in parts):
-                self._promoted.add(key)
+    def _scheduled(self, state: StepState) -> list[str]:
+        """Options of the optimizers that are inputs of the next program."""
+        if self.programs:
+            note_changed(self.programs[-1].guards.numbers)
+        return sorted(scheduled(state.optimizers.values()))
 
     def _install(
         self, made: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
@@ -391,6 +403,9 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
+            offload = self.options.parallel.options.offload
+            if world.devices is not None or offload is not None:
+                gather_before_use(state.modules, self.options.agree_timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)
@@ -402,9 +417,11 @@ class CompiledStep:
         stream = self._random(made, world)
         program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, deal, stream)
         if drawn is not None:
+            live = self._scheduled(state)
             self._tell_placed()
             random_state.put(drawn)
             why = guards.check(call.structure, call.leaves, ambient(world.device, sizes)) or program.refresh()
+            why = why or ("other options change between calls" if self._scheduled(state) != live else "")
             if why:
                 self.misses.append(why)
                 return self._build(args, kwargs, sizes)
@@ -415,6 +432,11 @@ class CompiledStep:
             else:
                 inputs = program.gather_inputs(call.leaves)
                 program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
+        if self.options.check_every and world.mesh.size > 1 and meets_all(made.local):
+            data = self.options.parallel.data
+            axes = data.axes(world.mesh) if data else ()
+            self._check = self._check or Check(self.options.check_every, world, axes)
+            program.check = self._check.count
         self.programs.append(program)
         return program
 
@@ -423,6 +445,7 @@ class CompiledStep:
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
             settle_before_use(modules, state.optimizers.values())
+            gather_before_use(state.modules, self.options.agree_timeout_s)
             self._hooked = True
         runs = [eager(bound(one), self._clock) for one in (across.first, across.steady, across.flush)]
         count = sum(out.kind == "carry" for out in across.steady.outputs)
@@ -453,9 +476,9 @@ class CompiledStep:
         self._tell(name, "done", time.perf_counter() - start)
 
     def _tell(self, stage: str, what: str, seconds: float) -> None:
-        if self.options.progress:
+        if self._progress:
             with unwatched():
-                self.options.progress(stage, what, seconds)
+                self._progress(stage, what, seconds)
 
     def _say(self, text: str) -> None:
         self._tell(f"cache: {text}", "done", 0.0)

@@ -1,0 +1,420 @@
+"""What a step does besides computing tensors: what has changed when a trace ends, and how each call does it again.
+
+All that the step can reach is compared before and after. A number becomes part of the host's program, a tensor an
+input and an output of the graph, a plain value is assigned anew; anything else is refused. Afterwards everything is as
+it was: no fake tensor stays in an object of the user's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import io
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, cast
+
+import torch
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph.graph import Input
+from ..graph.meta import is_users, meta_of, show_line
+from .callback import recorded
+from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write
+from .expect import Expected, contents, expect, given_away
+from .find import take_apart
+from .numbers import At, Numbers
+from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Place, StatePlace, Words, is_number
+from .reach import Container, Reach, argument_containers, is_of_python, is_own_code
+from .schedules import Schedulers
+from .state import StepState
+
+_PRINT = builtins.print
+_OWN_BUSINESS = frozenset(vars(torch.nn.Module())) - {"training"} | {
+    "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
+    "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_flat_weights", "_flat_weight_refs",
+}  # what torch keeps for itself in modules and optimizers; hooks are compared apart  # fmt: skip
+_OF_MODULES = frozenset(dir(torch.nn.Module)) - {"forward"}
+_ALWAYS_READ = ("variable", "class", "modules")
+
+
+@dataclass
+class Watch:
+    """What one trace sees of the host. `promoted` places are carried; `find` is a path whose change is to be located.
+
+    `add_input` takes each further input of the graph with its position, from `first_number` on; `line` is the user's.
+    """
+
+    state: StepState
+    reach: Reach
+    promoted: Promoted
+    mode: Any
+    first_number: int
+    add_input: Callable[[int, Input, torch.Tensor], None]
+    line: Callable[[], str]
+    find: str = ""
+    options: Sequence[tuple[torch.Tensor, Place, float]] = ()
+    found_at: str = ""
+    extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    needed: Promoted = field(default_factory=Promoted)
+
+    def __post_init__(self) -> None:
+        self.numbers = Numbers(self.mode, self.first_number, self.add_input)
+        self._called: list[Called] = []
+        self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
+        self._blind, self._arguments = set[type](), Arguments()
+        self._writes: list[Write] = []
+        self._returned = set[int]()
+        self._expected: list[Expected] = []
+        self._rebound: list[str] = []
+        self._originals: list[dict[Any, Any]] = []
+        self._flags: list[tuple[str, bool]] = []
+        self._held = {(id(container), key) for h in self._carriers() for container, key in h.places}
+        self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
+        self._thread = threading.get_ident()
+
+    def _carriers(self) -> list[Any]:
+        return [*self.state.params.values(), *self.state.buffers.values()]
+
+    # -- while it runs ------------------------------------------------------------------
+    @contextmanager
+    def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
+        """Around the call of the step's function; `given` are its stand-ins by name, `called` its arguments by name."""
+        containers = self._begin(called)
+        trainable = {name: given[name].requires_grad for name in self.state.params}
+        patched = _torch.patched_host(self._math, self._schedulers.step, self._printed, self._clock)
+        reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._read, self._written)
+        before = sys.gettrace()
+        try:
+            with recorded(self.call), patched, reads as self._blind:
+                if self.find:
+                    sys.settrace(self._tracer(containers))
+                yield
+                sys.settrace(before)
+            self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
+            self._compare(containers)
+        finally:
+            sys.settrace(before)
+            self._end(containers)
+
+    def _begin(self, called: Mapping[Any, Any]) -> list[Container]:
+        given = argument_containers(called, self._arguments)
+        containers = [*self.reach.containers, *self._state_entries(), *given]
+        self._originals = [c.before for c in containers]
+        for container in containers:
+            container.before = container.now()
+            if container.opaque is None:
+                for key, value in container.before.items():
+                    if is_number(value) and container.path_of(key) in self.promoted.numbers:
+                        self._replace(container, key, self.numbers.read(container.place_of(key), value))
+                    elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                        self._replace(container, key, _Untouched(container.path_of(key), value, self.line))
+        for option in self.options:
+            self.numbers.option(*option)
+        self._schedulers.begin()
+        return containers
+
+    def _replace(self, container: Container, key: Any, value: Any) -> None:
+        Place("", container.holder, key).set(value)
+        container.before = {**container.before, key: value}
+
+    def _end(self, containers: Sequence[Container]) -> None:
+        for container, original in zip(self.reach.containers, self._originals, strict=False):
+            kept = {key for key in container.now() if (id(container.holder), key) in self._held}
+            container.before = original
+            container.restore(kept)
+        self._schedulers.end()
+
+    def _state_entries(self) -> list[Container]:
+        """Options that the optimizers keep for each parameter, by its stand-in."""
+        out: list[Container] = []
+        for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
+            for name, held in self.state.params.items():
+                entry = optimizer.state.get(held.tensor)
+                if entry is not None:
+                    out.append(self._entry(number, label, name, entry, dict(entry)))
+        return out
+
+    def _entry(self, number: int, label: str, owner: str, entry: Any, before: dict[Any, Any]) -> Container:
+        def place(key: Any) -> Place:
+            path = f"{label}.state[{owner!r}][{key!r}]"
+            return StatePlace(path, None, key, state=self.state, optimizer=number, owner=owner)
+
+        return Container(f"{label}.state[{owner!r}]", entry, before, "item", place=place)
+
+    # -- what it sees -------------------------------------------------------------------
+    def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write down a callback."""
+        self._called.append(Called(fn, self._made((args, kwargs), "")))
+
+    def _read(self, owner: Any, name: str) -> None:
+        if (id(owner), name) in self._assigned:
+            return
+        if name != "__dict__" or is_users(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+            self._reads.add((id(owner), name))
+
+    def _written(self, owner: Any, name: str) -> None:
+        self._assigned.add((id(owner), name))
+
+    def _math(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return self.numbers.call(function, args) if self.numbers else NotImplemented
+
+    def _users(self) -> bool:
+        """True when the user's own code made the call that is being looked at."""
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
+        while frame is not None and "wholestep/_torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
+
+    def _printed(self, *args: Any, **kwargs: Any) -> None:
+        if not self._users():
+            _PRINT(*args, **kwargs)
+            return
+        tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
+        if any(self.numbers.index_of(v) is None for v in tensors):
+            raise CaptureError(
+                "the step prints a tensor, which has no value while the step is captured",
+                "a call that is made in each step, with the values of that step",
+                "write wholestep.callback(print, ...) with the same arguments",
+                self.line(),
+            )
+        self.call(_PRINT, args, kwargs)
+
+    def _clock(self, name: str) -> None:
+        if self._users():
+            raise CaptureError(
+                f"the step reads the clock with time.{name}(): all later steps would use the same time",
+                "a step whose work does not depend on the time",
+                "read the clock outside the step, or in a function given to wholestep.callback; "
+                "step.profile() times a step",
+                self.line(),
+            )
+
+    # -- after it -----------------------------------------------------------------------
+    def _original(self, container: Container, key: Any) -> Any:
+        for other, original in zip(self.reach.containers, self._originals, strict=False):
+            if other is container:
+                return original.get(key, MISSING)
+        return container.before.get(key, MISSING)
+
+    def _compare(self, containers: Sequence[Container]) -> None:
+        known = {id(c.holder) for c in containers}
+        for container, original in zip(containers, self._originals, strict=True):
+            for key, _, after in container.changes():
+                if (id(container.holder), key) in self._held:
+                    self._rebind(container.path_of(key), after)
+                elif not self._is_state(container, after):
+                    self._settle(container, key, original.get(key, MISSING), after)
+        self._compare_new_entries(known)
+        self.needed |= Promoted(frozenset(self._schedulers.needed))
+
+    def _compare_new_entries(self, known: set[int]) -> None:
+        """Numbers and plain values in state that the optimizers created."""
+        for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
+            for name, held in self.state.params.items():
+                entry = cast(dict[str, Any], optimizer.state.get(held.tensor, {}))
+                if id(entry) not in known:
+                    container = self._entry(number, label, name, entry, {})
+                    for key, value in entry.items():
+                        if not self._is_state(container, value):
+                            self._settle(container, key, MISSING, value)
+
+    def _is_state(self, container: Container, after: Any) -> bool:
+        """True for a tensor of optimizer state, which is part of the graph anyway."""
+        ours = container.place is not None and isinstance(container.place(""), StatePlace)
+        return ours and isinstance(after, torch.Tensor) and after not in self.numbers
+
+    def _rebind(self, path: str, after: Any) -> None:
+        """A tensor that is held; one that the step replaces is replaced by each call."""
+        if path in self.promoted.tensors and isinstance(after, torch.Tensor):
+            self._rebound.append(path)
+
+    def _settle(self, container: Container, key: Any, before: Any, after: Any) -> None:
+        """How each call makes one change again, or why it cannot."""
+        path, place = container.path_of(key), container.place_of(key)
+        if container.owner is not None and key in _OWN_BUSINESS:
+            return
+        self._refuse_unrepeatable(container, key, before, after)
+        if self._was_read(container, key) and not isinstance(place, ArgumentPlace):  # guards compare arguments
+            self._keep_in_mind(place, before, after)
+        self._writes.append(Write(place, None if after is MISSING else self._made(after, path)))
+
+    def _was_read(self, container: Container, key: Any) -> bool:
+        """False only for attributes, of which each read is seen."""
+        if container.owner is None or container.kind in self._blind:
+            return True
+        return bool({(container.owner, key), (container.owner, "__dict__")} & self._reads)
+
+    def _keep_in_mind(self, place: Place, before: Any, after: Any) -> None:
+        """What follows from the value that a changed place had: it is carried, or it has to be there again."""
+        if is_number(before):
+            if place.path not in self.promoted.numbers:
+                self.needed |= Promoted(frozenset([place.path]))
+        elif isinstance(before, torch.Tensor):
+            self.needed |= Promoted(frozenset(), frozenset([place.path]))
+        elif type(before) in (list, dict, tuple, set) and before and before is not after:
+            raise RefusedError(
+                place.path, before, after, "the old container may have been read, and each call brings another one",
+                f"assign to its items, which are carried, or {WAYS_OUT}",
+            )  # fmt: skip
+        else:
+            self._expected.append(expect(place, before))
+
+    def _refuse_unrepeatable(self, container: Container, key: Any, before: Any, after: Any) -> None:
+        path = container.path_of(key)
+        kind = type(container.holder).__name__
+        if container.opaque is not None:
+            raise RefusedError(
+                path, Words(f"a {kind}"), Words("changed"), "it has no items that each call could assign", WAYS_OUT
+            )
+        if isinstance(container.holder, list) and (before is MISSING or after is MISSING):
+            counts = len(container.before), len(cast(list[Any], container.holder))
+            raise RefusedError(
+                container.path,
+                Words(f"{counts[0]} items"),
+                Words(f"{counts[1]} items"),
+                "lists keep their length",
+                WAYS_OUT,
+            )
+        if isinstance(key, torch.Tensor):
+            raise RefusedError(path, before, after, "a key that is a number of the step or a tensor", WAYS_OUT)
+        if isinstance(before, torch.nn.Module) or isinstance(after, (torch.nn.Module, torch.nn.Parameter)):
+            raise RefusedError(
+                path, before, after, "a step keeps its modules and parameters", "change it between calls"
+            )
+
+    def _made(self, value: Any, path: str) -> Made:
+        call = take_apart(value)
+        return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
+
+    def leaf(self, value: Any) -> Any:
+        """A leaf of what the step returns: a number by its line, anything else as it is."""
+        index = self.numbers.index_of(value)
+        if index is None:
+            return value
+        self._returned.add(index)
+        return At(index)
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        index = self.numbers.index_of(value)
+        if index is not None:
+            return At(index)
+        if _torch.is_fake(value):
+            self.extra.append(value)
+            return Extra(len(self.extra) - 1)
+        if not isinstance(value, (*SIMPLE, torch.Tensor, type)) and id(value) not in self.reach.seen:
+            held: dict[str, Any] = getattr(value, "__dict__", {})
+            if path or any(_torch.is_fake(v) for v in held.values()):
+                raise RefusedError(
+                    path or "an argument of wholestep.callback", None, value,
+                    "an object that the step makes, which later calls would share", WAYS_OUT,
+                )  # fmt: skip
+        return value
+
+    def _tracer(self, containers: Sequence[Container]) -> Callable[..., Any]:
+        """Finds the line after which the entry `find` is another one."""
+        wanted = [c for c in containers if c.path == self.find or any(c.path_of(k) == self.find for k in c.now())]
+        wanted += [c for c in containers if c.style != "variable" and self.find.startswith(c.path) and c not in wanted]
+        last: dict[FrameType, int] = {}
+
+        def changed() -> bool:
+            return any(self.find in (c.path, c.path_of(key)) for c in wanted for key, _, _ in c.changes())
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            if not self.found_at and frame in last and changed():
+                self.found_at = show_line(frame.f_code.co_filename, last[frame])
+            last[frame] = frame.f_lineno
+            return None if self.found_at else local
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            if not self.found_at and frame.f_back in last and changed():
+                self.found_at = show_line(frame.f_back.f_code.co_filename, last[frame.f_back])
+            code = frame.f_code
+            traced = is_users(code.co_filename) and not is_of_python(code.co_filename)
+            return local if traced and not self.found_at and not code.co_flags & inspect.CO_GENERATOR else None
+
+        return enter
+
+    # -- what came of it ---------------------------------------------------------------
+    def effects(self, used: set[str]) -> Effects:
+        """What each call has to do; `used` names the inputs of the graph."""
+        leaves = [v for w in self._writes if w.made for v in w.made.leaves]
+        leaves += [v for c in self._called for v in c.made.leaves]
+        program = self.numbers.program(used, self._returned | {v.index for v in leaves if isinstance(v, At)})
+        expected = [*self._expected, *self._carried_numbers(), *self._read_places()]
+        return Effects(
+            program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
+            tuple(self._flags), self.promoted, self._arguments,
+        )  # fmt: skip
+
+    def _absent(self, container: Container, names: set[str], changed: set[str]) -> list[Expected]:
+        """Attributes that the class gave because the object had none of its own."""
+        kind = container.kind
+        return [
+            Expected(container.place_of(n), "is", MISSING)
+            for n in names
+            if kind is not None and hasattr(kind, n) and n not in _OF_MODULES and container.path_of(n) not in changed
+        ]
+
+    def _carried_numbers(self) -> list[Expected]:
+        """Numbers that are carried stay of one type, which arithmetic depends on; tensors of one shape."""
+        tensors = self.reach.tensors
+        carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
+        return [Expected(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
+            Expected(container.place_of(key), "type", type(value))
+            for container in self.reach.containers
+            for key, value in container.before.items()
+            if is_number(value) and container.path_of(key) in self.promoted.numbers
+        ]
+
+    def _read_places(self) -> list[Expected]:
+        """Everything that the trace read on the host and that may be another one in a later call."""
+        changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
+        carried: dict[int, set[Any]] = {}
+        for container in self.reach.containers:
+            keys = [*container.before, *(w.place.key for w in self._writes if w.place.container is container.holder)]
+            carried[id(container.holder)] = {key for key in keys if container.path_of(key) in changed}
+        reads = dict[int | None, set[str]]()
+        for owner, name in self._reads:
+            reads.setdefault(owner, set()).add(name)
+        theirs, out = given_away([c.fn for c in self._called]), list[Expected]()
+        for container in self.reach.containers:
+            if container.style == "modules" and container.before:
+                out.append(Expected(Place(container.path, container.holder, None), "size", len(container.before)))
+            if container.opaque is not None or not (container.owner or container.style in _ALWAYS_READ):
+                continue
+            out += self._absent(container, reads.get(container.owner, set()) - container.before.keys(), changed)
+            for key, value in container.before.items():
+                path = container.path_of(key)
+                if not self._was_read(container, key) or path in changed or key in _OWN_BUSINESS or key == "training":
+                    continue
+                out.append(expect(container.place_of(key), value))
+                out += [e for e in contents(value, path, carried) if id(e.place.holder) not in theirs]
+        return out
+
+
+class _Untouched:
+    """Stands for an iterator: whatever it would give next, later calls would not get another one."""
+
+    def __init__(self, path: str, original: Any, line: Callable[[], str]) -> None:
+        self._path, self._original, self._line = path, original, line
+
+    def __iter__(self) -> _Untouched:
+        return self
+
+    def __next__(self) -> Any:
+        error = RefusedError(
+            self._path, Words(f"a {type(self._original).__name__}"), Words("the same, one item further"),
+            "all later calls would be given this very item", "take the item before the step, and pass it in",
+        )  # fmt: skip
+        error.where = self._line()
+        raise error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)

@@ -1,0 +1,245 @@
+"""What must be the same on all ranks of a step, as lines by section: versions, options, numbers, the captured graph."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..cache.origin import own_source
+from ..capture.capture import Capture
+from ..capture.find import Structure
+from ..capture.state import Hyper, StepState
+from ..graph import meta
+from ..graph.graph import TrainGraph
+from ..graph.text import short_dtype
+from .agree import CONSTANTS, GRAPH, LAYOUTS, SAYS, Section
+from .place import local
+
+if TYPE_CHECKING:
+    from .options import StepOptions
+
+VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
+MEMBERS = "parameters of optimizers"
+ORDER = (
+    VERSIONS,
+    STEP,
+    OPTIMIZERS,
+    NUMBERS,
+    LAYOUTS,
+    MEMBERS,
+    CONSTANTS,
+    GRAPH,
+)  # causes before what follows from them
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_SHOWN = 4
+
+
+def versions() -> list[str]:
+    """What is installed on this rank."""
+    try:
+        own = metadata.version("wholestep")
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        own = "not installed"
+    return [
+        f"torch{SAYS}{torch.__version__}",
+        f"wholestep{SAYS}{own}",
+        f"Python{SAYS}{platform.python_version()}",
+        f"source of wholestep{SAYS}{own_source()[:12]}",
+    ]
+
+
+def step_lines(options: StepOptions, cached: bool) -> list[str]:
+    """Options of the step that shape what it computes."""
+    schedule = options.schedule
+    return [
+        f"backend{SAYS}{options.backend}",
+        f"keep_grads{SAYS}{options.keep_grads}",
+        f"schedule{SAYS}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
+        f"check_every{SAYS}{options.check_every}",
+        f"mixed_precision{SAYS}{options.parallel.options.mixed_precision}",
+        f"module_overrides{SAYS}{', '.join(sorted(options.module_overrides)) or 'none'}",
+        f"graph_transform{SAYS}{_name(options.graph_transform)}",
+        f"compile cache{SAYS}{'compile cache on' if cached else 'off'}",
+    ]
+
+
+def option_lines(state: StepState, live: Sequence[Hyper]) -> tuple[list[str], list[str]]:
+    """Every option of every parameter group: those of the optimizer that a program holds, and those that may change.
+
+    What others put into a group, as schedulers do, may come later.
+    """
+    changing = {(h.optimizer, h.group, h.key) for h in live}
+    baked, numbers = [f"number of optimizers{SAYS}{len(state.optimizers)}"], list[str]()
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        of = f" of {label}" if len(state.optimizers) > 1 else ""
+        own = cast(dict[str, object], getattr(optimizer, "defaults", {}))
+        baked.append(f"kind of {label}{SAYS}{_name(type(optimizer))}")
+        for g, group in enumerate(optimizer.param_groups):
+            for key in sorted(map(str, group)):
+                if key != "params":
+                    into = numbers if (o, g, key) in changing or key not in own else baked
+                    into.append(f"{key} of group {g}{of}{SAYS}{show(group[key])}")
+    return baked, numbers
+
+
+def state_lines(state: StepState) -> list[str]:
+    """Python numbers in the state of optimizers."""
+    return [
+        f"{key} of {name} in the state of {label}{SAYS}{value!r}"
+        for label, optimizer in state.optimizers.items()
+        for name, held in state.params.items()
+        for key, value in optimizer.state.get(held.tensor, {}).items()
+        if isinstance(value, (bool, int, float))
+    ]
+
+
+def member_lines(state: StepState) -> list[str]:
+    """Which parameters each group has."""
+    names = {id(held.tensor): name for name, held in state.params.items()}
+    return [
+        f"parameter {i} of group {g} of {label}{SAYS}{names.get(id(param), '?')}"
+        for label, optimizer in state.optimizers.items()
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+    ]
+
+
+def show(value: object) -> str:
+    """A value of an option, the same text in every process for equal values."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return show_tensor(value)
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(show, cast(Sequence[object], value)))
+        return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in cast(dict[object, object], value).items()) + "}"
+    return torch.device(value).type if isinstance(value, torch.device) else _name(value)
+
+
+def show_tensor(tensor: torch.Tensor) -> str:
+    """Type, shape, first values and a fingerprint of all."""
+    head = f"{short_dtype(tensor.dtype)}{list(tensor.shape)}"
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return head
+    flat = local(tensor.detach()).cpu().reshape(-1)
+    few = str(cast(list[Any], flat[:_SHOWN].tolist())).removesuffix("]")
+    if flat.numel() <= _SHOWN:
+        return f"{head} {few}]"
+    data = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{head} {few}, ...] with fingerprint {hashlib.sha256(data).hexdigest()[:12]}"
+
+
+def _name(value: object) -> str:
+    """What an object is, without where it lies in memory."""
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return "None" if value is None else f"{named.__module__}.{named.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step was called with. `whole` has the shapes of batch tensors that leaves are parts of."""
+
+    structure: Structure
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    whole: Mapping[str, tuple[int, ...]]
+    rank: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank says of the graph that it captured. `call` is the fingerprint of what the graph was captured for.
+
+    `constants` has a line for each, and the name that a live tensor has in the cache's key.
+    """
+
+    call: str
+    graph: Section
+    constants: tuple[tuple[str, str], ...]
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """As `agree` takes them."""
+        return {CONSTANTS: Section.of([line for line, _ in self.constants]), GRAPH: self.graph}
+
+    def to_json(self) -> dict[str, Any]:
+        """For ranks that take the program as it is."""
+        return {"call": self.call, "graph": self.graph.print, "constants": [list(one) for one in self.constants]}
+
+    @classmethod
+    def of_json(cls, said: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> Told:
+        """What the first rank said, with this rank's own tensors in place of its live ones."""
+        own = [
+            (f"{line.split(SAYS, 1)[0]}{SAYS}{show_tensor(live[name])}" if name in live else line, name)
+            for line, name in said["constants"]
+        ]
+        return cls(said["call"], Section(said["graph"]), tuple(own))
+
+
+def told_of(capture: Capture, given: Given, live: Mapping[str, torch.Tensor] | None = None) -> Told:
+    """What this rank says of a capture."""
+    names = {id(tensor): name for name, tensor in (live or {}).items()}
+    constants = capture.graph.constants
+    lines = tuple((f"{name}{SAYS}{show_tensor(t)}", names.get(id(t), "")) for name, t in constants.items())
+    graph = Section.of(graph_lines(capture, given.device), partial(_source_of, capture.graph))
+    return Told(call_print(given, capture), graph, lines)
+
+
+def _source_of(train: TrainGraph, line: str) -> str:
+    """The user's line behind a line of the graph's text."""
+    name = line.strip().removeprefix("%").split(" ")[0]
+    return next((meta.source_line(node) for node in train.graph.nodes if node.name == name), "")
+
+
+def graph_lines(capture: Capture, device: str) -> list[str]:
+    """The captured graph, each rank's own device called the same."""
+    text = str(capture.graph)
+    kind = torch.device(device).type
+    if kind != "cpu":
+        text = re.sub(rf"{kind}:\d+|(?<=type='{kind}'), index=\d+", kind, text)
+    return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
+
+
+def call_print(given: Given, capture: Capture) -> str:
+    """A fingerprint of what a graph may follow from in the arguments: structure, sizes, Python values, values read.
+
+    Arguments of a kind that nothing is known of make it differ from every other rank's.
+    """
+    lines = _structure_lines(given.structure)
+    for name, leaf in zip(given.names, given.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            parts = name in given.whole
+            shape = given.whole[name] if parts else tuple(leaf.shape)
+            stride = leaf.stride() if not parts and leaf.layout == torch.strided else ()
+            lines.append(f"{name} {leaf.dtype} {shape} {stride} {leaf.requires_grad}")
+        elif isinstance(leaf, _PLAIN):
+            lines.append(f"{name} {leaf!r}")
+        elif isinstance(leaf, (nn.Module, Optimizer)):
+            lines.append(name)
+        else:
+            lines.append(f"{name} {_name(leaf)} of rank {given.rank}")
+    lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
+    return Section.of(lines).print
+
+
+def _structure_lines(structure: Structure) -> list[str]:
+    inside = [line for *_, inner in structure.opened for line in _structure_lines(inner)]
+    return [
+        str(structure.spec),
+        *(f"{i} {kind.__qualname__} {fields}" for i, kind, fields, _ in structure.opened),
+        *inside,
+    ]

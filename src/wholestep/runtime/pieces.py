@@ -1,0 +1,131 @@
+"""From pieces to whole tensors and back, many at a time: one all-gather for all that an axis cuts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import _torch, dtensor
+from ..collectives.place import Place, place
+from ..layout import Layout, chunk_range
+from ..mesh import Mesh
+
+MOST_BYTES = 64 << 20  # of what one all-gather makes: it is held beside the whole tensors
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
+    """The piece of a whole tensor at `coordinate`, as a view."""
+    piece = whole
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            start, length = chunk_range(piece.shape[dim], mesh.axis_size(axis), coordinate[axis])
+            piece = piece.narrow(dim, start, length)
+    return piece
+
+
+def put_piece(target: DTensor, whole: Tensor) -> None:
+    """Copy this rank's piece of `whole` into `target`, where it differs."""
+    here = place(target.device_mesh)
+    layout = dtensor.layout_from(target.placements, target.dim(), here.mesh)
+    copy(_torch.local_tensor(target), cut(whole, layout, here.mesh, here.coordinate))
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy values where they differ: an expanded buffer cannot be written, and does not change."""
+    if not torch.equal(target, source.to(target.device)):
+        target.copy_(source)
+
+
+@dataclass
+class _Part:
+    """A tensor on its way: what this rank has of it, and how that is laid out."""
+
+    piece: Tensor
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def next(self) -> tuple[str, int] | None:
+        """The axis that is joined next, and the dim that it cuts: the innermost axis of a dim comes first."""
+        return next(((axes[-1], dim) for dim, axes in enumerate(self.layout.dims) if axes), None)
+
+
+@torch.no_grad()
+def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
+    """The whole of each tensor in memory of its own, on the device of its mesh, or where its piece rests.
+
+    All ranks call it alike.
+    """
+    places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
+    out: list[Tensor] = []
+    for few in _bounded(tensors):
+        parts = [_part(tensor, places[tensor.device_mesh]) for tensor in few]
+        while any(part.next() for part in parts):
+            buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[_Part]](list)
+            for part, tensor in zip(parts, few, strict=True):
+                if (found := part.next()) is not None:
+                    buckets[tensor.device_mesh, found[0], part.piece.dtype].append(part)
+            for (devices, axis, _), bucket in buckets.items():
+                _join(bucket, axis, places[devices])
+        out += [_own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)]
+    return out
+
+
+def _part(tensor: DTensor, here: Place) -> _Part:
+    layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
+    return _Part(_torch.local_tensor(tensor).to(tensor.device_mesh.device_type), layout, tuple(tensor.shape))
+
+
+def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:
+    piece = _torch.local_tensor(tensor)
+    whole = whole.to(piece.device) if at_home else whole
+    return whole.clone() if whole.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else whole
+
+
+def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:
+    """In groups of so many bytes, larger tensors alone."""
+    out, room = list[list[DTensor]](), 0
+    for tensor in tensors:
+        if room < tensor.nbytes or not out:
+            out.append([])
+            room = MOST_BYTES
+        out[-1].append(tensor)
+        room -= tensor.nbytes
+    return out
+
+
+def _join(parts: Sequence[_Part], axis: str, here: Place) -> None:
+    """Join the pieces that `axis` cuts. Each is padded to the length of the largest, which is that of the first."""
+    ranks, flat, whole = here.mesh.axis_size(axis), list[Tensor](), list[tuple[_Part, int, int, Layout]]()
+    for part in parts:
+        dim = cast(tuple[str, int], part.next())[1]
+        dims = part.layout.dims
+        after = Layout((*dims[:dim], dims[dim][:-1], *dims[dim + 1 :]), part.layout.partial)
+        length = after.local_shape(part.shape, here.mesh, here.coordinate)[dim]
+        padded = list(part.piece.shape)
+        padded[dim] = -(-length // ranks)
+        piece = part.piece
+        if padded != list(piece.shape):
+            piece = piece.new_zeros(padded)
+            piece.narrow(dim, 0, part.piece.shape[dim]).copy_(part.piece)
+        flat.append(piece.reshape(-1))
+        whole.append((part, dim, length, after))
+    sent = torch.cat(flat)
+    name = here.groups[axis].group_name
+    got = torch.ops._c10d_functional.all_gather_into_tensor(sent, ranks, name)
+    got = torch.ops._c10d_functional.wait_tensor(got).view(ranks, -1)
+    start = 0
+    for (part, dim, length, after), piece in zip(whole, flat, strict=True):
+        shape = list(part.piece.shape)
+        shape[dim] = -(-length // ranks)
+        rows = got[:, start : start + piece.numel()].reshape(ranks, *shape).movedim(0, dim)
+        joined = [*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]]
+        part.piece = rows.reshape(joined).narrow(dim, 0, length).contiguous()
+        part.layout = after
+        start += piece.numel()

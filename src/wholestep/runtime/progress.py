@@ -1,0 +1,91 @@
+"""What a long first call is doing, in one line of the first rank's terminal that is gone when the call goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TextIO
+
+from .launch import job
+
+Progress = Callable[[str, str, float], None]
+
+_QUIET_S = 2.0  # nothing is shown of what takes less
+_REWRITE_S = 0.2
+_ERASE = "\r\x1b[2K"
+
+
+@dataclass
+class Line:
+    """The line: what is being done, and since when. A thread rewrites it, for a stage may take minutes."""
+
+    name: str
+    out: TextIO
+    quiet_s: float
+    _stages: list[str] = field(default_factory=list[str])
+    _shown: bool = False
+    _done: threading.Event = field(default_factory=threading.Event)
+    _start: float = field(default_factory=time.monotonic)
+
+    def __call__(self, stage: str, what: str, seconds: float) -> None:
+        """As a `progress` of the user's: a stage starts or is done."""
+        if what == "start":
+            self._stages.append(stage)
+        elif stage in self._stages:
+            del self._stages[self._stages.index(stage) :]
+
+    @contextmanager
+    def showing(self) -> Generator[None]:
+        """The line is there inside, and gone afterwards, also where an error ends it."""
+        thread = threading.Thread(target=self._rewrite, name="wholestep progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+            if self._shown:
+                self._write(_ERASE)
+
+    def _rewrite(self) -> None:
+        wait = self.quiet_s
+        while not self._done.wait(wait):
+            stages = list(self._stages)
+            stage = f"{stages[-1]}, " if stages else ""
+            text = f"wholestep compiles {self.name}: {stage}{time.monotonic() - self._start:.0f} s"
+            self._shown = True
+            self._write(_ERASE + text[: shutil.get_terminal_size().columns - 1])
+            wait = _REWRITE_S
+
+    def _write(self, text: str) -> None:
+        try:
+            self.out.write(text)
+            self.out.flush()
+        except (OSError, ValueError):  # the terminal is gone
+            self._done.set()
+
+
+@contextmanager
+def progress_of(given: Progress | Literal["auto"] | None, name: str) -> Generator[Progress | None]:
+    """What to tell of the stages of one compile: the user's function, a line on a terminal, or nothing."""
+    if given != "auto":
+        yield given
+    elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
+        yield None
+    else:
+        line = Line(name, sys.stderr, _QUIET_S)
+        with line.showing():
+            yield line
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # none, or closed
+        return False

@@ -1,0 +1,245 @@
+"""`wholestep.whole`: plain, whole tensors in a model and its optimizer for the time of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..capture.find import by_name
+from ..capture.state import WHOLE, StepState, collect, put
+from ..errors import RankMismatchError, StateError
+from .carry import settle
+from .meet import meet
+from .pieces import copy, gather, put_piece
+from .together import connected
+
+_INSIDE = "`with ws.whole(...)`"
+
+
+@contextmanager
+def whole(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    writeback: bool = True,
+    timeout: float = 120.0,
+) -> Generator[None]:
+    """Inside the block, every rank has plain, whole tensors to read and write: for EMA, surgery, export.
+
+    `model.parameters()` are plain `nn.Parameter`s then, `state_dict()` holds plain tensors, and the optimizer's groups
+    and state belong to them. They are copies. At the end ranks keep their parts of what was written, the parameters
+    that a compiled step knows are back in place, and it goes on with the new values without another capture. After an
+    exception nothing is kept. All ranks must enter and leave the block, and write the same: they compare what they
+    leave. Gradients stay outside.
+
+    Args:
+        model: a module, or several; whether a step has placed them yet or not.
+        optimizer: the optimizers whose state is to be whole too, also in a wrapper (Accelerate's, Lightning's).
+        writeback: keep what was written; False drops it, and saves the comparison.
+        timeout: seconds to wait for the other ranks.
+
+    Example:
+        >>> with ws.whole(model, writeback=False):
+        ...     if rank == 0:
+        ...         torch.save(model.state_dict(), "model.pt")
+
+    Raises:
+        RankMismatchError: a rank did not come within `timeout`, or ranks have written different values; nothing is
+            kept then.
+        StateError: a block inside another one, or a compiled step inside it; a parameter got another shape or
+            dtype; the model is still on `meta`.
+    """
+    state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer))
+    names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
+    meet(f"`with ws.whole({names})`", timeout)
+    settle()
+    swap = _Swap(state)
+    swap.enter()
+    try:
+        yield
+        if writeback:
+            meet(f"the end of `with ws.whole({names})`", timeout)
+            swap.check()
+            swap.keep()
+    finally:
+        swap.leave()
+
+
+class _Swap:
+    """Replaces all that `state` holds by whole copies, and puts it back."""
+
+    def __init__(self, state: StepState) -> None:
+        self.state = state
+        self.helds = [*state.params.values(), *state.buffers.values()]
+        self.outside = [held.tensor for held in self.helds]
+        self.entries = [(one, one.state, dict(one.state)) for one in state.optimizers.values()]
+        self.inside: list[Tensor] = []
+
+    def enter(self) -> None:
+        """Gather, and put the copies everywhere."""
+        for name, held in self.state.params.items():
+            if held.tensor.is_meta:
+                raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
+        values = [v for _, _, entries in self.entries for entry in entries.values() for v in _values(entry)]
+        whole = _whole_of([*self.outside, *(v for v in values if isinstance(v, Tensor))])
+        for old in self.outside:
+            self.inside.append(_stand_in(old, whole) if isinstance(old, nn.Parameter) else whole[id(old)])
+        for held, new in zip(self.helds, self.inside, strict=True):
+            put(held, new)
+        stand_ins = {id(old): new for old, new in zip(self.outside, self.inside, strict=True)}
+        for optimizer, state, entries in self.entries:
+            state.clear()
+            for key, entry in entries.items():
+                state[stand_ins.get(id(key), key)] = _copied(entry, whole) if id(key) in stand_ins else entry
+            assert optimizer.state is state, "nobody runs meanwhile"
+
+    def leave(self) -> None:
+        """Put back what was there, with what `keep` has written to it."""
+        originals = {id(new): old for old, new in zip(self.outside, self.inside, strict=True)}
+        for held, old in zip(self.helds, self.outside, strict=True):
+            put(held, old)
+        for optimizer, state, entries in self.entries:
+            for group in optimizer.param_groups:
+                group["params"][:] = [originals.get(id(p), p) for p in group["params"]]
+            state.clear()
+            state.update(entries)
+            optimizer.state = state
+
+    def check(self) -> None:
+        """What was written fits what it came from, and is the same on all ranks.
+
+        Raises:
+            StateError: something does not fit, here.
+            RankMismatchError: something does not on another rank, or ranks differ.
+        """
+        failure, sums = self._misfit(), dict[str, int]()
+        for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
+            sums[name] = _sum_of_bits(held.tensor)
+            for (optimizer, _, _), label in zip(self.entries, self.state.optimizers, strict=True):
+                entry = optimizer.state.get(held.tensor, {})
+                sums |= {f"{label}.state[{name}][{k!r}]": _sum_of_bits(v) for k, v in _tensors(entry)}
+        try:
+            _compare(sums, failure.found if failure else "")
+        finally:
+            if failure:
+                raise failure
+
+    def _misfit(self) -> StateError | None:
+        names = [*self.state.params, *self.state.buffers]
+        for name, held, old in zip(names, self.helds, self.outside, strict=True):
+            now = held.tensor
+            if isinstance(now, DTensor) or _about(now) != _about(old):
+                found = f"a DTensor, {_about(now)}," if isinstance(now, DTensor) else _about(now)
+                return StateError(
+                    f"{name!r} has become {found} inside {_INSIDE}",
+                    f"a plain tensor like the one that was there, {_about(old)}",
+                    "change shapes and dtypes before the first call of the step",
+                )
+        return None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Write what is inside to what is outside."""
+        for held, old in zip(self.helds, self.outside, strict=True):
+            now = held.tensor
+            _write(old, now)
+            if isinstance(old, nn.Parameter):
+                old.requires_grad_(now.requires_grad)
+        for optimizer, _, entries in self.entries:
+            for held, old, new in zip(self.helds, self.outside, self.inside, strict=True):
+                entry = optimizer.state.get(held.tensor, optimizer.state.get(new))
+                if entry is not None:
+                    entries[old] = _kept_entry(entries.get(old), entry)
+                else:
+                    entries.pop(old, None)
+
+
+def _values(entry: object) -> list[Any]:
+    return list(cast(dict[Any, Any], entry).values()) if isinstance(entry, dict) else []
+
+
+def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
+    items = cast(dict[Any, Any], entry).items() if isinstance(entry, dict) else ()
+    return [(key, value) for key, value in items if isinstance(value, Tensor)]
+
+
+def _whole_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By identity, a whole copy of each, in the memory that it rests in."""
+    pieces = list({id(t): t for t in tensors if isinstance(t, DTensor)}.values())
+    out = dict(zip(map(id, pieces), gather(pieces, at_home=True), strict=True))
+    return out | {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
+
+
+def _stand_in(old: nn.Parameter, whole: Mapping[int, Tensor]) -> nn.Parameter:
+    new = nn.Parameter(whole[id(old)], requires_grad=old.requires_grad)
+    vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+    vars(new)[WHOLE] = _INSIDE
+    return new
+
+
+def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
+    if not isinstance(entry, dict):
+        return deepcopy(entry)
+    items = cast(dict[Any, Any], entry).items()
+    return {key: whole[id(value)] if id(value) in whole else deepcopy(value) for key, value in items}
+
+
+def _write(old: Tensor, now: Tensor) -> None:
+    put_piece(old, now.detach()) if isinstance(old, DTensor) else copy(old.detach(), now.detach())
+
+
+def _kept_entry(old: Any, now: Any) -> Any:
+    """The state of one parameter: what is there already keeps its tensors; what is new is cut by the next step."""
+    if not isinstance(old, dict) or not isinstance(now, dict):
+        return now
+    kept, entry = cast(dict[Any, Any], old), cast(dict[Any, Any], now)
+    for key in [key for key in kept if key not in entry]:
+        del kept[key]
+    for key, value in entry.items():
+        was = kept.get(key)
+        if isinstance(was, Tensor) and isinstance(value, Tensor) and _about(was) == _about(value):
+            _write(was, value)
+        else:
+            kept[key] = value
+    return kept
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """The same for equal values, whatever order they are summed in."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    return int(flat.view(number).sum(dtype=torch.int64)) if flat.numel() else 0
+
+
+def _compare(sums: Mapping[str, int], failure: str) -> None:
+    """All ranks have the same sums by name, and no failure.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first that differs, or what does not fit on another rank.
+    """
+    if not connected():
+        return
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (failure, dict(sums)))
+    for rank, (failed, theirs) in enumerate(said):
+        if failed and not failure:
+            raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
+        wrong = [name for name in {**said[0][1], **theirs} if said[0][1].get(name) != theirs.get(name)]
+        if wrong and not any(failed for failed, _ in said):
+            raise RankMismatchError(
+                f"{wrong[0]} is not the same on ranks 0 and {rank} at the end of {_INSIDE}",
+                "the same values on all ranks, each of which keeps its own part",
+                "write on every rank, not on one; draw random numbers from one seed; nothing was kept",
+            )
+
+
+def _about(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

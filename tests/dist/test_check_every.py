@@ -1,0 +1,149 @@
+"""Ranks that come apart after the first call: found every so many calls, by name, on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+
+EVERY = 3
+STYLES = {
+    "replicate": ws.DataParallel("replicate"),
+    "zero1": ws.DataParallel("zero1"),
+    "fully_shard": ws.DataParallel("fully_shard"),
+    "global": ws.DataParallel("fully_shard", semantics="global"),
+}
+
+
+class Net(nn.Module):
+    """Layers whose sizes divide by nothing, a norm that has statistics of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, 3) -> (b, 2)."""
+        return self.last(self.norm(self.first(x)))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def trained(rank: int, calls: int, change: Any = None, **options: Any) -> tuple[int, str]:
+    """How many calls were made, and the error that ended them. `change` is called before each."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = ws.compile(train_step, **{"check_every": EVERY, **options})
+    torch.manual_seed(rank)
+    for call in range(calls):
+        if change is not None:
+            change(call, model, optimizer)
+        try:
+            step(model, optimizer, torch.randn(4 + rank % 2, 3))
+        except ws.RankMismatchError as error:
+            return call + 1, str(error).splitlines()[0]
+    return calls, ""
+
+
+def scheduled(rank: int, world: int, style: str) -> tuple[int, str]:
+    def change(call: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + call * (1 + (rank == 1)))
+
+    return trained(rank, 7, change, parallel=STYLES[style])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_schedule_that_differs_is_named(style: str) -> None:
+    text = f"lr of group 0: {0.1 / 5!r} on rank 1, {0.1 / 3!r} on rank 0; found after call 3, with check_every=3"
+    assert run_ranks(scheduled, 2, style) == [(3, f"ranks differ in options of optimizers: {text}")] * 2
+
+
+def touched(rank: int, world: int, mesh: str, parallel: list[Any], who: int) -> tuple[int, str]:
+    def change(call: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if call == 4 and rank == who:
+            with torch.no_grad():
+                bias = model.last.bias
+                own = bias.to_local() if isinstance(bias, DTensor) else bias
+                own[-1:].add_(1e-6)  # the least bits of one value
+
+    return trained(rank, 9, change, parallel=parallel, mesh=mesh)
+
+
+def test_a_weight_that_only_one_rank_changes_is_named() -> None:
+    text = (
+        "'last.bias' is not the same on ranks that hold the same of it: one value on {}, another on rank {}; "
+        "found after call 6, with check_every=3"
+    )
+    found = run_ranks(touched, 3, "dp=3", [ws.DataParallel("replicate")], 1)
+    assert found == [(6, text.format("ranks 0, 2", 1))] * 3
+    found = run_ranks(touched, 4, "r=2,s=2", [ws.DataParallel("hybrid")], 3, timeout=60)
+    assert all(found == (6, text.format("rank 1", 3)) for found in found), found
+
+
+def rounded(rank: int, world: int, by: float) -> tuple[int, str]:
+    """Ranks along tp each compute the last bias for themselves, and may round otherwise."""
+
+    def change(call: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if call == 4 and rank == 1:
+            with torch.no_grad():
+                model.last.bias.mul_(by)
+
+    torch.manual_seed(0)
+    tensor = ws.TensorParallel({"first": "colwise_rep", "last": "rowwise"}, axis="tp")
+    return trained(0, 9, change, parallel=[tensor], mesh="tp=2")
+
+
+def test_rounding_along_other_axes_is_none_and_more_is() -> None:
+    assert run_ranks(rounded, 2, 1 + 1e-6) == [(9, "")] * 2
+    for calls, text in run_ranks(rounded, 2, 1.5):
+        assert calls == 6
+        assert text.startswith("'last.bias' is not the same on ranks that hold the same of it")
+
+
+def sound(rank: int, world: int) -> dict[str, tuple[int, str]]:
+    """Nothing differs but batches, their sizes, and what ranks hold of their own."""
+    found = {name: trained(rank, 7, parallel=style) for name, style in STYLES.items()}
+    found["across"] = trained(rank, 7, parallel=STYLES["replicate"], schedule="across_steps")
+
+    def change(call: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if call == 4 and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.2
+
+    found["never"] = trained(rank, 7, change, parallel=STYLES["replicate"], check_every=0)
+    return found
+
+
+def test_what_is_the_same_stays_unnoticed() -> None:
+    for found in run_ranks(sound, 2):
+        assert {name: said for name, said in found.items() if said != (7, "")} == {}
+
+
+def alone(rank: int, world: int) -> tuple[float, int]:
+    """The first rank alone calls a compiled function without collectives, between steps that all ranks run."""
+
+    @ws.compile(parallel=ws.DataParallel("replicate"), check_every=2)
+    def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x).square().mean()
+
+    model = nn.Linear(3, 3)
+    evaluate(model, torch.zeros(2, 3))
+    value = torch.zeros(())
+    for _ in range(5 if rank == 0 else 0):
+        value = evaluate(model, torch.ones(2, 3))
+    return float(value), trained(rank, 7)[0]
+
+
+def test_what_one_rank_calls_alone_is_not_counted() -> None:
+    assert [calls for _, calls in run_ranks(alone, 2)] == [7, 7]

@@ -1,0 +1,57 @@
+"""A capture that fails says what its error says: torch's own loggers add nothing to it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REFUSED = """
+import logging, sys
+import torch, torch.nn.functional as F
+from torch import nn
+import wholestep as ws
+
+def no_such_product(model, x):
+    y = model(x)
+    return (y @ y).mean()
+
+def read(model, x):
+    return model(x).mean() * model(x).sum().item()
+
+def branch(model, x):
+    return model(x).mean() if model(x).sum() > 0 else model(x).sum()
+
+def chosen(model, x):
+    return model(x[x[:, 0] > 0]).mean()
+
+def counted(model, x):
+    return torch.arange(int(model(x).sum())).sum() + model(x).mean()
+
+def unique(model, x):
+    return torch.unique(model(x).detach()).sum() + model(x).mean()
+
+def embedded(model, x):
+    return F.embedding(x.long(), model(x)[0]).mean()
+
+for loss_of in (no_such_product, read, branch, chosen, counted, unique, embedded):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(model, optimizer, x):
+        loss_of(model, x).backward()
+        optimizer.step()
+    try:
+        ws.compile(step)(model, optimizer, torch.randn(3, 4))
+    except ws.CaptureError:
+        print(loss_of.__name__)
+logging.getLogger("torch._subclasses.fake_tensor").error("heard again")
+"""
+
+
+def test_a_failed_capture_prints_no_log_lines(tmp_path: Path) -> None:
+    file = tmp_path / "refused.py"
+    file.write_text(REFUSED)
+    env = {k: v for k, v in os.environ.items() if k not in ("TORCH_LOGS", "TORCH_LOGS_OUT")}
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.split() == ["no_such_product", "read", "branch", "chosen", "counted", "unique", "embedded"]
+    assert "heard again" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
