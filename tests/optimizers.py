@@ -88,7 +88,6 @@ TORCH: dict[str, list[dict[str, Any]]] = {
     "LBFGS": [{}],
 }  # fmt: skip
 _REFUSED_OF_TORCH = {
-    "Adafactor": r"reads the value of a tensor of shape \(\) with item\(\)",
     "SparseAdam": "its update works on sparse gradients",
     "LBFGS": "its step calls a closure again and again",
 }

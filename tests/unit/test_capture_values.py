@@ -156,7 +156,7 @@ def test_a_generator_that_is_set_anew_in_each_step_is_refused(reset: Any, found:
 
     with pytest.raises(ws.CaptureError) as caught:
         capture_step(step, (nn.Linear(4, 4), torch.ones(2, 4)), {})
-    assert caught.value.found == found
+    assert caught.value.found.startswith(found)
     assert "test_capture_values.py" in caught.value.where
     assert torch.manual_seed(1).initial_seed() == torch.random.manual_seed(1).initial_seed() == 1
 

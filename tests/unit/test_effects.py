@@ -1005,7 +1005,7 @@ def fakes_in(*roots: Any) -> list[str]:
         skip = isinstance(value, (type, types.ModuleType, types.CodeType, types.FrameType)) or module.startswith(
             "wholestep"
         )
-        if id(value) in seen or skip or (isinstance(value, dict) and value.get("__name__") == __name__):
+        if id(value) in seen or skip or (isinstance(value, dict) and "__builtins__" in value):  # globals of a module
             continue
         seen.add(id(value))
         if isinstance(value, FakeTensor):

@@ -22,7 +22,7 @@ from .normalize import changed_constants, normalize
 from .places import GroupPlace, is_number
 from .precision import MixedPrecision
 from .reach import Reach, reach
-from .state import Hyper, StepState, carry, collect
+from .state import Hyper, StepState, carry, collect, refuse_objects
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
 from .wrappers import effects_refused, unwrapped
@@ -72,7 +72,9 @@ def find_state(
             "the modules and optimizers that the step uses",
             "pass them as arguments, or give model= and optimizer= to wholestep.compile",
         )
-    return collect(modules, optimizers, scalers), call.structure, call.leaves, names
+    state = collect(modules, optimizers, scalers)
+    refuse_objects(state.optimizers.values())
+    return state, call.structure, call.leaves, names
 
 
 @collector_paused()

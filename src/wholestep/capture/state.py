@@ -117,7 +117,6 @@ def collect(
                     name = f"{label}.group{g}.{i}"
                     by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
                 by_id[id(param)].places.append((group["params"], i))
-    refuse_objects(optimizers.values())
     state.hypers = find_hypers(state, SCHEDULED)
     return state
 

@@ -71,7 +71,8 @@ class Agreement:
             RankMismatchError: on every rank, naming what differs.
         """
         state = made.state
-        baked, numbers = alike.option_lines(state, made.live)
+        carried = made.capture.effects.group_options() if made.made is not None else ()
+        baked, numbers = alike.option_lines(state, made.live, carried)
         lasting = {
             alike.VERSIONS: Section.of(alike.versions()),
             alike.STEP: Section.of(alike.step_lines(options, cached)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -74,12 +74,16 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
     ]
 
 
-def option_lines(state: StepState, live: Sequence[Hyper]) -> tuple[list[str], list[str]]:
+def option_lines(
+    state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
+) -> tuple[list[str], list[str]]:
     """Every option of every parameter group: those of the optimizer that a program holds, and those that may change.
 
-    What others put into a group, as schedulers do, may come later.
+    What others put into a group, as schedulers do, may come later. Options that the step itself changes are `carried`:
+    the identity of the optimizer, the number of the group, the key.
     """
-    changing = {(h.optimizer, h.group, h.key) for h in live}
+    numbers_of = {id(optimizer): o for o, optimizer in enumerate(state.optimizers.values())}
+    changing = {(h.optimizer, h.group, h.key) for h in live} | {(numbers_of.get(i), g, key) for i, g, key in carried}
     baked, numbers = [f"number of optimizers{SAYS}{len(state.optimizers)}"], list[str]()
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         of = f" of {label}" if len(state.optimizers) > 1 else ""
