@@ -1,5 +1,7 @@
 """What Python does around the tensors: every kind is done in each call as eager does it, or refused with the line."""
 
+import dataclasses
+import functools
 import gc
 import math
 import types
@@ -8,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -539,6 +542,26 @@ class HelperWithClosure(World):
         self.step = lambda x: self.update(x, scale())
 
 
+@functools.lru_cache
+def mask(size: int) -> torch.Tensor:
+    return torch.arange(1.0, size + 1)
+
+
+@case
+class CachedFunction(World):
+    """The cache holds a tensor that the step made: it must be a real one, or none."""
+
+    def __init__(self):
+        super().__init__()
+        mask.cache_clear()
+
+    def step(self, x):
+        return self.update(x * mask(4)), mask(4) + 0
+
+    def between(self, call):
+        assert not isinstance(mask(4), FakeTensor)
+
+
 # -- optimizers and groups ---------------------------------------------------------------------------------------------
 class GroupCounts(torch.optim.Optimizer):
     """Keeps its step in the group, as many of the ecosystem do."""
@@ -940,6 +963,45 @@ class AccumulateHook(World):
             p.register_post_accumulate_grad_hook(halve_gradient)
 
 
+@refused("self.progress")
+class RecordRebuilt(World):
+    def __init__(self):
+        super().__init__()
+        self.progress = Progress()
+
+    def step(self, x):
+        loss = self.update(x)
+        self.progress = dataclasses.replace(self.progress, steps=self.progress.steps + 1)  # here
+        return loss
+
+
+@refused("a number of numpy")
+class NumpyNumber(World):
+    def __init__(self):
+        super().__init__()
+        self.n = np.float64(1.0)
+
+    def step(self, x):
+        self.n = self.n * 0.5  # here
+        return self.update(x, float(self.n))
+
+
+@refused("0.weight.count: nothing -> 1")
+class AttributeOfParameter(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.model[0].weight.count = 1
+        return loss
+
+
+@refused("torch's default dtype")
+class SettingOfTorch(World):
+    def step(self, x):
+        loss = self.update(x)
+        torch.set_default_dtype(torch.float64)
+        return loss
+
+
 # -- the tests ---------------------------------------------------------------------------------------------------------
 def observed(world: World) -> Any:
     """Everything that can be seen from outside, tensors copied."""
@@ -1044,7 +1106,7 @@ def test_is_refused_with_the_line(name: str) -> None:
     with pytest.raises(ws.CaptureError) as error:
         ws.compile(world.step)(batches()[0])
     assert text in str(error.value)
-    if name != "AccumulateHook":
+    if name not in ("AttributeOfParameter", "SettingOfTorch"):
         assert __file__ in error.value.where, error.value
         assert error.value.where.endswith("# here"), error.value
     assert not fakes_in(world)

@@ -157,6 +157,17 @@ class Numbers:
     def __bool__(self) -> bool:
         return bool(self._by_id or self._options)
 
+    def among(self, values: Sequence[Any]) -> bool:
+        """True if a number is one of these values, or inside a list or an index among them."""
+        for value in values:
+            if id(value) in self._by_id or id(value) in self._options:
+                return True
+            if isinstance(value, (list, tuple)) and self.among(cast(Sequence[Any], value)):
+                return True
+            if isinstance(value, slice) and self.among(_index_parts(value)):
+                return True
+        return False
+
     # -- making -------------------------------------------------------------------------
     def read(self, place: Place, now: Any, late: bool = False) -> torch.Tensor:
         """The number at `place` as it is when the host comes here; `late` for one that an effect changes before."""

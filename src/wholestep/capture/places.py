@@ -219,6 +219,12 @@ def is_number(value: object) -> bool:
     return type(value) in NUMBERS
 
 
+def holds_items(value: object) -> bool:
+    """True for a container, or a dataclass, that is not empty: what follows from one may follow from its items."""
+    record = dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
+    return record or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
+
+
 def shown(value: object) -> str:
     """A value as an error shows it."""
     if isinstance(value, Words):

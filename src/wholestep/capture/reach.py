@@ -160,7 +160,7 @@ def _is_record(value: Any) -> bool:
 @dataclass
 class Reach:
     """All that was found: `containers`, real `tensors` with their place, by path, and everything that was `seen`, by
-    identity. `kinds` are the classes of objects.
+    identity. `kinds` are the classes of objects, `caches` functions that keep results, with how often they computed.
     """
 
     containers: list[Container] = field(default_factory=list[Container])
@@ -168,6 +168,7 @@ class Reach:
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
     schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
     kinds: dict[type, None] = field(default_factory=dict[type, None])
+    caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
 
 
 def reach(roots: Mapping[str, Any], fn: Callable[..., Any], state: StepState) -> Reach:
@@ -224,6 +225,9 @@ class _Search:
         elif isinstance(value, types.MethodType):
             self._add(value.__self__, _owner_path(path))
             self._add(value.__func__, path)
+        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
+            self.found.caches.append((value, value.cache_info().misses))
+            self._add(value.__wrapped__, path)
         elif isinstance(value, functools.partial):
             for item in (value.func, value.args, value.keywords):
                 self._add(item, path)

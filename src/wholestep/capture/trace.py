@@ -343,7 +343,7 @@ class _Watch(TorchFunctionMode):
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
-        if self._numbers:
+        if self._numbers.among(args):
             made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_asked_by_user())
             if made is not NotImplemented:
                 return made

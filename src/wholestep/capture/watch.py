@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from .. import _torch
@@ -29,7 +30,7 @@ from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedEr
 from .expect import Expected, contents, expect, given_away
 from .find import take_apart
 from .numbers import At, Numbers
-from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Place, StatePlace, Words, is_number
+from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Place, StatePlace, Words, holds_items, is_number
 from .reach import Container, Reach, argument_containers, is_of_python, is_own_code
 from .schedules import Schedulers
 from .state import StepState
@@ -86,7 +87,7 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Around the call of the step's function; `given` are its stand-ins by name, `called` its arguments by name."""
-        containers = self._begin(called)
+        containers, outside = self._begin(called), _Outside(given)
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(self._math, self._schedulers.step, self._printed, self._clock)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._read, self._written)
@@ -98,8 +99,10 @@ class Watch:
                 yield
                 sys.settrace(before)
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
+            outside.refuse_changes()
             self._compare(containers)
         finally:
+            outside.restore()
             sys.settrace(before)
             self._end(containers)
 
@@ -130,6 +133,9 @@ class Watch:
             container.before = original
             container.restore(kept)
         self._schedulers.end()
+        for cached, misses in self.reach.caches:
+            if cached.cache_info().misses != misses:
+                cached.cache_clear()  # what it keeps now are tensors of the trace, maybe
 
     def _state_entries(self) -> list[Container]:
         """Options that the optimizers keep for each parameter, by its stand-in."""
@@ -258,7 +264,7 @@ class Watch:
                 self.needed |= Promoted(frozenset([place.path]))
         elif isinstance(before, torch.Tensor):
             self.needed |= Promoted(frozenset(), frozenset([place.path]))
-        elif type(before) in (list, dict, tuple, set) and before and before is not after:
+        elif holds_items(before) and before is not after:
             raise RefusedError(
                 place.path, before, after, "the old container may have been read, and each call brings another one",
                 f"assign to its items, which are carried, or {WAYS_OUT}",
@@ -269,6 +275,9 @@ class Watch:
     def _refuse_unrepeatable(self, container: Container, key: Any, before: Any, after: Any) -> None:
         path = container.path_of(key)
         kind = type(container.holder).__name__
+        if isinstance(after, np.generic):
+            given = cast(Any, after)
+            raise RefusedError(path, before, given, "a number of numpy is no input of a graph", "make it a float()")
         if container.opaque is not None:
             raise RefusedError(
                 path, Words(f"a {kind}"), Words("changed"), "it has no items that each call could assign", WAYS_OUT
@@ -397,6 +406,39 @@ class Watch:
                 out.append(expect(container.place_of(key), value))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in theirs]
         return out
+
+
+class _Outside:
+    """Settings of torch, which outlive a trace, and attributes of the tensors that stand in, which do not."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
+        self._given = given
+        self._attributes = {name: set(vars(tensor)) for name, tensor in given.items()}
+        self._settings = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+
+    def refuse_changes(self) -> None:
+        """Raise RefusedError where the step left something changed."""
+        for name, before, after in zip(_SETTINGS, self._settings, self._now(), strict=True):
+            if before != after:
+                raise RefusedError(name, before, after, "only the capture would change it", "set it for a block")
+        for name, before in self._attributes.items():
+            now = vars(self._given[name])
+            for key in (k for k in now.keys() - before if not k.startswith("_")):
+                why = "attributes of a tensor are not carried from call to call"
+                raise RefusedError(
+                    f"{name}.{key}", MISSING, now[key], why, "keep it in optimizer.state, or in a module"
+                )
+
+    def restore(self) -> None:
+        """Torch's settings are as they were."""
+        torch.set_grad_enabled(self._settings[0])
+        torch.set_default_dtype(self._settings[1])
+
+
+_SETTINGS = ("torch's grad mode", "torch's default dtype", "torch's autocast")
 
 
 class _Untouched:
