@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import types
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -1111,3 +1112,34 @@ def test_is_refused_with_the_line(name: str) -> None:
         assert error.value.where.endswith("# here"), error.value
     assert not fakes_in(world)
     compare(observed(world), before, "after the refusal")
+
+
+def test_another_object_in_each_call_is_captured_again_and_said_once() -> None:
+    world, eager = World(), World()
+    step = ws.compile(lambda x: world.update(x * world.table["scale"]), model=world.model, optimizer=world.optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for call in range(20):
+            world.table = {"scale": 1.0 + call}
+            compare(copied(step(batches()[0])), copied(eager.update(batches()[0] * (1.0 + call))), f"call {call}")
+    texts = [str(one.message) for one in said if "was captured 16 times" in str(one.message)]
+    assert len(texts) == 1
+    assert "because world.table is another object" in texts[0]
+    assert len(step.programs) < 20
+
+
+def test_a_value_that_keeps_changing_ends_in_an_error() -> None:
+    world = World()
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        return world.update(x, 2.0 if world.phase == "0" else 1.0)
+
+    step = ws.compile(train_step, model=world.model, optimizer=world.optimizer)
+
+    def train(calls: int) -> None:
+        for call in range(calls):
+            world.phase = str(call)
+            step(batches()[0])
+
+    with pytest.raises(ws.CaptureError, match=r"depends on a value of Python that keeps changing: 16 captures so far"):
+        train(20)

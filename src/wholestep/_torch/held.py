@@ -57,6 +57,17 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+_LOOKERS = (
+    "wholestep.", "torch.utils.module_tracker", "torch.utils.flop_counter", "torch.distributed._tools",
+    "torch.distributed.tensor.debug",
+)  # fmt: skip
+
+
+def only_looks(hook: object) -> bool:
+    """True for hooks of wholestep and of torch's tools that count and follow what runs: they change no number."""
+    return callable(hook) and str(getattr(hook, "__module__", "")).startswith(_LOOKERS)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a strided tensor that holds all its values itself; ops on others may crash."""
     odd = tensor.is_quantized or tensor.is_conj() or tensor._is_zerotensor()

@@ -21,6 +21,7 @@ from ..graph.graph import Input
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
 _COPIES = "_foreach_copy_"
+_ON_THE_WAY = ("capture/counts.py", "capture/trace.py")
 _OPTIMIZERS = torch.optim.Optimizer.__module__.rpartition(".")[0].replace(".", "/")
 
 
@@ -77,8 +78,8 @@ class Counts:
 def _asked_by_torch() -> bool:
     """True where the code that calls a torch function is that of an optimizer of torch's."""
     frame = inspect.currentframe()
-    for _ in range(3):
-        frame = frame.f_back if frame else None
+    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+        frame = frame.f_back
     return frame is not None and _OPTIMIZERS in frame.f_code.co_filename
 
 

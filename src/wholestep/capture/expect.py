@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -77,6 +78,10 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
                 yield from contents(item, f"{path}[{key!r}]", carried)
 
 
+def _values(value: Any) -> Iterable[Any]:
+    return cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+
+
 def _items(value: Any) -> list[tuple[Any, Any]]:
     held = cast("dict[Any, Any] | Sequence[Any]", value)
     return list(held.items() if isinstance(held, dict) else enumerate(held))
@@ -85,6 +90,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(expected, tuple):
         held, own = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
+        same = not own and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
+        if same and all(map(is_, held.values(), _values(now))):
+            return True  # tables may be large, and these loops are quick
         found = {k: v for k, v in _items(now) if k not in own}
         return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
     if isinstance(now, deque):

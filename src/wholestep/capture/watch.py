@@ -244,7 +244,7 @@ class Watch:
     def _settle(self, container: Container, key: Any, before: Any, after: Any) -> None:
         """How each call makes one change again, or why it cannot."""
         path, place = container.path_of(key), container.place_of(key)
-        if container.owner is not None and key in _OWN_BUSINESS:
+        if (container.owner is not None and key in _OWN_BUSINESS) or _torch.only_looks(after):
             return
         self._refuse_unrepeatable(container, key, before, after)
         if self._was_read(container, key) and not isinstance(place, ArgumentPlace):  # guards compare arguments

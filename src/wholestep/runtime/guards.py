@@ -25,12 +25,14 @@ from .host import HostWork
 class Missed:
     """What a call differs in, where a value that keeps changing would cost captures without end.
 
-    `where` is a line or a path; `number` says that it is a place whose number could be carried.
+    `where` is a line or a path; `number` says that it is a place whose number could be carried, `replaced` that another
+    object is there.
     """
 
     what: str
     where: str
     number: bool = False
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Guards:
             self.missed = Missed("makes a choice", why)
         elif why and one is not None:
             number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
-            self.missed = Missed("depends on a value of Python", one.place.path, number)
+            self.missed = Missed("depends on a value of Python", one.place.path, number, one.kind != "equal")
         return why
 
     def _check_read(self, leaves: Sequence[Any]) -> str:

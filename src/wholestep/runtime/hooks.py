@@ -11,7 +11,7 @@ from .. import _torch
 
 
 class HookGuard:
-    """Whether the hooks of `holders` are the same as when this was made. Hooks of wholestep do not count."""
+    """Whether the hooks of `holders` are the same as when this was made. Hooks that only look do not count."""
 
     def __init__(self, holders: Iterable[object]) -> None:
         self._holders = [*holders, _torch.ALL_MODULES]
@@ -29,8 +29,4 @@ class HookGuard:
 
     def _now(self) -> list[tuple[int, Any]]:
         found = [item for holder in self._holders for table in _torch.hook_tables(holder) for item in table.items()]
-        return [(key, hook) for key, hook in found if not _is_ours(hook)]
-
-
-def _is_ours(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == "wholestep"
+        return [(key, hook) for key, hook in found if not _torch.only_looks(hook)]

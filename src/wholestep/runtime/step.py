@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,7 +204,16 @@ class CompiledStep:
         if missed.number:
             self._changing |= Promoted(frozenset([missed.where]))
         self._missed[missed.where] += 1
-        if self._missed[missed.where] >= MOST_VALUES:
+        count = self._missed[missed.where]
+        if missed.replaced and count >= MOST_VALUES:
+            self.programs.pop()  # what it was captured for is gone
+            if count == MOST_VALUES:
+                warnings.warn(
+                    f"{self.__name__} was captured {count} times because {missed.where} is another object, or holds "
+                    "other items, in each of these calls: change its items or attributes, or pass it to the step",
+                    stacklevel=4,
+                )
+        elif count >= MOST_VALUES:
             raise CaptureError(
                 f"the step {missed.what} that keeps changing: {MOST_VALUES} captures so far",
                 "values that say what kind of call it is, of which there are few",
