@@ -56,6 +56,7 @@ def main() -> None:
             scheduler.step()
         accelerator.print(f"step {number} loss {accelerator.reduce(loss, 'mean'):.6f}", flush=True)
     accelerator.print(f"learning rate {scheduler.get_last_lr()[0]:g}")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ def main() -> None:
         for number, loss in enumerate(module.seen, start=1):
             print(f"step {number} loss {loss:.6f}")
         print(f"{trainer.global_step} updates, validation {trainer.callback_metrics['validation']:.6f}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def main() -> None:
             for line in trainer.state.log_history:
                 found = {key: f"{line[key]:.4f}" for key in ("loss", "eval_loss", "learning_rate") if key in line}
                 print(f"step {line['step']} {found}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def check(style: str, names: list[str]) -> None:
 def bad(result: Any) -> bool:
     if isinstance(result, str):
         return True
-    return max(result["loss"], result["parameters"]) > TOLERANCE or result["captures"] != 1
+    return (
+        max(result["loss"], result["parameters"]) > TOLERANCE or result["captures"] > 2
+    )  # a config that learns its kind of problem in the first call costs one more
 
 
 @pytest.mark.timeout(900)  # about 50 s on two free cores

@@ -143,7 +143,11 @@ def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
             if not error.where and not request.find:
                 trace_step(replace(request, find=error.path))
             raise
+        for container, key, value in traced.watch.set_up:
+            container.holder[key] = container.before[key] = value
         needed = traced.watch.needed | _changed_in_place(traced, request.reach)
+        if traced.watch.set_up and needed <= request.promoted:
+            continue
         if not needed:
             return traced, request
         if needed <= request.promoted:

@@ -29,6 +29,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .. import _torch
 from ..graph.meta import is_users
 from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Cell, GroupPlace, Place, Slots, StatePlace
 from .state import StepState
@@ -444,12 +445,18 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, np.random.Generator):
         return lambda: repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
-        return lambda: hash(value.get_state().numpy().tobytes())
+        return lambda: _drawn(value)
     if isinstance(value, io.IOBase):
         return lambda: value.tell() if not value.closed and value.seekable() else -1
     if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
         return lambda: _position(whole)
     return None
+
+
+def _drawn(generator: torch.Generator) -> int:
+    """How far a generator has come; its state is a tensor, which is a fake one inside a trace."""
+    with _torch.unobserved():
+        return hash(generator.get_state().numpy().tobytes())
 
 
 def _position(iterator: Any) -> Any:

@@ -41,6 +41,8 @@ _OWN_BUSINESS = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
     "_flat_weights", "_flat_weight_refs",
 }  # what torch keeps for itself in modules and optimizers; hooks are compared apart  # fmt: skip
+_HOOKS = ("._forward_hooks", "._forward_pre_hooks")
+_SET_UP = ("_output_capturing_hooks_installed",)  # transformers: hooks that record, installed in the first forward
 _OF_MODULES = frozenset(dir(torch.nn.Module)) - {"forward"}
 _ALWAYS_READ = ("variable", "class", "modules")
 
@@ -50,6 +52,7 @@ class Watch:
     """What one trace sees of the host. `promoted` places are carried; `find` is a path whose change is to be located.
 
     `add_input` takes each further input of the graph with its position, from `first_number` on; `line` is the user's.
+    `set_up` is what a library does to modules once, at their first call: entries that are to stay.
     """
 
     state: StepState
@@ -64,6 +67,7 @@ class Watch:
     found_at: str = ""
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
+    set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
 
     def __post_init__(self) -> None:
         self.numbers = Numbers(self.mode, self.first_number, self.add_input)
@@ -244,6 +248,9 @@ class Watch:
     def _settle(self, container: Container, key: Any, before: Any, after: Any) -> None:
         """How each call makes one change again, or why it cannot."""
         path, place = container.path_of(key), container.place_of(key)
+        if before is MISSING and (_of_library(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
+            self.set_up.append((container, key, after))
+            return
         if (container.owner is not None and key in _OWN_BUSINESS) or _torch.only_looks(after):
             return
         self._refuse_unrepeatable(container, key, before, after)
@@ -406,6 +413,12 @@ class Watch:
                 out.append(expect(container.place_of(key), value))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in theirs]
         return out
+
+
+def _of_library(hook: object) -> bool:
+    """True for a function of an installed package, which it puts onto modules when they are first called."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and not is_own_code(code.co_filename)
 
 
 class _Outside:

@@ -59,7 +59,6 @@ def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
         if device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        atexit.register(_leave)  # the group's threads must end before the interpreter does
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
@@ -71,20 +70,23 @@ def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
         )
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
+    atexit.unregister(_let_go)
+    atexit.register(_let_go)  # the group's threads must end before the interpreter does
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device)
 
 
-def _leave() -> None:
+def _let_go() -> None:
     """Leave the job, and let the group's threads end.
 
     A thread that lets go of a tensor while the interpreter is shut down aborts the process ("terminate called without
     an active exception"). Threads end with their group, which lives as long as meshes do: those of a script's own
-    globals too. So a thread that is still letting go of the last collective's tensors gets a moment to do it.
+    globals too. So a thread that is still letting go of the last collective's tensors gets a moment to do it, also
+    where another library made the group, and has ended it.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        _torch.forget_shardings()
-        gc.collect()
-        time.sleep(_LAST_MOMENT_S)
+    _torch.forget_shardings()
+    gc.collect()
+    time.sleep(_LAST_MOMENT_S)
