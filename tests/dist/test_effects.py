@@ -53,10 +53,10 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(CALLS)]
 
 
-def train(rank: int, world: int, kind: str, style: str) -> None:
+def train(rank: int, world: int, kind: str, style: str, schedule: Any = "auto") -> None:
     ddp = Trainer(DistributedDataParallel if dist.is_initialized() else lambda m: m, kind)
     ours = Trainer(lambda m: m, kind)
-    step = ws.compile(ours.step, parallel=ws.DataParallel(style))
+    step = ws.compile(ours.step, parallel=ws.DataParallel(style), schedule=schedule)
     for x, y in batches(rank):
         expected, count = ddp.step(x, y)
         found, number = step(x, y)
@@ -82,6 +82,11 @@ def test_effects_are_those_of_ddp(kind: str, style: str, world: int) -> None:
     if world == 1 and style != "replicate":
         pytest.skip("one rank has one style")
     run_ranks(train, world, kind, style)
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_effects_while_the_end_of_a_step_is_left_to_the_next(style: str) -> None:
+    run_ranks(train, 2, "exponential", style, "across_steps")
 
 
 def counters_of_their_own(rank: int, world: int) -> None:

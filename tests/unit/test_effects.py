@@ -1143,3 +1143,24 @@ def test_a_value_that_keeps_changing_ends_in_an_error() -> None:
 
     with pytest.raises(ws.CaptureError, match=r"depends on a value of Python that keeps changing: 16 captures so far"):
         train(20)
+
+
+def test_a_call_that_fails_leaves_what_it_would_replace() -> None:
+    world = CASES["EmaOfLoss"]()
+    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer)
+    for x in batches()[:2]:
+        step(x)
+    program, before = step.programs[-1], copied(world.scale)
+    run = program.run
+
+    def failing(inputs: Any) -> Any:
+        run(inputs)
+        raise RuntimeError("after it has run")
+
+    program.run = failing
+    with pytest.raises(RuntimeError, match="after it has run"):
+        step(batches()[2])
+    program.run = run
+    assert torch.equal(world.scale, before)
+    loss = step(batches()[3])
+    compare(world.scale, 0.9 * before + 0.1 * loss, "the average goes on from what is there")

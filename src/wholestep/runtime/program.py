@@ -106,6 +106,8 @@ class Program:
         getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
         self._held = [local(t) if isinstance(t, DTensor) else t for _, _, t in self._slots]  # sees `t.data = ...`
+        for i in self._rebound:
+            self._held[i] = self._held[i].clone()  # the program's own: each call leaves another tensor at the place
         self._check_pieces()
         lay_side_by_side(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
@@ -224,20 +226,20 @@ class Program:
         )
 
     def _prepare(self, effects: Effects) -> None:
-        """Compute the host's numbers; tensors that the step replaces are copied, and the copies are updated."""
+        """Compute the host's numbers, and take the values of tensors that the step replaces."""
         self._host = effects.program.run()
         for i, at in self._computed:
             self._numbers[i].fill_(self._host[at])
         for i in self._rebound:
-            self._held[i] = self._held[i].clone()
+            self._held[i].copy_(self._slots[i][2])
 
     def _act(self, extra: Sequence[Any]) -> None:
-        """Tensors that the step replaces are other ones from now on; then the rest of what it does on the host."""
+        """Replace the tensors that the step replaces; then do the rest of what it does on the host."""
         for i in self._rebound:
             get, key, _ = self._slots[i]
             container, _ = find_input(self._kept[i], self.capture.state)
-            container[key] = self._held[i]
-            self._slots[i] = get, key, self._held[i]
+            container[key] = made = self._held[i].clone()
+            self._slots[i] = get, key, made
         self.guards.host.finish(self._host, extra)
         self.capture.effects.arguments.now = {}
 
