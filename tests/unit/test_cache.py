@@ -16,6 +16,7 @@ from torch import nn
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.cache import key as cache_key
+from wholestep.cache.folder import MAGIC
 from wholestep.runtime import step as runtime_step
 
 SCALE = 1.0
@@ -272,7 +273,7 @@ def test_a_live_tensor_that_the_step_uses_stays_live(kept: Path) -> None:
     [
         (lambda data: data[:-50], "is cut short or changed"),
         (lambda data: data[:500] + b"?" + data[501:], "is cut short or changed"),
-        (lambda data: data.replace(b"wholestep-program 1", b"wholestep-program 0"), "is of another version"),
+        (lambda data: data.replace(MAGIC, b"wholestep-program 0 "), "is of another version"),
         (lambda data: b"nothing of the kind", "is no program of wholestep"),
         (lambda data: b"", "is no program of wholestep"),
     ],
@@ -457,3 +458,39 @@ def test_edited_source_is_seen_wherever_it_ran(tmp_path: Path) -> None:
     assert run() == second, "what did not run may change"
     (tmp_path / "train.py").write_text(SCRIPT.replace("self.worker.call(self.layer(x))", "2 * self.layer(x)"))
     assert run().startswith("['miss: module model is another one'] 1 ")
+
+
+def _scaled(net: Net) -> None:
+    global SCALE
+    SCALE = 3.0
+
+
+CHANGES_OUTSIDE: dict[str, Callable[[Net], Any]] = {
+    "a field of a dataclass": lambda net: setattr(net.config, "gain", 2.0),
+    "an attribute of a module of torch": lambda net: setattr(net.norm, "eps", 0.5),
+    "a function": lambda net: setattr(net, "act", torch.relu),
+    "a tensor": lambda net: setattr(net, "mask", torch.full((3,), 0.5)),
+    "a submodule": lambda net: setattr(net, "norm", nn.Identity()),
+    "a method of one object": lambda net: setattr(net.layer, "forward", lambda x: x[:, :3] * 2),
+    "a global": _scaled,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OUTSIDE)
+def test_what_changes_after_a_hit_is_seen(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 1.0)
+    x = torch.randn(5, 4)
+
+    def start() -> tuple[Net, torch.optim.Optimizer]:
+        net = Net()
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    ws.compile(train_step, cache=tmp_path)(*start(), x)
+    step, ours, theirs = ws.compile(train_step, cache=tmp_path), start(), start()
+    torch.testing.assert_close(step(*ours, x), train_step(*theirs, x))
+    assert step.cache_log == ["hit"]
+    for net, _ in (ours, theirs):
+        CHANGES_OUTSIDE[what](net)
+    for _ in range(2):
+        torch.testing.assert_close(step(*ours, x), train_step(*theirs, x))
+    assert step.misses

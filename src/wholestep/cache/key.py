@@ -22,7 +22,7 @@ from ..rules.registry import RULES
 from .origin import own_source
 from .values import Values
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ from torch.fx import Graph, GraphModule
 
 from .. import _torch
 from ..capture.capture import Capture
+from ..capture.effects import Effects
+from ..capture.expect import looked_up, rows
 from ..capture.find import Structure
+from ..capture.reach import Reach
 from ..capture.state import Hyper, StepState
 from ..capture.trace import TensorLeaf
 from ..capture.values import Read, ReadValues
@@ -66,6 +69,7 @@ def write(made: Compiled, device: str, live: Mapping[str, torch.Tensor]) -> byte
         "fresh_grads": capture.fresh_grads,
         "cleared_grads": list(capture.cleared_grads),
         "reads": _write_reads(capture.values, writer),
+        "expected": rows(capture.effects.expected),
         "plan": _plan_elsewhere(encode(made.plan), writer),
         "local": writer.local_graph(made.local),
         "across": [writer.local_graph(one) for one in (made.across.first, made.across.flush)] if made.across else None,
@@ -82,21 +86,21 @@ def write(made: Compiled, device: str, live: Mapping[str, torch.Tensor]) -> byte
 
 
 @collector_paused()
-def read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: StepState) -> Compiled:
-    """Inverse of `write`, for what the step holds in this process.
+def read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: StepState, found: Reach) -> Compiled:
+    """Inverse of `write`, for what the step holds in this process, and can reach.
 
     Raises:
         StoreError: the bytes hold no program for it.
     """
     try:
-        return _read(data, device, live, state)
+        return _read(data, device, live, state, found)
     except StoreError:
         raise
     except Exception as error:
         raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: StepState) -> Compiled:
+def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: StepState, found: Reach) -> Compiled:
     end = 8 + int.from_bytes(data[:8], "big")
     body = json.loads(zlib.decompress(data[8:end]))
     kept: dict[str, torch.Tensor] = torch.load(io.BytesIO(data[end:]), weights_only=True)
@@ -115,6 +119,7 @@ def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: Ste
         body["fresh_grads"],
         tuple(body["cleared_grads"]),
         _read_reads(body["reads"], reader),
+        Effects(expected=looked_up(body["expected"], found.containers)),
     )
     machine = Machine.of(body["machine"]) if body["machine"] else None
     local = reader.local_graph(body["local"])

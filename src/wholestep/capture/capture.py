@@ -105,8 +105,7 @@ def capture_step(
     state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
     _check_devices(state, names, leaves, device, host_state)
     numbers = tuple(state.hypers if hypers is None else hypers)
-    roots = {n: v for n, v in zip(names, leaves, strict=True) if not isinstance(v, torch.Tensor)}
-    found = reach({**roots, **(extra or {})}, fn, state)
+    found = reach(fn, dict(zip(names, leaves, strict=True)), state)
     request = Request(
         fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
         promoted or Promoted(),

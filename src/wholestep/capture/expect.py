@@ -14,6 +14,7 @@ import torch
 
 from ..graph.meta import meta_of
 from .places import MISSING, SIMPLE, Place, shown
+from .reach import Container
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -66,16 +67,22 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
 
     `carried` has, by the identity of a container, keys whose items the step itself changes.
     """
-    own = carried.get(id(value), set[Any]())
-    if isinstance(value, (dict, list)):
-        held = {k: v for k, v in _items(value) if k not in own}
-        yield Expected(Place(path, value, None), "content", (held, frozenset(own)))
-    elif isinstance(value, _CONTAINERS):
-        yield Expected(Place(path, value, None), "content", cast(Any, value).copy())
+    yield from held(value, path, carried)
     if isinstance(value, (dict, list, tuple)):
+        own = carried.get(id(cast(object, value)), set[Any]())
         for key, item in _items(value):
             if isinstance(item, (*_CONTAINERS, tuple)) and key not in own:
                 yield from contents(item, f"{path}[{key!r}]", carried)
+
+
+def held(value: Any, path: str, carried: Mapping[int, set[Any]]) -> list[Expected]:
+    """That one container holds the same items again; nothing for any other value."""
+    own = carried.get(id(value), set[Any]())
+    if isinstance(value, (dict, list)):
+        items = {k: v for k, v in _items(value) if k not in own}
+        return [Expected(Place(path, value, None), "content", (items, frozenset(own)))]
+    copied = isinstance(value, _CONTAINERS)
+    return [Expected(Place(path, value, None), "content", cast(Any, value).copy())] if copied else []
 
 
 def _values(value: Any) -> Iterable[Any]:
@@ -103,6 +110,39 @@ def _same_content(expected: Any, now: Any) -> bool:
 
 def _same_item(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
+
+
+def size(path: str, holder: Any) -> Expected:
+    """That a container holds as many items again."""
+    return Expected(Place(path, holder, None), "size", len(holder))
+
+
+def rows(expected: Sequence[Expected]) -> list[list[str]]:
+    """Where values are looked up and how they are compared, as `looked_up` reads it back."""
+    return [[e.place.path, "absent" if e.value is MISSING else e.kind] for e in expected]
+
+
+def looked_up(written: Sequence[Sequence[str]], containers: Sequence[Container]) -> tuple[Expected, ...]:
+    """What is expected of the places of `rows`, with the values that are there now.
+
+    Raises:
+        KeyError: a place is not among those of `containers`; names it.
+    """
+    entries = {c.path_of(key): (c, key) for c in reversed(containers) for key in c.before}
+    objects = {c.path: c for c in reversed(containers) if c.owner is not None}
+    wholes = {(c.path, c.style == "modules"): c for c in containers if c.style in ("item", "modules")}
+    out: list[Expected] = []
+    for path, kind in written:
+        if kind in ("content", "size"):
+            holder = wholes[path, kind == "size"].holder
+            out += held(holder, path, {}) if kind == "content" else [size(path, holder)]
+        elif kind == "absent":
+            of, _, name = path.rpartition(".")
+            out.append(Expected(objects[of].place_of(name), "is", MISSING))
+        else:
+            container, key = entries[path]
+            out.append(expect(container.place_of(key), container.before[key]))
+    return tuple(out)
 
 
 def given_away(functions: Sequence[Callable[..., Any]]) -> set[int]:

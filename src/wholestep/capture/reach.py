@@ -172,12 +172,14 @@ class Reach:
     caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
 
 
-def reach(roots: Mapping[str, Any], fn: Callable[..., Any], state: StepState) -> Reach:
-    """Everything that `fn` and `roots`, which have names, lead to."""
+def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
+    """Everything that `fn`, the arguments `given` to it, and what it holds lead to."""
     search = _Search(Reach(), state)
     search.visit(fn, getattr(fn, "__name__", ""))
-    for name, value in roots.items():
+    for name, value in given.items():
         search.visit(value, name)
+    for wrapper in state.wrappers:
+        search.visit(wrapper, type(wrapper).__name__)
     for name, root in state.modules.items():
         search.visit(root, name or "model")
     for name, optimizer in state.optimizers.items():

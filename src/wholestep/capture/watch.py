@@ -27,7 +27,7 @@ from ..graph.graph import Input
 from ..graph.meta import is_users, meta_of, show_line
 from .callback import recorded
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write
-from .expect import Expected, contents, expect, given_away
+from .expect import Expected, contents, expect, given_away, size
 from .find import take_apart
 from .numbers import At, Numbers
 from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Place, StatePlace, Words, holds_items, is_number
@@ -402,7 +402,7 @@ class Watch:
         theirs, out = given_away([c.fn for c in self._called]), list[Expected]()
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
-                out.append(Expected(Place(container.path, container.holder, None), "size", len(container.before)))
+                out.append(size(container.path, container.holder))
             if container.opaque is not None or not (container.owner or container.style in _ALWAYS_READ):
                 continue
             out += self._absent(container, reads.get(container.owner, set()) - container.before.keys(), changed)

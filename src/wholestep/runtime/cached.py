@@ -14,6 +14,7 @@ from ..cache.key import Key, Situation, baked, key_of
 from ..cache.program import Compiled, content, read, write
 from ..cache.ran import Ran, Witness
 from ..cache.values import UnknownValueError, Values
+from ..capture.reach import reach
 from ..capture.state import Hyper
 from ..errors import CacheError
 from ..graph.file import StoreError
@@ -136,7 +137,9 @@ class Kept:
             StoreError: it cannot be read.
         """
         assert search.key is not None, "programs are exchanged by key"
-        return read(program, search.now.device, search.key.values.tensors, search.now.state)
+        now = search.now
+        found = reach(now.fn, dict(zip(now.names, now.leaves, strict=True)), now.state)
+        return read(program, now.device, search.key.values.tensors, now.state, found)
 
     def compiled(self, search: Search, compile: Callable[[], Compiled]) -> Compiled:
         """The program, compiled now, and watched so that it can be kept."""
