@@ -21,6 +21,8 @@ T = TypeVar("T")
 Held = nn.Module | Optimizer | GradScaler
 _NO_HOLDERS = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
 
+_PLAIN = frozenset({tuple, list, dict, bool, int, float, str, type(None), torch.Tensor, nn.Parameter})  # most values
+
 _WRAPPED = "_orig_mod"
 
 
@@ -102,12 +104,12 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (nn.Module, Optimizer)) or _fields(value) is not None
+    return type(value) not in _PLAIN and (isinstance(value, (nn.Module, Optimizer)) or _fields(value) is not None)
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """The fields of a dataclass or of a mapping object that is no plain dict; None for anything else."""
-    if isinstance(value, (torch.Tensor, nn.Module, dict)):
+    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, nn.Module, dict)):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

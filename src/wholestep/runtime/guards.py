@@ -17,6 +17,7 @@ from ..capture.places import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.values import ReadValues
 from ..capture.wrappers import switches
+from .condition import Condition
 from .hooks import HookGuard
 from .host import HostWork
 
@@ -102,6 +103,15 @@ class Guards:
     def __post_init__(self) -> None:
         self._params = [param for param, _, _ in self.trainable]
         self._flags = [flag for _, flag, _ in self.trainable]
+        condition = Condition()
+        for module, training in self.modes:
+            condition.add("{}.training is {}", module, training)
+        for optimizer, number, key, value in self.numbers:
+            same = "==" if isinstance(value, (*_PLAIN, tuple)) else "is"
+            condition.add(f"{{}}.param_groups[{{}}][{{}}] {same} {{}}", optimizer, number, key, value)
+        for holder, key, value in self.switches:
+            condition.add("getattr({}, {}) == {}", holder, key, value)
+        self._settings_hold = condition.compiled()
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
         """The first difference as text, for a log; empty when the program may run."""
@@ -133,9 +143,6 @@ class Guards:
         return f"the value that the step reads at {where} is another one" if where else ""
 
     def _check_held(self) -> str:
-        for module, training in self.modes:
-            if module.training is not training:
-                return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
         if [param.requires_grad for param in self._params] != self._flags:
             name, flag = next((n, p.requires_grad) for p, was, n in self.trainable if p.requires_grad is not was)
             return f"requires_grad of {name} is {flag}"
@@ -143,16 +150,13 @@ class Guards:
             now = [len(group["params"]) for group in optimizer.param_groups]
             if now != counts:
                 return f"the parameter groups have {now} parameters, they had {counts}"
-        for optimizer, number, key, value in self.numbers:
-            found = optimizer.param_groups[number].get(key)
-            if found is not value and found != value and not _same_list(found, value):
-                return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
+        if not self._settings_hold():
+            why = self._other_setting()
+            if why:
+                return why
         for state, hyper, zero in self.zeros:
             if is_zero(state, hyper) is not zero:
                 return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
-        for holder, key, value in self.switches:
-            if getattr(holder, key) != value:
-                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         if self.hooks is not None and self.hooks.changed():
             return "hooks were registered or removed"
         for scaler, options in self.scalers:
@@ -162,6 +166,20 @@ class Guards:
             for (param, _, name), had in zip(self.trainable, self.grads, strict=True):
                 if (param.grad is not None) is not had:
                     return f"the gradient of {name} is {'set' if param.grad is not None else 'None'}"
+        return ""
+
+    def _other_setting(self) -> str:
+        """The first training flag, option of a parameter group or switch of a wrapper that is another one."""
+        for module, training in self.modes:
+            if module.training is not training:
+                return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
+        for optimizer, number, key, value in self.numbers:
+            found = optimizer.param_groups[number].get(key)
+            if found is not value and found != value and not _same_list(found, value):
+                return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
+        for holder, key, value in self.switches:
+            if getattr(holder, key) != value:
+                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         return ""
 
 

@@ -9,6 +9,7 @@ from ..capture.effects import Effects
 from ..capture.expect import Expected
 from ..capture.places import MISSING, Cell
 from ..capture.state import StepState
+from .condition import Condition
 
 
 class HostWork:
@@ -42,31 +43,22 @@ class HostWork:
 
 
 def _compiled(expected: Sequence[Expected]) -> Callable[[], bool]:
-    """One function that is true when all that is expected is there, object for object; false says little.
-
-    It is generated: a comparison costs 20 ns there, and a step reads hundreds of attributes.
-    """
-    names: dict[str, Any] = {}
-    terms: list[str] = []
-    for i, one in enumerate(expected):
-        holder, key = one.place.holder, one.place.key
-        names |= {f"e{i}": one, f"v{i}": one.value, f"h{i}": holder, f"k{i}": key}
-        if one.kind == "content":
-            terms.append(f"e{i}.holds")
+    """One function that is true when all that is expected is there, object for object; false says little."""
+    condition = Condition()
+    for one in expected:
+        holder, key, value = one.place.holder, one.place.key, one.value
+        if one.kind in ("content", "tensor"):
+            condition.add("{}.holds", one)
         elif one.kind == "size":
-            terms.append(f"len(h{i}) == v{i}")
+            condition.add("len({}) == {}", holder, value)
         elif one.kind == "type":
-            terms.append(f"type(h{i}[k{i}]) is v{i}")
-        elif one.value is MISSING and isinstance(holder, dict):
-            terms.append(f"k{i} not in h{i}")
-        elif one.kind == "tensor" or one.value is MISSING:
-            terms.append(f"e{i}.holds")
+            condition.add("type({}[{}]) is {}", holder, key, value)
+        elif value is MISSING and isinstance(holder, dict):
+            condition.add("{} not in {}", key, holder)
+        elif value is MISSING:
+            condition.add("{}.holds", one)
         elif isinstance(holder, Cell):
-            names[f"h{i}"] = holder.cell
-            terms.append(f"h{i}.cell_contents is v{i}")
+            condition.add("{}.cell_contents is {}", holder.cell, value)
         else:
-            terms.append(f"h{i}[k{i}] is v{i}")
-    body = " and ".join(terms) or "True"
-    absent = "KeyError, IndexError, AttributeError, ValueError"
-    exec(f"def holds():\n try:\n  return {body}\n except ({absent}):\n  return False", names)
-    return names["holds"]
+            condition.add("{}[{}] is {}", holder, key, value)
+    return condition.compiled()

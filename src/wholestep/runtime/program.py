@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
+from .condition import Condition
 from .flat import lay_side_by_side
 from .guards import Guards
 from .launch import World
@@ -108,6 +109,11 @@ class Program:
         self._held = [local(t) if isinstance(t, DTensor) else t for _, _, t in self._slots]  # sees `t.data = ...`
         for i in self._rebound:
             self._held[i] = self._held[i].clone()  # the program's own: each call leaves another tensor at the place
+        condition = Condition()
+        for i, ((container, key), (_, _, tensor)) in enumerate(zip(places, self._slots, strict=True)):
+            if i not in self._rebound:
+                condition.add("{}[{}] is {}", container, key, tensor)
+        self._others_hold = condition.compiled()
         self._check_pieces()
         lay_side_by_side(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
@@ -135,12 +141,10 @@ class Program:
 
     def refresh(self) -> str:
         """Find replaced state again; says what came or went, so that the step must be captured again, or ''."""
-        for get, key, tensor in self._slots:
-            if get(key) is not tensor:
-                break
-        else:
-            if not self._makes and all(optimizer.state is entries for optimizer, entries in self._states):
-                return ""
+        rebound_hold = all(get(key) is tensor for get, key, tensor in (self._slots[i] for i in self._rebound))
+        states = all(optimizer.state is entries for optimizer, entries in self._states)
+        if self._others_hold() and rebound_hold and states and not self._makes:
+            return ""
         changed = self._changed()
         if not changed:
             self.bind_state()
