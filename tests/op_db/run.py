@@ -60,7 +60,10 @@ class Sample:
         given = iter(tensors)
         flat = [next(given) if isinstance(x, _Hole) else x for x in self.others]
         args, kwargs = pytree.tree_unflatten(flat, self.structure)
-        return [x for x in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(x, Tensor)]
+        made = self.op(*args, **kwargs)
+        if hasattr(made, "solution"):
+            made = made.solution  # of `lstsq`: the rest depends on values, and is refused
+        return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
 
 class _Hole:

@@ -144,7 +144,16 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     ),
     "lstsq-residuals": (
         lambda m, x: torch.linalg.lstsq(m(x), x).residuals.sum(),
-        "the step uses 'residuals' of torch.linalg.lstsq, whose size or value depends on the rank of the matrix",
+        "the step uses .residuals of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
+    ),
+    "lstsq-slice": (
+        lambda m, x: torch.linalg.lstsq(m(x), x)[:2][1].sum(),
+        "the step uses [slice(None, 2, None)] of torch.linalg.lstsq, "
+        "whose sizes or values depend on the rank of the matrix",
+    ),
+    "lstsq-unpacked": (
+        lambda m, x: sum(part.sum() for part in torch.linalg.lstsq(m(x), x)),
+        "the step uses all results of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
     ),
     "cond": (
         lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m(x),)).sum(),

@@ -172,6 +172,6 @@ def hook_count() -> int:
 
 
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:
-    """A scheduler and those that it drives."""
+    """A scheduler, followed by the schedulers that it drives (SequentialLR, ChainedScheduler)."""
     inner = cast(list[LRScheduler], getattr(scheduler, "_schedulers", []))
     return [scheduler, *(s for one in inner for s in schedulers_of(one))]

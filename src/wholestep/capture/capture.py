@@ -171,7 +171,7 @@ def _carrying(request: Request) -> Request:
     )
     carried = {
         (id(place.optimizer), place.group, key)
-        for container in request.reach.containers
+        for container in (request.reach.containers if request.promoted.numbers else ())
         for key in container.before
         if isinstance(place := container.place_of(key), GroupPlace) and place.path in request.promoted.numbers
     }

@@ -34,7 +34,7 @@ class Promoted:
 
 @dataclass(frozen=True)
 class Extra:
-    """A leaf that is result number `index` of those that the step makes beside what it returns."""
+    """A leaf: extra result number `index` of the program, which the host needs and the step does not return."""
 
     index: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -176,21 +176,25 @@ def _names_in(code: CodeType) -> dict[str, None]:
 
 
 def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Held]:
-    """The module or optimizer that a value is, or those that a container or an object holds, `depth` levels down."""
+    """Modules and optimizers by path: the value itself, or up to `depth` levels inside of it."""
     if isinstance(value, _NO_HOLDERS):
         return {}
     if isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
         return {name: value}
-    inner: dict[str, Any] = {}
+    if not depth:
+        return {}
+    inner: Iterable[tuple[str, Any]]
     if isinstance(value, (list, tuple)):
-        inner = {f"{name}[{i}]": item for i, item in enumerate(cast(list[Any], value))}
+        held = enumerate(cast(list[Any], value))
+        inner = ((f"{name}[{i}]", item) for i, item in held if not isinstance(item, _NO_HOLDERS))
     elif isinstance(value, dict):
-        inner = {f"{name}[{key!r}]": item for key, item in cast(dict[Any, Any], value).items()}
+        entries = cast(dict[Any, Any], value).items()
+        inner = ((f"{name}[{key!r}]", item) for key, item in entries if not isinstance(item, _NO_HOLDERS))
     else:
         read = cast(dict[str, Any], getattr(value, "__dict__", {}))
-        inner = {f"{name}.{key}": item for key, item in read.items() if key in names}
+        inner = ((f"{name}.{key}", item) for key, item in read.items() if key in names)
     out: dict[str, Held] = {}
-    for path, item in inner.items() if depth else ():
+    for path, item in list(inner):
         out |= _held_in(path, item, names, depth - 1)
     return out
 

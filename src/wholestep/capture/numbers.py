@@ -83,7 +83,7 @@ class HostProgram:
     changed: tuple[dict[Any, Any], ...] = ()
 
     def run(self) -> list[Any]:
-        """The result of each instruction; None for those that nobody needs."""
+        """The result of each instruction, in order; None where no output depends on it."""
         made: list[Any] = [None] * len(self.instructions)
         for index in self.needed:
             line = self.instructions[index]

@@ -58,7 +58,7 @@ def refuse_generators(named: dict[str, Any]) -> None:
     if isinstance(named.get("generator"), torch.Generator):
         raise CaptureError(
             "the step draws random numbers from a torch.Generator of its own",
-            "random numbers of the default generator, which a compiled step goes on with from call to call",
+            "random numbers of the default generator, which continues from call to call in a compiled step",
             "leave out generator=, or draw the numbers before the step and pass them in",
         )
 

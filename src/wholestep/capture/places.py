@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -116,11 +117,12 @@ class FloatPlace(Place):
         return float(self.holder.get())
 
 
-class _Lookup:
+class _Lookup(ABC):
     """Items of a container that is looked up at each use."""
 
+    @abstractmethod
     def now(self) -> Any:
-        raise NotImplementedError
+        """The container."""
 
     def __getitem__(self, key: Any) -> Any:
         return self.now()[key]
@@ -166,7 +168,7 @@ class _Entry(_Lookup):
 
 
 @dataclass
-class Cell(_Lookup):
+class Cell:
     """The variable of a closure, as a container of one item."""
 
     cell: Any
@@ -186,7 +188,7 @@ class Cell(_Lookup):
 
 
 @dataclass
-class Slots(_Lookup):
+class Slots:
     """Attributes that an object keeps outside of a dict, or that go through its class."""
 
     owner: Any

@@ -439,7 +439,7 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (set, deque, bytearray)):
         return whole.copy
     if isinstance(value, np.ndarray):
-        return (lambda: zlib.crc32(np.ascontiguousarray(whole).tobytes())) if whole.flags.writeable else (lambda: 0)
+        return (lambda: _checksum(whole)) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):
         return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
     if isinstance(value, random.Random):
@@ -453,6 +453,12 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
         return lambda: _position(whole)
     return None
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    """A checksum of an array's contents, without a copy where it is contiguous."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
 
 
 def _drawn(generator: torch.Generator) -> int:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -83,19 +83,29 @@ def _corrcoef(original: Any, known: Known, input: Tensor) -> Tensor:
     return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
 
 
-class _Lstsq(NamedTuple):
-    """What `torch.linalg.lstsq` gives whose shape does not depend on values."""
+class _Lstsq:
+    """What `torch.linalg.lstsq` gives whose shape does not depend on values: its solution."""
 
-    solution: Tensor
+    def __init__(self, solution: Tensor) -> None:
+        self.solution = solution
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.solution if index == 0 else self._refuse(f"[{index}]")
+
+    def __iter__(self) -> Any:
+        self._refuse("all results")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("residuals", "rank", "singular_values"):
-            raise CaptureError(
-                f"the step uses {name!r} of torch.linalg.lstsq, whose size or value depends on the rank of the matrix",
-                "its solution alone",
-                "write residuals as `(A @ x - b).square().sum(-2)`",
-            )
+            self._refuse(f".{name}")
         raise AttributeError(name)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CaptureError(
+            f"the step uses {what} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
+            "its solution alone",
+            "take `.solution`, and write residuals as `(A @ x - b).square().sum(-2)`",
+        )
 
 
 def _lstsq(

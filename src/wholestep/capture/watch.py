@@ -113,12 +113,12 @@ class Watch:
     def _begin(self, called: Mapping[Any, Any]) -> list[Container]:
         given = argument_containers(called, self._arguments)
         containers = [*self.reach.containers, *self._state_entries(), *given]
-        self._originals = [c.before for c in containers]
+        self._originals, numbers = [c.before for c in containers], self.promoted.numbers
         for container in containers:
             container.before = container.now()
             if container.opaque is None:
                 for key, value in container.before.items():
-                    if is_number(value) and container.path_of(key) in self.promoted.numbers:
+                    if numbers and is_number(value) and container.path_of(key) in numbers:
                         self._replace(container, key, self.numbers.read(container.place_of(key), value))
                     elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
                         self._replace(container, key, _Untouched(container.path_of(key), value, self.line))
@@ -384,7 +384,7 @@ class Watch:
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
         return [Expected(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
             Expected(container.place_of(key), "type", type(value))
-            for container in self.reach.containers
+            for container in (self.reach.containers if self.promoted.numbers else ())
             for key, value in container.before.items()
             if is_number(value) and container.path_of(key) in self.promoted.numbers
         ]
@@ -395,7 +395,7 @@ class Watch:
         carried: dict[int, set[Any]] = {}
         for container in self.reach.containers:
             keys = [*container.before, *(w.place.key for w in self._writes if w.place.container is container.holder)]
-            carried[id(container.holder)] = {key for key in keys if container.path_of(key) in changed}
+            carried[id(container.holder)] = {key for key in keys if changed and container.path_of(key) in changed}
         reads = dict[int | None, set[str]]()
         for owner, name in self._reads:
             reads.setdefault(owner, set()).add(name)

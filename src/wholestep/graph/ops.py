@@ -142,7 +142,7 @@ def goes_by_memory(target: object) -> bool:
     """True for an op that reads where its operands lie in memory, so that they must lie as on one device.
 
     Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands
-    that lie anyhow: those that it finds wrong are these.
+    that have offsets and odd strides; these are the ops that it finds wrong.
     """
     if not _torch.is_op(target):
         return False

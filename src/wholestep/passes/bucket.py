@@ -30,7 +30,7 @@ SUMS = (SCATTER, REDUCE)
 @dataclass(frozen=True)
 class Bucket(InPlace):
     """Gathers of what rests on the rank, reduce-scatters and all-reduces, those of one kind along one axis, merged.
-    Where one follows another along a further axis, with nothing between, it goes on with the bucket of the first.
+    Hierarchical collectives are bucketed stage by stage: the second stage reuses the first stage's bucket.
 
     A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire
     going early, as DDP does. Gathers for the forward and for the backward stay apart, and those of updated parameters

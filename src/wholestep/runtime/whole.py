@@ -36,7 +36,7 @@ def whole(
 
     `model.parameters()` are plain `nn.Parameter`s then, `state_dict()` holds plain tensors, and the optimizer's groups
     and state belong to them. They are copies. At the end ranks keep their parts of what was written, the parameters
-    that a compiled step knows are back in place, and it goes on with the new values without another capture. After an
+    of the compiled step are back in place, and the next call uses the new values without another capture. After an
     exception nothing is kept. All ranks must enter and leave the block, and write the same: they compare what they
     leave. Gradients stay outside.
 
