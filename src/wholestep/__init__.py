@@ -2,7 +2,7 @@
 
 from . import collectives
 from .auto.auto import Auto
-from .capture import MixedPrecision
+from .capture import CaptureOptions
 from .capture.callback import callback
 from .compile import capture, compile
 from .cost.machine import Machine
@@ -38,6 +38,7 @@ from .plan.data_parallel import DataParallel
 from .plan.make import plan
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
+from .precision import MixedPrecision
 from .report.page import report
 from .rules.check import CheckResult, check_rule
 from .rules.yours import rule
@@ -54,6 +55,7 @@ __all__ = [
     "BudgetError",
     "CacheError",
     "CaptureError",
+    "CaptureOptions",
     "CheckResult",
     "Checkpoint",
     "CheckpointError",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .auto.auto import Auto
 from .capture.capture import capture_step
-from .capture.find import by_name
+from .capture.options import CaptureOptions
 from .cost.size import bytes_of
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
@@ -21,6 +21,7 @@ from .passes.base import Pass
 from .passes.schedule import Schedule
 from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
+from .precision import MixedPrecision
 from .runtime.cached import folder_of
 from .runtime.fit import budgeted
 from .runtime.options import StepOptions
@@ -38,6 +39,8 @@ class _Options(TypedDict, total=False):
     graph_transform: Pass | None
     schedule: Schedule | Literal["auto", "across_steps"] | None
     memory_bytes: int | str | None
+    mixed_precision: MixedPrecision | None
+    offload: Literal["cpu"] | None
     keep_grads: bool
     measure: bool
     progress: Progress | Literal["auto"] | None
@@ -63,6 +66,8 @@ def compile(
     graph_transform: Pass | None = None,
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto",
     memory_bytes: int | str | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    offload: Literal["cpu"] | None = None,
     keep_grads: bool = False,
     measure: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
@@ -94,6 +99,9 @@ def compile(
         memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`: as much as must is computed or
             gathered again in the backward, whatever costs the least time. It takes the place of `keep_gathered_bytes`;
             what `reshard_after_forward` says is done. None sets no bound.
+        mixed_precision: dtypes in which modules compute and gradients are reduced.
+        offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
+            go to the device to be gathered. On the CPU only the program changes.
         keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
         measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
         progress: called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows what is being done in one
@@ -114,16 +122,18 @@ def compile(
         PlanError, BackendError, MeshError, CacheError: an option is malformed; what depends on the model comes
             at the first call.
     """
-    extra = {**by_name("model", model, nn.Module), **by_name("optimizer", optimizer, Optimizer)}
+    capturing = CaptureOptions(
+        mixed_precision=mixed_precision, offload=offload, fused=backend != "inductor", keep_grads=keep_grads,
+        module_overrides=module_overrides or {}, model=model, optimizer=optimizer, device=device,
+    )  # fmt: skip
     chosen = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
     strategies, most = chosen.strategies, chosen.memory_bytes
     keeps = strategies.options.reshard_after_forward is False
     gathers_again = keeps if chosen.plan is not None else not keeps
     options = StepOptions(
-        strategies if most is None else budgeted(strategies, schedule), chosen.mesh,
-        backend, extra, module_overrides or {}, graph_transform, keep_grads, measure, progress, agree_timeout,
-        device, schedule, most, gathers_again, auto=chosen.auto, cache=folder_of(cache), plan=chosen.plan,
-        check_every=check_every,
+        strategies if most is None else budgeted(strategies, schedule, offload), chosen.mesh, backend, capturing,
+        graph_transform, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
+        cache=folder_of(cache), plan=chosen.plan, check_every=check_every,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
@@ -176,10 +186,17 @@ def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
     return _Chosen(plan.strategies, most, plan.mesh, plan=plan)
 
 
-def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TrainGraph:
+def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None = None, **kwargs: Any) -> TrainGraph:
     """The graph of `fn(*args, **kwargs)` on one device; nothing real is computed or changed.
+
+    `options` is all that decides which graph that is beside `fn` and its arguments. With those that `compile` is
+    given, what `plan`, `partition` and `simulate` make of the graph is what runs.
+
+    Example:
+        >>> graph = wholestep.capture(step, model, optimizer, batch, options=wholestep.CaptureOptions(offload="cpu"))
+        >>> plan = wholestep.plan(graph, "dp=8")
 
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    return capture_step(fn, args, kwargs).graph
+    return capture_step(fn, args, kwargs, options).graph

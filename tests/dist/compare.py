@@ -42,6 +42,7 @@ class Job:
     keep_grads: bool = False
     transform: Callable[[ws.LocalGraph], ws.LocalGraph] | None = None
     schedule: Any = None
+    mixed_precision: ws.MixedPrecision | None = None
 
     def __str__(self) -> str:
         return f"{self.case}/{self.recipe}/{self.parallel.style}"
@@ -104,7 +105,7 @@ def reference(job: Job, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(
             model, broadcast_buffers=parallel.broadcast_buffers, find_unused_parameters=unused
         )
-    precision = parallel.mixed_precision
+    precision = job.mixed_precision
     policy = MixedPrecisionPolicy(precision.param, precision.reduce) if precision else MixedPrecisionPolicy()
     return fully_shard(model, mp_policy=policy)  # type: ignore[return-value]
 
@@ -122,7 +123,7 @@ def run_job(rank: int, world: int, job: Job) -> Found:
     optimizer, other = make(recipe, ours, job.lr), make(recipe, theirs, job.their_lr or job.lr)
     step = ws.compile(
         case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, graph_transform=job.transform,
-        schedule=job.schedule,
+        schedule=job.schedule, mixed_precision=job.mixed_precision,
     )  # fmt: skip
     found = Found()
     for i in range(STEPS):

@@ -89,10 +89,10 @@ FSDP = [
 OTHERS = {
     "bf16, reduced in f32": Job(
         "mlp-mean", "SGD-plain", against="fsdp",
-        parallel=DataParallel("fully_shard", mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
+        parallel=DataParallel("fully_shard"), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
     ),
     "bf16": Job("mlp-mean", "SGD-plain", against="fsdp",
-        parallel=DataParallel("fully_shard", mixed_precision=MixedPrecision(torch.bfloat16))),
+        parallel=DataParallel("fully_shard"), mixed_precision=MixedPrecision(torch.bfloat16)),
     "sum": Job("mlp-mean", "SGD-plain", DataParallel("fully_shard", reduce="sum"), lr=0.05, their_lr=0.1),
     "sum, replicated": Job("mlp-mean", "SGD-plain", DataParallel("replicate", reduce="sum"), lr=0.05, their_lr=0.1),
     "buffers of the first rank": Job("convolutions", "SGD-momentum", DataParallel("replicate", broadcast_buffers=True)),

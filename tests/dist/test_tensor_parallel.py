@@ -67,8 +67,8 @@ def _simple(rank: int, world: int, reshard: bool, cut_rows: bool, offload: Any) 
         optimizer.step()
         return out.detach()
 
-    parallel = [per_rank(reshard_after_forward=reshard, offload=offload), TensorParallel(plan)]
-    step = ws.compile(train, parallel=parallel, mesh=MESH, keep_grads=True)
+    parallel = [per_rank(reshard_after_forward=reshard), TensorParallel(plan)]
+    step = ws.compile(train, parallel=parallel, mesh=MESH, keep_grads=True, offload=offload)
     shape, worst = (4, 3, 5), Counter[str]()
     for number in range(2):
         found = step(model, optimizer, *batch_of(rank // 2, number, shape))

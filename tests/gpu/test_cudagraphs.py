@@ -64,7 +64,8 @@ def test_ten_steps_equal_those_of_eager(recipe: str) -> None:
     models.append(copy.deepcopy(models[0]))
     optimizers = [OPTIMIZERS[recipe](m.parameters()) for m in models]
     counting = Counting()
-    options = [StepOptions(device="cuda:0"), StepOptions(device="cuda:0", backend="cudagraphs", recorder=counting)]
+    on = ws.CaptureOptions(device="cuda:0")
+    options = [StepOptions(capture=on), StepOptions(capture=on, backend="cudagraphs", recorder=counting)]
     steps = [CompiledStep(train_step, o) for o in options]
     found: list[list[dict[str, Tensor]]] = [[], []]
     saved: list[Any] = []

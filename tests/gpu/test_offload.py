@@ -27,7 +27,7 @@ def test_state_rests_in_host_memory(options, start):
     model = nn.Sequential(nn.Linear(50, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 8)).to(start)
     other = copy.deepcopy(model).cuda()
     optimizer, another = (torch.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in (model, other))
-    step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard", offload="cpu"), device="cuda:0")
+    step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard"), offload="cpu", device="cuda:0")
     for rows in (16, 16, 12):
         x, y = torch.randn(rows, 50, device="cuda"), torch.randn(rows, 8, device="cuda")
         loss, expected = step(model, optimizer, x, y), train_step(other, another, x, y)

@@ -82,8 +82,9 @@ class Twins:
         self.models = [Net(), Net()]
         self.models[1].load_state_dict(self.models[0].state_dict())
         self.optimizers = [self.make(m.parameters()) for m in self.models]
-        self.plain = CompiledStep(train, StepOptions(keep_grads=self.keep_grads))
-        options = StepOptions(backend="cudagraphs", recorder=self.again, keep_grads=self.keep_grads)
+        self.plain = CompiledStep(train, StepOptions(capture=ws.CaptureOptions(keep_grads=self.keep_grads)))
+        capture = ws.CaptureOptions(keep_grads=self.keep_grads)
+        options = StepOptions(backend="cudagraphs", recorder=self.again, capture=capture)
         self.step = CompiledStep(train, options)
         self.results: list[tuple[Any, Any]] = []
 

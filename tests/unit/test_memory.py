@@ -121,4 +121,4 @@ def test_sizes_that_are_none(text: int | str) -> None:
 
 def test_host_memory_is_not_budgeted() -> None:
     with pytest.raises(ws.PlanError, match="memory_bytes with offload='cpu'"):
-        ws.compile(train, memory_bytes="1GB", parallel=ws.DataParallel(offload="cpu"))
+        ws.compile(train, memory_bytes="1GB", offload="cpu")

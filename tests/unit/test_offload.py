@@ -50,9 +50,9 @@ def make() -> tuple[nn.Module, Optimizer]:
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
 def test_same_numbers_through_host_memory(style: str) -> None:
     one = OneDevice(make, train, [(torch.randn(7, 50), torch.randn(7, 8)) for _ in range(3)])
-    parallel = ws.DataParallel(style, semantics="global", offload="cpu")
-    plan = ws.plan(one.capture.graph, "dp=2", parallel)
-    local = run_passes(ws.partition(one.capture.graph, plan), [Offload("cpu")])
+    graph = replace(one.capture.graph, offload="cpu")
+    plan = ws.plan(graph, "dp=2", ws.DataParallel(style, semantics="global"))
+    local = run_passes(ws.partition(graph, plan), [Offload()])
     targets = [n.target for n in local.graph.nodes]
     assert targets.count(to_host) >= 4, "a gradient of each parameter"
     assert targets.count(to_device) >= 4, "each parameter"
@@ -71,11 +71,11 @@ def test_same_numbers_through_host_memory(style: str) -> None:
 
 def test_compiled() -> None:
     model, optimizer = make()
-    step = ws.compile(train, parallel=ws.DataParallel("fully_shard", offload="cpu"))
+    step = ws.compile(train, parallel=ws.DataParallel("fully_shard"), offload="cpu")
     step(model, optimizer, torch.randn(7, 50), torch.randn(7, 8))
     assert "to_host" in str(step.local_graph)
-    with pytest.raises(ws.PlanError, match="offload one of None, 'cpu'"):
-        ws.DataParallel(offload="disk")
+    with pytest.raises(ws.PlanError, match="offload='disk'"):
+        ws.CaptureOptions(offload="disk")  # type: ignore[arg-type]
 
 
 class OnTwoDevices(torch.fx.Interpreter):
@@ -108,15 +108,17 @@ def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bo
                 param.sub_(torch.ones(param.shape, device=param.device), alpha=1e-3)
         return loss
 
-    captured = capture_step(decay, (model, optimizer, torch.randn(8, 6), torch.randn(8, 8)), {}, fused=fused)
+    options = ws.CaptureOptions(fused=fused, offload="cpu")
+    captured = capture_step(decay, (model, optimizer, torch.randn(8, 6), torch.randn(8, 8)), {}, options)
     numbers = {node for given, node in captured.graph.placeholders() if given.role is Role.HYPER}
     for node in captured.graph.graph.nodes:  # as if it had been captured on a GPU
         if node not in numbers:
             meta.set_tensors(node, [m and replace(m, device="cuda:0") for m in meta.tensors(node)])
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
-    plan = ws.plan(captured.graph, "dp=2", ws.DataParallel(style, semantics="global", offload="cpu"))
-    local = run_passes(ws.partition(captured.graph, plan), [Offload("cuda:0")])
+    graph = replace(captured.graph, offload="cuda:0")
+    plan = ws.plan(graph, "dp=2", ws.DataParallel(style, semantics="global"))
+    local = run_passes(ws.partition(graph, plan), [Offload()])
     on_host = (Role.PARAM, Role.STATE, Role.GRAD)
     program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, plan.mesh.coordinate(0), {"dp": "0"})))
     with _torch.fake_mode():

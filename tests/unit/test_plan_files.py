@@ -55,7 +55,7 @@ def graph() -> ws.TrainGraph:
 @pytest.mark.parametrize(
     "strategies",
     [
-        [ws.DataParallel("zero1", axis=("dp", "tp"), mixed_precision=HALF, input_batch_dim={"mask": None, "*": 0})],
+        [ws.DataParallel("zero1", axis=("dp", "tp"), input_batch_dim={"mask": None, "*": 0})],
         [ws.DataParallel("fully_shard", axis="dp", semantics="global", inputs="global"),
          ws.TensorParallel(BY_HAND, axis="tp")],
         [ws.TensorParallel({"*.0": "colwise", "*.2": "rowwise"}, axis="tp", input_dim={"x": 1})],
@@ -185,3 +185,16 @@ def test_pins_by_pairs_of_names_come_back() -> None:
     )
     cuts = Strategies((Cuts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
     assert decode(json.loads(json.dumps(encode(cuts)))) == cuts
+
+
+def test_precision_is_kept_with_a_plan_and_asked_for_again(tmp_path: Path) -> None:
+    model = nn.Linear(6, 6)
+    given = model, AdamW(model.parameters()), torch.randn(4, 6, 6)
+    graph = ws.capture(train, *given, options=ws.CaptureOptions(mixed_precision=HALF))
+    made = ws.plan(graph, "dp=1")
+    made.save(tmp_path / "plan.json")
+    read = ws.Plan.load(tmp_path / "plan.json")
+    assert (read, read.mixed_precision) == (made, HALF)
+    ws.compile(train, parallel=read, mixed_precision=HALF)(*given)
+    with pytest.raises(ws.PlanError, match=r"the plan was made with MixedPrecision\(param=torch.bfloat16"):
+        ws.compile(train, parallel=read)(*given)

@@ -15,6 +15,7 @@ from ..passes.bucket import Carried
 from ..passes.choose import Choice, choices
 from ..passes.fill import Fill
 from ..passes.flat import Flat
+from ..passes.offload import Offload
 from ..passes.recompute import choose, held_by
 from ..passes.reinplace import Reinplace
 from ..passes.saved import Saved
@@ -35,7 +36,7 @@ class Finish:
     """What is done to a program before it runs: `schedule`, or one of those that hold less at once, then `after`."""
 
     schedule: Schedule | None
-    after: Sequence[Pass] = (Fill(), Reinplace(), Flat())
+    after: Sequence[Pass] = (Offload(), Fill(), Reinplace(), Flat())
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """What runs."""

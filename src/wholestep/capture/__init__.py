@@ -1,6 +1,6 @@
 """A training step for one device -> TrainGraph."""
 
 from .capture import Capture, capture_step
-from .precision import MixedPrecision
+from .options import CaptureOptions
 
-__all__ = ["Capture", "MixedPrecision", "capture_step"]
+__all__ = ["Capture", "CaptureOptions", "capture_step"]

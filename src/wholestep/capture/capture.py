@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,13 +17,15 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
-from .effects import CALLBACK, Effects, Promoted, RefusedError
+from .effects import CALLBACK, Effects, Promoted, RefusedError, ValueReadError
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import changed_constants, normalize
+from .options import CaptureOptions
+from .overrides import overridden
 from .places import GroupPlace, is_number
-from .precision import MixedPrecision
 from .reach import Reach, reach
-from .state import Hyper, StepState, carry, collect, refuse_objects
+from .scheduled import scheduled
+from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Request, Traced, trace_step
 from .values import ReadValues
 from .wrappers import effects_refused, unwrapped
@@ -82,38 +85,64 @@ def capture_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    options: CaptureOptions | None = None,
     *,
-    extra: Mapping[str, Any] | None = None,
-    hypers: Sequence[Hyper] | None = None,
-    device: str = "cpu",
-    precision: MixedPrecision | None = None,
-    keep_grads: bool = False,
-    fused: bool = True,
     whole: Mapping[str, tuple[int, ...]] | None = None,
-    host_state: bool = False,
-    promoted: Promoted | None = None,
+    carried: Promoted | None = None,
+    changing: Promoted | None = None,
 ) -> Capture:
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
 
-    `whole` gives, by name, shapes of batch tensors of which the arguments are parts: the graph is that of the whole.
-    With `host_state`, what rests in host memory is captured as if it were on `device`. Places of Python values that are
-    `promoted` are carried from call to call, further ones that the step changes are found.
+    Options of optimizers that change between calls are inputs of the graph, as far as the step computes with them as
+    tensors; others are held as they are. The first form of these that can be captured is taken.
+
+    Args:
+        fn: the step.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        options: what else decides which graph it becomes.
+        whole: shapes, by name, of batch tensors of which the arguments are parts: the graph is that of the whole.
+        carried: places of Python values that are carried from call to call; more that the step changes are found.
+        changing: places of numbers that changed between calls, carried too if the step can be captured so.
 
     Raises:
         CaptureError: the step cannot become one graph; says where and what to write instead.
     """
-    state, structure, leaves, names = find_state(fn, args, kwargs, extra or {})
-    _check_devices(state, names, leaves, device, host_state)
-    numbers = tuple(state.hypers if hypers is None else hypers)
+    options, carried = options or CaptureOptions(), carried or Promoted()
+    state, *_ = find_state(fn, args, kwargs, options.extra)
+    live = find_hypers(state, sorted(scheduled(state.optimizers.values())))
+    tries = [(live, carried | changing)] if changing else []
+    tries += [(numbers, carried) for numbers in (live, find_hypers(state, ["lr"]), [])]
+    first: CaptureError | None = None
+    for at, (numbers, promoted) in enumerate(tries):
+        try:
+            with overridden(state, options.module_overrides):
+                return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted)
+        except CaptureError as failed:
+            first = first or failed
+            if not (changing and at == 0) and not isinstance(failed, ValueReadError) and not _is_optimizers(failed):
+                break
+    assert first is not None, "a capture returned or raised"
+    raise first
+
+
+def _captured(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
+    numbers: Sequence[Hyper], whole: Mapping[str, tuple[int, ...]], promoted: Promoted,
+) -> Capture:  # fmt: skip
+    state, structure, leaves, names = find_state(fn, args, kwargs, options.extra)
+    device = options.device or device_of(state)
+    _check_devices(state, names, leaves, device, options.offload is not None)
     found = reach(fn, dict(zip(names, leaves, strict=True)), state)
+    fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
     request = Request(
-        fn, structure, leaves, names, state, numbers, device, precision, fused, whole or {}, host_state, found,
-        promoted or Promoted(),
-    )  # fmt: skip
+        fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
+    )
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced, request = _trace_until_carried(request)
-    _check_update(traced, state, keep_grads)
-    graph = normalize(traced, keep_grads)
+    _check_update(traced, state, options.keep_grads)
+    offload = device if options.offload is not None else ""
+    graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
     used = {i.name for i in graph.inputs}
     return Capture(
         graph,
@@ -126,6 +155,23 @@ def capture_step(
         traced.values,
         traced.watch.effects(used),
     )
+
+
+def device_of(state: StepState) -> str:
+    """Where the first parameter is; cpu for a model on `meta`."""
+    kinds = [h.tensor.device for h in state.params.values() if not h.tensor.is_meta]
+    return str(kinds[0]) if kinds else "cpu"
+
+
+def _is_optimizers(error: BaseException) -> bool:
+    """True for an error that was raised while an optimizer updated."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
+        if any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _trace_until_carried(request: Request) -> tuple[Traced, Request]:

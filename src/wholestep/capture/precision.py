@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,15 +11,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
+from ..precision import MixedPrecision
 from .find import walk
-
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Dtype that modules compute in, and dtype in which gradients are reduced over ranks (None: as they are made)."""
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
 
 
 @contextlib.contextmanager

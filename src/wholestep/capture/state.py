@@ -28,7 +28,6 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure again and again, as often as the data says",
     "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
 }
-SCHEDULED = ("lr",)
 MOVED = "_wholestep_moved"  # on a parameter that another has taken the place of: that one
 WHOLE = "_wholestep_whole"  # on a parameter that stands for one in parts: what for
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -67,7 +66,6 @@ class StepState:
     optimizers: dict[str, Optimizer]
     params: dict[str, Held] = field(default_factory=dict[str, Held])
     buffers: dict[str, Held] = field(default_factory=dict[str, Held])
-    hypers: list[Hyper] = field(default_factory=list[Hyper])
     wrappers: list[Any] = field(default_factory=list[Any])
     scalers: dict[str, GradScaler] = field(default_factory=dict[str, GradScaler])
 
@@ -117,7 +115,6 @@ def collect(
                     name = f"{label}.group{g}.{i}"
                     by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
                 by_id[id(param)].places.append((group["params"], i))
-    state.hypers = find_hypers(state, SCHEDULED)
     return state
 
 

@@ -20,14 +20,15 @@ from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
 from .counts import Counts
-from .effects import Promoted, RefusedError
+from .effects import Promoted, RefusedError, ValueReadError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
 from .numbers import Numbers
+from .options import CaptureOptions
 from .outside import refuse_generators
 from .places import GroupPlace, PartPlace, Place
-from .precision import MixedPrecision, modules_seen
+from .precision import modules_seen
 from .reach import Reach
 from .replacements import form_of
 from .replay import Draws
@@ -60,9 +61,9 @@ class TensorLeaf:
 class Request:
     """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
 
-    Without `fused`, optimizers are traced in their plainest form: a compiler fuses that better than torch's kernels do.
-    `whole` gives shapes of the batch tensors of which the step is given parts. `host_state`: parameters and optimizer
-    state may rest in host memory, and are traced as if they were on `device`.
+    `options` are followed but for what `capture_step` does itself. `fused`: see there. `whole` gives shapes of the
+    batch tensors of which the step is given parts. With `options.offload`, parameters and optimizer state may rest in
+    host memory, and are traced as if they were on `device`.
     """
 
     fn: Callable[..., Any]
@@ -72,10 +73,9 @@ class Request:
     state: StepState
     hypers: Sequence[Hyper]
     device: str
-    precision: MixedPrecision | None = None
+    options: CaptureOptions = field(default_factory=CaptureOptions)
     fused: bool = True
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    host_state: bool = False
     reach: Reach = field(default_factory=Reach)
     promoted: Promoted = field(default_factory=Promoted)
     find: str = ""
@@ -107,7 +107,7 @@ def trace_step(request: Request) -> Traced:
         CaptureError: with the user's source line, when the step cannot become one graph.
     """
     r = request
-    fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.host_state)
+    fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.options.offload is not None)
     run = _Run(request, fakes)
     stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
@@ -183,7 +183,11 @@ class _Run:
             numbers = self.watch.numbers
             groups = _groups(state)
             watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
-            with modules_seen(state.modules, request.precision), self.watch.watching(given, called), watch:
+            with (
+                modules_seen(state.modules, request.options.mixed_precision),
+                self.watch.watching(given, called),
+                watch,
+            ):
                 call = take_apart(request.fn(*args, **kwargs))
                 if watch.refused is not None:
                     raise watch.refused  # the step has an `except` that took it for something else
@@ -355,7 +359,7 @@ class _Watch(TorchFunctionMode):
             if value is not None:
                 with _torch.outside_of_trace():
                     return func(value, *args[1:], **(kwargs or {}))
-            raise CaptureError(
+            raise ValueReadError(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
                 ONE_GRAPH,
@@ -471,7 +475,7 @@ def _explain(error: Exception) -> CaptureError:
     where = _user_frame(error)
     if isinstance(error, _torch.DATA_DEPENDENT):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return CaptureError(
+        return ValueReadError(
             f"the step has an operation whose result depends on values: {text}",
             ONE_GRAPH,
             "use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside the step",

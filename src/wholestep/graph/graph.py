@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..layout import Layout
 from ..mesh import Mesh
+from ..precision import MixedPrecision
 from . import meta
 from .meta import TensorMeta
 
@@ -65,6 +66,8 @@ class TrainGraph:
 
     Invariants (`verify.check_train_graph`): placeholders match `inputs` in order and count; the output node is one flat
     tuple that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
+    `mixed_precision` is that of the capture. `offload` is the device that computes while state rests in host memory;
+    empty where state rests on it.
     """
 
     graph: Graph
@@ -72,6 +75,8 @@ class TrainGraph:
     outputs: tuple[Output, ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     losses: tuple[str, ...] = ()
+    mixed_precision: MixedPrecision | None = None
+    offload: str = ""
 
     def placeholders(self) -> Iterator[tuple[Input, Node]]:
         """Each input with its node."""
@@ -114,6 +119,7 @@ class LocalGraph:
     layouts: tuple[Layout, ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     passes: tuple[str, ...] = ()
+    offload: str = ""
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

@@ -82,7 +82,10 @@ class _Lowering:
         self.graph.output(tuple(made))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         rest = tuple(self.plan.rest[i.name] for i in self.train.inputs)
-        return LocalGraph(self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants)
+        return LocalGraph(
+            self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
+            offload=self.train.offload,
+        )  # fmt: skip
 
     # -- nodes ------------------------------------------------------------------------
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:

@@ -23,18 +23,17 @@ _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 
 @dataclass(frozen=True)
 class Offload(InPlace):
-    """Takes a LocalGraph that computes on `device`; gives one whose parameters, state and updates are on the host.
+    """Takes a LocalGraph with `offload`; gives one whose parameters, state and updates are on the host. Others stay.
 
     On the CPU host and device are one, and the copies are the tensors themselves.
     """
-
-    device: str
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Put copies between host and device into `local`."""
-        _Work(local, local.graph, self.device).run()
+        if local.offload:
+            _Work(local, local.graph, local.offload).run()
         return local
 
 

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
-from ..capture.precision import MixedPrecision
 from ..errors import PlanError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
@@ -43,9 +42,6 @@ class DataParallel:
         reduce: `mean` over ranks, as DDP, or `sum` (`per_rank` only: `global` needs neither).
         sync_state: start from the first rank's parameters, buffers and optimizer state, as DDP does.
         broadcast_buffers: every call starts from the first rank's buffers.
-        offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
-            go to the device to be gathered. On the CPU that changes the program alone. Not yet run on a GPU.
-        mixed_precision: dtypes for computing and for reducing gradients.
         input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
             that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same everywhere.
     """
@@ -60,14 +56,12 @@ class DataParallel:
     reduce: Literal["mean", "sum"] = "mean"
     sync_state: bool = True
     broadcast_buffers: bool = False
-    mixed_precision: MixedPrecision | None = None
-    offload: Literal["cpu"] | None = None
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
         choices = {
             "style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
-            "inputs": ("local", "global"), "offload": (None, "cpu"),
+            "inputs": ("local", "global"),
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

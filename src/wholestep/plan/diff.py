@@ -88,6 +88,13 @@ def diff(before: Plan, after: Plan) -> Difference:
 
 def refuse_other_parameters(given: Plan, made: Plan) -> None:
     """Raise PlanError naming the parameters of `made`, the step's own plan, that `given` does not have so."""
+    if (given.mixed_precision, given.offload) != (made.mixed_precision, made.offload):
+        raise PlanError(
+            f"the plan was made with {given.mixed_precision}, offload {given.offload}; this step has "
+            f"{made.mixed_precision}, offload {made.offload}",
+            "the same mixed_precision= and offload= in compile as in the capture that was planned",
+            "give compile those of the plan, or plan this step again",
+        )
     wanted, found = _params(given), _params(made)
     differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
     if differing:

@@ -12,6 +12,7 @@ from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from ..layout import Layout
 from ..mesh import Mesh
+from ..precision import MixedPrecision
 from . import strategy_file
 from .plan import Decision, Objective, Options, Plan
 
@@ -47,8 +48,21 @@ def encode(plan: Plan) -> dict[str, Any]:
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
     head |= {"objective": None if plan.objective is None else vars(plan.objective)}
     head |= {"strategies": strategy_file.encode(plan.strategies)}
+    head |= {"mixed_precision": _encode_precision(plan.mixed_precision), "offload": plan.offload}
     head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
+
+
+def _encode_precision(given: MixedPrecision | None) -> dict[str, str | None] | None:
+    return None if given is None else {k: v and str(v).removeprefix("torch.") for k, v in vars(given).items()}
+
+
+def _decode_precision(value: Mapping[str, str | None] | None) -> MixedPrecision | None:
+    return None if value is None else MixedPrecision(**{k: _dtype(v) for k, v in value.items()})
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def _encode_input(given: Input) -> dict[str, Any]:
@@ -87,6 +101,8 @@ def decode(data: Mapping[str, Any]) -> Plan:
         deciders=_field(data, "deciders", lambda v: {str(k): str(x) for k, x in v.items()}),
         nodes=_field(data, "nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
         strategies=_field({"strategies": None, **data}, "strategies", strategy_file.decode),
+        mixed_precision=_field(data, "mixed_precision", _decode_precision),
+        offload=_field(data, "offload", bool),
     )
 
 

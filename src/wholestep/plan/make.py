@@ -53,7 +53,7 @@ def plan(
     op = "avg" if options.reduce == "mean" else "sum"
     start = Situation(graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut))
     decisions, expanded = _propagate(start, strategies)
-    precision = options.mixed_precision
+    precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.gathered_again)
@@ -63,7 +63,7 @@ def plan(
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
-        nodes, strategies=strategies,
+        nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload),
     )  # fmt: skip
     made.check(graph)
     return made

@@ -15,13 +15,14 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..graph.text import seconds
 from ..layout import Layout
 from ..mesh import Mesh
+from ..precision import MixedPrecision
 
 if TYPE_CHECKING:
     from .diff import Difference
     from .strategy import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Plan:
     `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
     smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
     is called in the graph. `objective` is set where `Auto` chose the plan. `strategies` made it; None where they cannot
-    be read back from a file.
+    be read back from a file. `mixed_precision` and `offload` are those of the captured graph.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
     """
 
@@ -128,6 +129,8 @@ class Plan:
     nodes: Mapping[str, str] = field(default_factory=dict[str, str])
     objective: Objective | None = None
     strategies: Strategies | None = field(default=None, compare=False)
+    mixed_precision: MixedPrecision | None = None
+    offload: bool = False
 
     def explain(self, name: str) -> str:
         """Where an input rests and why, what reads it and at which cost; or the same of an operation.

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from ..capture.precision import MixedPrecision
 from ..layout import AxisState
 from .data_parallel import DataParallel
 from .optimal.cuts import Cuts
@@ -18,7 +17,7 @@ from .styles import Style
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (DataParallel, TensorParallel, MixedPrecision, Style, AxisState, Mixed, Cuts, Pins)
+    kind.__name__: kind for kind in (DataParallel, TensorParallel, Style, AxisState, Mixed, Cuts, Pins)
 }
 
 

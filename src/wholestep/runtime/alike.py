@@ -64,11 +64,11 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
     schedule = options.schedule
     return [
         f"backend{SAYS}{options.backend}",
-        f"keep_grads{SAYS}{options.keep_grads}",
+        f"keep_grads{SAYS}{options.capture.keep_grads}",
         f"schedule{SAYS}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"check_every{SAYS}{options.check_every}",
-        f"mixed_precision{SAYS}{options.parallel.options.mixed_precision}",
-        f"module_overrides{SAYS}{', '.join(sorted(options.module_overrides)) or 'none'}",
+        f"mixed_precision{SAYS}{options.capture.mixed_precision}",
+        f"module_overrides{SAYS}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
         f"graph_transform{SAYS}{_name(options.graph_transform)}",
         f"compile cache{SAYS}{'compile cache on' if cached else 'off'}",
     ]

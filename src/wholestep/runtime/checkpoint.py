@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.find import by_name
+from ..capture.scheduled import to_save
 from ..capture.state import StepState, collect
 from ..errors import CheckpointError
 from ..graph.graph import Role
@@ -27,7 +28,6 @@ from . import durable, manifest, random_state, snapshot
 from .carry import settle
 from .launch import join
 from .manifest import Manifest
-from .scheduled import to_save
 from .step import CompiledStep
 from .together import connected, everyone, first
 

@@ -41,7 +41,6 @@ class Finisher:
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
-    offload: bool
     direct: bool
     budget: tuple[int, bool] | None
     timeout_s: float
@@ -84,8 +83,7 @@ class Finisher:
         return measure(world), None
 
     def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
-        offload: list[Pass] = [Offload(world.device)] if self.offload else []
-        last = [*offload, Fill(), Reinplace(), Flat()] if self.direct else [*offload, Reinplace()]
+        last: list[Pass] = [Offload(), Fill(), Reinplace(), Flat()] if self.direct else [Offload(), Reinplace()]
         key = "\n".join(got.lines)
 
         def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:

@@ -27,7 +27,7 @@ _HIDDEN = 0.1
 """What a gather costs of the time for which it keeps the wire, where most of that is hidden."""
 
 
-def budgeted(strategies: Strategies, schedule: Schedule | str | None) -> Strategies:
+def budgeted(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
     """The same with gathered parameters kept, where nothing is said about them: the budget decides.
 
     Raises:
@@ -36,8 +36,8 @@ def budgeted(strategies: Strategies, schedule: Schedule | str | None) -> Strateg
     data = strategies.data
     if schedule == "across_steps" or (isinstance(schedule, Schedule) and schedule.across_steps):
         raise PlanError("memory_bytes with a schedule across steps", "one of them", 'give schedule="auto"')
-    if data is not None and data.offload:
-        raise PlanError(f"memory_bytes with offload={data.offload!r}", "one of them", "drop memory_bytes")
+    if offload is not None:
+        raise PlanError(f"memory_bytes with offload={offload!r}", "one of them", "drop memory_bytes")
     if data is None or data.reshard_after_forward is not None:
         return strategies
     keeping = replace(data, reshard_after_forward=False)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
-from torch.optim import Optimizer
-
 from ..auto.auto import Auto
 from ..backend.build import BACKENDS
 from ..backend.cudagraphs import CudaRecorder, Recorder
+from ..capture.options import CaptureOptions
 from ..errors import BackendError, PlanError
 from ..mesh import Mesh
 from ..passes.base import Pass
@@ -29,14 +26,11 @@ class StepOptions:
     parallel: Strategies = field(default_factory=lambda: compose(None))
     mesh: Mesh | None = None
     backend: str = "eager"
-    extra: Mapping[str, nn.Module | Optimizer] = field(default_factory=dict[str, nn.Module | Optimizer])
-    module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    capture: CaptureOptions = field(default_factory=CaptureOptions)
     graph_transform: Pass | None = None
-    keep_grads: bool = False
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout_s: float = 120.0
-    device: str | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
     memory_bytes: int | None = None
     gathers_again: bool = True

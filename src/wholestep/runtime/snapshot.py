@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..capture.scheduled import note
 from ..capture.state import StepState
 from . import random_state
 from .launch import job
 from .manifest import Manifest, Saved, SavedOptimizer
-from .scheduled import note
 from .together import everyone
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})

@@ -25,11 +25,11 @@ from ..backend.eager import WaitClock, eager
 from ..cache.key import Situation
 from ..cache.program import Compiled
 from ..cache.ran import unwatched
-from ..capture.capture import Capture, capture_step, find_state
+from ..capture.capture import Capture, capture_step, device_of, find_state
 from ..capture.effects import Promoted
 from ..capture.find import Call, Structure, leaf_names, take_apart
-from ..capture.overrides import overridden
-from ..capture.state import Hyper, StepState, find_hypers
+from ..capture.scheduled import note_changed, scheduled
+from ..capture.state import StepState
 from ..capture.wrappers import switches
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
@@ -60,7 +60,6 @@ from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
 from .progress import Progress, progress_of
-from .scheduled import note_changed, scheduled
 from .show import step_html, step_line
 from .stream import Stream, draws
 
@@ -99,10 +98,10 @@ class CompiledStep:
         self._check: Check | None = None
         self._progress: Progress | None = None
         self._hooked, self._dumped = False, 0
-        offload, direct = options.parallel.options.offload is not None, options.backend != "inductor"
+        direct = options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, offload, direct, budget, options.agree_timeout_s, self._watch, self._stage,
+            options.schedule, direct, budget, options.agree_timeout_s, self._watch, self._stage,
             self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None
@@ -168,7 +167,7 @@ class CompiledStep:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
         if not self._shares_batches:
             return None
-        world = self.world or self._join(find_state(self.fn, args, kwargs, self.options.extra)[0])
+        world = self.world or self._join(find_state(self.fn, args, kwargs, self.options.capture.extra)[0])
         if self._dealer is None or self._dealer[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
             self._dealer = (call.structure, dealer(self.options.parallel, names, call.leaves, world))
@@ -177,7 +176,7 @@ class CompiledStep:
 
     def _join(self, state: StepState) -> World:
         options = self.options
-        self.world = join(options.mesh, options.device or _device_of(state), options.parallel.options.offload)
+        self.world = join(options.mesh, options.capture.device or device_of(state), options.capture.offload)
         return self.world
 
     def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
@@ -247,7 +246,7 @@ class CompiledStep:
         failure, made, world = "", None, None
         settle()
         try:
-            state, *_ = find_state(self.fn, args, kwargs, self.options.extra)
+            state, *_ = find_state(self.fn, args, kwargs, self.options.capture.extra)
             world = self.world or self._join(state)
             self._agreement.label = self._label or _next_label(world, self.__name__)
             made = self._obtain(args, kwargs, world, sizes)
@@ -274,7 +273,7 @@ class CompiledStep:
         return self._agreement.label
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Given:
-        _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
+        _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
         return Given(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
 
     def _whole(self, leaves: Sequence[Any], sizes: Sizes | None) -> dict[str, tuple[int, ...]] | None:
@@ -306,12 +305,12 @@ class CompiledStep:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
     ) -> Situation:
         """What the program of a call follows from."""
-        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.extra)
+        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
         o, live = self.options, self._scheduled(state)
         options = {
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
-            "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "keep_grads": o.keep_grads,
-            "module_overrides": o.module_overrides, "graph_transform": o.graph_transform, "schedule": o.schedule,
+            "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "capture": o.capture,
+            "graph_transform": o.graph_transform, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "",
             "home": torch.device(world.home), "scheduled numbers": live,
             "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
@@ -375,29 +374,12 @@ class CompiledStep:
         return made
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
-        """Numbers that changed between calls become inputs; those the optimizer needs in Python are baked in."""
-        options = self.options
-        state, _, leaves, _ = find_state(self.fn, args, kwargs, options.extra)
+        leaves = take_apart((args, dict(kwargs))).leaves
+        if self.programs:
+            note_changed(self.programs[-1].guards.numbers)
+        options = replace(self.options.capture, device=world.device)
         whole = self._whole(leaves, sizes)
-        hypers = find_hypers(state, self._scheduled(state))
-        tries: list[tuple[Sequence[Hyper], Promoted]] = [(hypers, self._carried | self._changing)]
-        tries += [(n, self._carried) for n in (hypers, find_hypers(state, ["lr"]), [])][not self._changing :]
-        error: CaptureError | None = None
-        for numbers, promoted in tries:
-            try:
-                with overridden(state, options.module_overrides):
-                    return capture_step(
-                        self.fn, args, kwargs, extra=options.extra, hypers=numbers, device=world.device,
-                        precision=options.parallel.options.mixed_precision, keep_grads=options.keep_grads,
-                        fused=options.backend != "inductor" and all(h.key == "lr" for h in numbers),
-                        whole=whole, host_state=options.parallel.options.offload is not None, promoted=promoted,
-                    )  # fmt: skip
-            except CaptureError as failed:
-                error = error or failed
-                if not _about_numbers(failed) and not (self._changing and len(tries) == 4):
-                    break
-        assert error is not None, "a capture returned or raised"
-        raise error
+        return capture_step(self.fn, args, kwargs, options, whole=whole, carried=self._carried, changing=self._changing)
 
     def _scheduled(self, state: StepState) -> list[str]:
         """Options of the optimizers that are inputs of the next program."""
@@ -413,7 +395,7 @@ class CompiledStep:
         drawn = random_state.take() if self.on_placed else None
         with self._stage("place"):
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
-            offload = self.options.parallel.options.offload
+            offload = self.options.capture.offload
             if world.devices is not None or offload is not None:
                 gather_before_use(state.modules, self.options.agree_timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
@@ -511,16 +493,6 @@ class CompiledStep:
 
 def _not_yet(inputs: Sequence[Any]) -> list[Any]:
     raise StateError("the program is not compiled yet")
-
-
-def _about_numbers(error: CaptureError) -> bool:
-    """True when a capture failed in the optimizer's step on a scheduled number."""
-    return any(word in error.found.lower() for word in ("shape ()", "scalar", "float", "data-dependent"))
-
-
-def _device_of(state: StepState) -> str:
-    kinds = [h.tensor.device for h in state.params.values() if not h.tensor.is_meta]
-    return str(kinds[0]) if kinds else "cpu"
 
 
 def _next_label(world: World, name: str) -> str:

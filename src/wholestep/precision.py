@@ -1,0 +1,23 @@
+"""Mixed precision, as a value that capture, planning and plan files share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of FSDP2's mixed precision. Optimizers see the original parameters.
+
+    Args:
+        param: dtype in which modules compute; None for that of their parameters.
+        reduce: dtype in which gradients are reduced over ranks; None for the gradient's own.
+
+    Example:
+        >>> wholestep.compile(step, mixed_precision=wholestep.MixedPrecision(torch.bfloat16, torch.float32))
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
