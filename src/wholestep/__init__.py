@@ -32,6 +32,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
 from .passes.base import run_passes
+from .passes.pipeline import pipeline
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
@@ -96,6 +97,7 @@ __all__ = [
     "memory_curve",
     "partition",
     "peak_memory",
+    "pipeline",
     "plan",
     "report",
     "rule",

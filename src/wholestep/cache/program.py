@@ -26,7 +26,6 @@ from ..cost.machine import Machine
 from ..graph.file import Reader, StoreError, Writer
 from ..graph.graph import LocalGraph
 from ..graph.quiet import collector_paused
-from ..passes.next_step import AcrossSteps
 from ..plan.file import decode, encode
 from ..plan.plan import Plan
 
@@ -35,7 +34,7 @@ from ..plan.plan import Plan
 class Compiled:
     """A program before it is installed. `lines` is what ranks compare, `machine` what its order was found for.
 
-    `local` is what runs; the steady one of `across`, where the end of a step is left to the next call.
+    `local` is what runs.
     """
 
     capture: Capture
@@ -43,7 +42,6 @@ class Compiled:
     local: LocalGraph
     lines: tuple[str, ...] = ()
     machine: Machine | None = None
-    across: AcrossSteps | None = None
 
 
 @collector_paused()
@@ -72,7 +70,7 @@ def write(made: Compiled, device: str, live: Mapping[str, torch.Tensor]) -> byte
         "expected": rows(capture.effects.expected),
         "plan": _plan_elsewhere(encode(made.plan), writer),
         "local": writer.local_graph(made.local),
-        "across": [writer.local_graph(one) for one in (made.across.first, made.across.flush)] if made.across else None,
+        "across": [writer.local_graph(one) for one in made.local.across] if made.local.across else None,
         "lines": list(made.lines),
         "machine": asdict(made.machine) if made.machine else None,
     }
@@ -124,8 +122,8 @@ def _read(data: bytes, device: str, live: Mapping[str, torch.Tensor], state: Ste
     machine = Machine.of(body["machine"]) if body["machine"] else None
     local = reader.local_graph(body["local"])
     ends = [reader.local_graph(one) for one in body["across"] or ()]
-    across = AcrossSteps(ends[0], local, ends[1]) if ends else None
-    return Compiled(capture, replace(plan, inputs=tuple(here)), local, tuple(body["lines"]), machine, across)
+    local = replace(local, across=(ends[0], ends[1])) if ends else local
+    return Compiled(capture, replace(plan, inputs=tuple(here)), local, tuple(body["lines"]), machine)
 
 
 def content(made: Compiled, device: str) -> dict[str, str]:

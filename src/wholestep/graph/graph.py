@@ -103,11 +103,28 @@ class CollectiveTotal:
 
 
 @dataclass(frozen=True)
+class BucketSizes:
+    """What the collectives of a program carry, in bytes, as `passes.sizes.SizeBuckets` decides it.
+
+    `first_bytes` are those of the first bucket of a kind, `summed_bytes` those of all-reduces. Gathers and scatters of
+    `alone_bytes` or more are not bucketed. `in_flight_bytes` may be in flight at once, or `in_flight` collectives.
+    """
+
+    bucket_bytes: int
+    first_bytes: int
+    summed_bytes: int
+    alone_bytes: int
+    in_flight_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
 class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
-    `passes` names those that it came through.
+    `passes` names those that it came through. With `across`, the end of a step is left to the next call: this is what
+    runs in all calls but the first, `across` are the program of the first call and the one that completes the last.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
     carried to the next call; no dead node.
     """
@@ -120,6 +137,8 @@ class LocalGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     passes: tuple[str, ...] = ()
     offload: str = ""
+    sizes: BucketSizes | None = None
+    across: tuple[LocalGraph, LocalGraph] | None = None
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

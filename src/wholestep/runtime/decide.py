@@ -14,6 +14,7 @@ from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import Layout
+from ..passes.pipeline import pipeline
 from ..passes.schedule import Schedule
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
@@ -76,7 +77,7 @@ def decide(
     own: list[str] = []
     if world.rank == 0:
         try:
-            own = _chosen(auto, graph, world, placed, measured, schedule)
+            own = _chosen(auto, graph, world, placed, measured, schedule, finisher.backend)
         except Exception as error:
             from_first_rank(label, [_FAILED, f"rank 0 could not choose: {error}"], timeout_s)
             raise
@@ -102,12 +103,19 @@ def _strategies(said: str, candidates: Candidates) -> Strategies:
 
 def _chosen(
     auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Speeds,
-    schedule: Schedule | None,
+    schedule: Schedule | None, backend: str,
 ) -> list[str]:  # fmt: skip
     """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
     speeds = auto.topology or measured
     try:
-        found = auto.search(graph, world.mesh, placed, same_batches=True, machine=speeds, finish=Finish(schedule))
+        found = auto.search(
+            graph,
+            world.mesh,
+            placed,
+            same_batches=True,
+            machine=speeds,
+            finish=Finish(pipeline(schedule=schedule, backend=backend)),
+        )
     except PlanError as error:
         return [_FAILED, error.found, error.needed, error.next_step]
     best = found.best.strategies
