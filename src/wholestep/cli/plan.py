@@ -101,7 +101,7 @@ def plan(
     sizes = batches.sizes(batch, auto)
     given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    timed = topology is None or bool(auto or compare or html or trace or what_if)
+    timed = topology is None or bool(auto or compare or explain or html or trace or what_if)
     _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     output.check(json=out, html=html, trace=trace)
     with working() as shown:
@@ -110,7 +110,7 @@ def plan(
         machine, wanted = machine_of(topology), _wanted(hf, given)
         found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
         tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
-        asked = Asked(found, mesh, machine, kind, tensor, tp_axis, explain or (), show)
+        asked = Asked(found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show)
         if compare:
             done = planning.compared(shown, asked)
         elif auto:
@@ -176,7 +176,7 @@ def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dic
     if idle and not auto:
         refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
     if not timed:
-        refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
+        refuse("--topology without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
 
 
 def _target(shown: Screen, target: str | None, wanted: "Wanted | None") -> Target:

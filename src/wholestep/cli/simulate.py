@@ -67,7 +67,7 @@ def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "
     with staged(shown, "capture"):
         graph = ws.capture(found.step, *found.args, **found.kwargs)
     with staged(shown, "plan"):
-        planned = ws.plan(graph, mesh, strategies)
+        planned = ws.plan(graph, mesh, strategies, hardware=machine)
     with staged(shown, "schedule"):
         local = program(planned, graph, machine)
     with staged(shown, "simulate"):

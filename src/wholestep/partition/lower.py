@@ -259,7 +259,7 @@ class _Lowering:
     def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
         whole = meta.tensor(node)
         assert whole is not None, f"%{node.name} is one tensor"
-        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh)
+        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
         other = self._reduce_dtype(whole) if reduces and whole.shape else None
         if other is None:

@@ -77,7 +77,7 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        plans = [plan(one, mesh, strategies) for one in graphs]
+        plans = [plan(one, mesh, strategies, hardware=machine) for one in graphs]
         made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
             found = short.priced(layers, made, Finish(pipeline(machine)))

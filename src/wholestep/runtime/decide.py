@@ -33,11 +33,12 @@ _FAILED = "failed"
 @dataclass(frozen=True)
 class Decided:
     """The strategies that the first rank chose, and what it said of them. `gathers` is true where parameters that are
-    kept gathered may be gathered again to fit.
+    kept gathered may be gathered again to fit. `hardware` is what plans were compared on.
     """
 
     strategies: Strategies
     gathers: bool
+    hardware: Speeds
     objective: Objective
     notes: tuple[str, ...]
 
@@ -87,7 +88,7 @@ def decide(
     strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
-    return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+    return Decided(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
 
 
 def _strategies(said: str, candidates: Candidates) -> Strategies:

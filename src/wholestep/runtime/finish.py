@@ -34,11 +34,12 @@ class Finisher:
 
     `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
     told of each stage, and what `watch` returns of each pass.
-    `measured` is the schedule for this machine, where that was measured.
+    `measured` is the schedule for `hardware`, or for this machine, where that was measured.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
     backend: str
+    hardware: Speeds | None
     budget: tuple[int, bool] | None
     timeout_s: float
     watch: Callable[[], Watch | None]
@@ -69,7 +70,9 @@ class Finisher:
         if not isinstance(self.schedule, str):
             return self.schedule
         if world.mesh.size > 1 and self.measured is None:
-            self.measured = Schedule(known or measure(world), across_steps=self.schedule == "across_steps")
+            self.measured = Schedule(
+                known or self.hardware or measure(world), across_steps=self.schedule == "across_steps"
+            )
         return self.measured
 
     def finish_of(self, world: World) -> tuple[Speeds, Schedule | None]:
@@ -77,7 +80,7 @@ class Finisher:
         schedule = self._schedule(None, world)
         if schedule is not None:
             return schedule.machine, schedule
-        return measure(world), None
+        return self.hardware or measure(world), None
 
     def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         key = "\n".join(got.lines)
@@ -87,7 +90,7 @@ class Finisher:
             with self.stage("schedule"):
                 local = run_passes(made.local, in_order_of(passes, ask), self.watch())
         else:
-            machine = schedule.machine if schedule else measure(world)
+            machine = schedule.machine if schedule else self.hardware or measure(world)
             local = self._fitted(made.local, schedule, machine, world, label, key)
         known = self.measured.machine if self.measured else None
         machine = known if isinstance(known, Machine) else None

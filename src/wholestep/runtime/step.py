@@ -99,8 +99,8 @@ class CompiledStep:
         self._hooked, self._dumped = False, 0
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, options.backend, budget, options.agree_timeout_s, self._watch, self._stage,
-            self._tell_waiting,
+            options.schedule, options.backend, options.hardware, budget, options.agree_timeout_s, self._watch,
+            self._stage, self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -309,7 +309,7 @@ class CompiledStep:
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
             "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "capture": o.capture,
             "graph_transform": o.graph_transform, "schedule": o.schedule,
-            "plan": o.plan.to_json() if o.plan is not None else "",
+            "plan": o.plan.to_json() if o.plan is not None else "", "hardware": o.hardware,
             "home": torch.device(world.home), "scheduled numbers": live,
             "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
         }  # fmt: skip
@@ -334,7 +334,8 @@ class CompiledStep:
             self.options = replace(self.options, parallel=parallel)
         options = self.options
         with self._stage("plan"):
-            planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world))
+            hardware = decided.hardware if decided else options.planned_on
+            planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world), hardware)
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         if not self.programs:
