@@ -16,7 +16,10 @@ try:
 finally:
     print("torch is here" if "torch" in sys.modules else "no torch", file=sys.stderr)
 """
-COMMANDS = ["demo", "plan", "simulate", "diff", "calibrate", "check-rules"]
+COMMANDS = ["plan", "simulate", "diff", "calibrate", "check-rules"]
+
+
+STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
 
 
 def run(*args: str, **env: str) -> tuple[str, str]:
@@ -35,7 +38,7 @@ def test_help_needs_no_torch(args: list[str]) -> None:
 
 
 def test_a_command_has_all_it_needs() -> None:
-    said, torch = run("plan", "--mesh", "dp=2")
+    said, torch = run("plan", STEP, "--mesh", "dp=2")
     assert "at rest per rank" in said
     assert torch == "torch is here"
 
