@@ -13,7 +13,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style zero1 --ranks 3")
-	$(BIN)/wholestep demo $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
 test: test-unit test-golden test-op-db test-dist test-gpu docs ## run every tier of the tests
 

@@ -15,11 +15,23 @@ import pytest
 from benchmarks.peers.network import may_shape
 from benchmarks.peers.results import read as read_scenes
 from benchmarks.peers.results import rows
-from tests.dist.test_demo import alive, children
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.peers"]
 SMALL = ["run", "--config", "XS", "--rate", "none", "--patience", "0"]
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the processes that `pid` started and that still run."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def wait_for(found: Callable[[], Any], seconds: float = 60) -> Any:

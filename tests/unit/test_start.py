@@ -1,6 +1,7 @@
 """The `wholestep` command starts without torch where it has nothing to compute, and its completion can be installed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,15 @@ def run(*args: str, **env: str) -> tuple[str, str]:
     return done.stdout, done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
+@pytest.mark.parametrize("args", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_needs_no_torch(args: list[str]) -> None:
     said, torch = run(*args)
     assert "wholestep" in said
     assert torch == "no torch"
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"wholestep \d+\.\d+\.\d+\S*\n", run("--version")[0])
 
 
 def test_a_command_has_all_it_needs() -> None:
