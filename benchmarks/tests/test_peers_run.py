@@ -48,7 +48,8 @@ def namespaces(pid: int) -> list[str]:
 
 
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
-    options = ["--peers", "ddp wholestep:zero1 wire:parts,late", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
+    peers = "ddp wholestep:zero1 wire:parts,late"
+    options = ["--peers", peers, "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
     process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = process.communicate(timeout=240)[0].decode()
     assert process.returncode == 0, said
