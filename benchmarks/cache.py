@@ -20,8 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import wholestep as ws
-from wholestep.demo.model import GPTConfig, build
+from benchmarks.peers.models import build
+from benchmarks.peers.sizes import CONFIGS
 
 ROWS = ((1, "eager", "replicate"), (2, "eager", "zero1"), (2, "eager", "fully_shard"), (1, "inductor", "replicate"))
 
@@ -44,7 +47,7 @@ def one_start(backend: str, style: str, folder: str, out: str) -> None:
             stages[stage] = stages.get(stage, 0.0) + seconds
 
     cache = "" if folder == "-" else folder
-    model = build(GPTConfig(), 0)
+    model = build(CONFIGS["S"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step = ws.compile(train_step, parallel=ws.DataParallel(style), backend=backend, cache=cache, progress=tell)
     rank = int(os.environ.get("RANK", "0"))

@@ -15,11 +15,23 @@ import pytest
 from benchmarks.peers.network import may_shape
 from benchmarks.peers.results import read as read_scenes
 from benchmarks.peers.results import rows
-from tests.dist.test_demo import alive, children
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.peers"]
 SMALL = ["run", "--config", "XS", "--rate", "none", "--patience", "0"]
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the processes that `pid` started and that still run."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def wait_for(found: Callable[[], Any], seconds: float = 60) -> Any:
@@ -36,7 +48,8 @@ def namespaces(pid: int) -> list[str]:
 
 
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
-    options = ["--peers", "ddp wholestep:zero1 wire:parts,late", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
+    peers = "ddp wholestep:zero1 wire:parts,late"
+    options = ["--peers", peers, "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
     process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = process.communicate(timeout=240)[0].decode()
     assert process.returncode == 0, said

@@ -1,4 +1,4 @@
-"""The demo's data: the source text of the installed Python standard library, as bytes."""
+"""The data: the source text of the installed Python standard library, as bytes."""
 
 import sysconfig
 import zlib

@@ -1,8 +1,8 @@
-"""What a step leaves at rest and what it moves, measured from outside, alike for every way of training."""
+"""What a step stores and sends, measured from outside, alike for every way to train."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -23,22 +23,22 @@ KINDS = {
 }
 
 
-def bytes_at_rest(optimizer: Optimizer) -> int:
+def bytes_stored(optimizer: Optimizer) -> int:
     """Bytes of this rank's parameters and optimizer state, each storage once."""
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     state: list[Any] = [value for per_parameter in optimizer.state.values() for value in per_parameter.values()]
-    seen: dict[int, int] = {}
+    found: dict[int, int] = {}
     for value in parameters + state:
         if isinstance(value, Tensor):
             local = value.to_local() if isinstance(value, DTensor) else value
             storage = local.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step on one rank: counts by kind, and bytes sent in the ring algorithm."""
+    """Collectives of one step on one rank: counts by kind, and bytes that the rank sends."""
 
     counts: dict[str, int]
     sent_bytes: int
@@ -47,50 +47,36 @@ class Traffic:
 def traffic(step: Callable[[], object]) -> Traffic:
     """Run `step` once and watch the collectives that pass PyTorch's dispatcher.
 
-    Bytes are those a rank sends in the ring algorithm with n ranks: 2(n-1)/n of what is all-reduced, (n-1)/n of what
-    is gathered or what is scattered, all of what is broadcast.
+    Bytes are those of the ring algorithm on n ranks: 2(n-1)/n of what is all-reduced, (n-1)/n of what is gathered or
+    scattered, all of what is broadcast.
     """
     watch = _Watch()
     with watch:
         step()
-    return Traffic(dict(watch.counts), round(watch.sent_bytes))
-
-
-@dataclass
-class _Totals:
-    counts: Counter[str] = field(default_factory=Counter[str])
-    sent_bytes: float = 0.0
+    return Traffic(dict(Counter(kind for kind, _ in watch.seen)), round(sum(sent for _, sent in watch.seen)))
 
 
 class _Watch(CommDebugMode):
-    """CommDebugMode that also adds up bytes; every group is taken to be the whole world."""
+    """Keeps kind and sent bytes of each collective; takes every group for the whole world."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.totals = _Totals()
-
-    @property
-    def counts(self) -> Counter[str]:
-        return self.totals.counts
-
-    @property
-    def sent_bytes(self) -> float:
-        return self.totals.sent_bytes
+        self.seen: list[tuple[str, float]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = str(func.name())
-        if "c10d" in name and not any(t is DTensor for t in types):
-            kind = next((KINDS[key] for key in KINDS if name.split("::")[1].lstrip("_").startswith(key)), None)
+        if "c10d" in name and DTensor not in types:
+            called = name.split("::")[1].lstrip("_")
+            kind = next((KINDS[start] for start in KINDS if called.startswith(start)), None)
             if kind:
-                self.totals.counts[kind] += 1
-                self.totals.sent_bytes += _ring_bytes(kind, name, args)
+                self.seen.append((kind, _ring_bytes(kind, name, args)))
         return cast(Any, super().__torch_dispatch__(func, types, args, kwargs))
 
 
 def _ring_bytes(kind: str, name: str, args: tuple[Any, ...]) -> float:
-    """Bytes one rank sends for a collective with these arguments."""
+    """Bytes that one rank sends for a collective with these arguments."""
     n = dist.get_world_size()
     if "functional" in name:  # (input, ...)
         size = _size(args[0]) * (n if kind == "all_gather" else 1)
