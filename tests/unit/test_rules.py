@@ -13,15 +13,15 @@ from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
 from wholestep.rules.call import Call
-from wholestep.rules.check import Sample
-from wholestep.rules.discover import discover
-from wholestep.rules.lookup import find_rule
-from wholestep.rules.mutate import Mutation
-from wholestep.rules.mutate_table import mutate_table
+from wholestep.rules.find_rule import find_rule
 from wholestep.rules.registry import bind_rule
 from wholestep.rules.rule import BoundRule
-from wholestep.rules.samples import samples_of, table
-from wholestep.rules.table import check_op
+from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.check_table import check_op
+from wholestep.rules.testing.discover import discover
+from wholestep.rules.testing.mutate import Mutation
+from wholestep.rules.testing.mutate_table import mutate_table
+from wholestep.rules.testing.samples import samples_of, table
 
 aten = torch.ops.aten
 OPS = {str(target): target for target in table() if str(target).startswith(("aten.", "wholestep."))}
@@ -326,11 +326,11 @@ def test_discovery_is_remembered() -> None:
 def test_own_rule_goes_before_discovery() -> None:
     call = Call.on(DOUBLE, (torch.ones(64, 32),), {}, torch.ones(64, 32))
     assert bind_rule(call) is None
-    discovered = bind_rule(call, discover=True)
+    discovered = bind_rule(call, fallback=discover)
     assert discovered is not None
     assert discovered.origin == "discovered"
     ws.rule(double, "a! b -> a! b")
-    mine = bind_rule(call, discover=True)
+    mine = bind_rule(call, fallback=discover)
     assert mine is not None
     assert mine.origin == "yours"
 

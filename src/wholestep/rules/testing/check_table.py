@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _torch
-from ..errors import RuleError
+from ... import _torch
+from ...errors import RuleError
+from ..registry import RULES
 from .check import CheckResult, Failure, Sample, cases_of, check_case
-from .registry import RULES
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from .call import Call
-from .registry import Bind, Samples, rule
-from .terms import ops, rand, text
+from ..dsl import rand, row, sample
+from ..registry import Samples
 
 _NO_GENERATOR: dict[str, Any] = {"generator": None}
 # More arguments of ops that look at the shape of their first operand alone, and draw for each of its elements.
@@ -36,29 +35,10 @@ _EACH: dict[str, Samples] = {
     "randint_like.Tensor": lambda: [(rand(5, 7), torch.tensor(9))],
     "randint_like.Tensor_generator": lambda: [(rand(5, 7), torch.tensor(9), _NO_GENERATOR)],
 }
-
-
-def like(call: Call) -> Bind:
-    """Numbers for each element of the first operand, whose values are not read."""
-    return Bind(text(["..."] * len(call.slots), ["..."] * len(call.outputs)), by_shape=frozenset({0}))
-
-
-def each(call: Call) -> Bind:
-    """Numbers for each element, made from the values there."""
-    return Bind(text(["..."] * len(call.slots), ["..."] * len(call.outputs)))
-
-
-def _on_plane(more: tuple[Any, ...]) -> Samples:
-    return lambda: [(rand(5, 7), *more)]
-
-
+row(" ".join(_LIKE), "...+ -> ...+", by_shape=[0])
+row(" ".join(_EACH), "...+ -> ...+")
+row("multinomial", "... c! -> ... s", samples=lambda: [(rand(5, 7).abs(), 3)])
 for _name, _more in _LIKE.items():
-    rule(ops(_name), samples=_on_plane(_more))(like)
+    sample(_name, lambda more=_more: [(rand(5, 7), *more)])
 for _name, _samples in _EACH.items():
-    rule(ops(_name), samples=_samples)(each)
-
-
-@rule(ops("multinomial"), samples=lambda: [(rand(5, 7).abs(), 3)])
-def multinomial(call: Call) -> Bind:
-    """Draws from each row of weights."""
-    return Bind("... c! -> ... s")
+    sample(_name, _samples)

@@ -7,17 +7,23 @@ from typing import Any, cast
 
 import torch
 
-from ..graph.meta import TensorMeta
-from .call import Call, Slot
-from .registry import Bind, rule
-from .rule import ANY_PARTIAL, BoundRule, Group, PassThrough, Term
-
-aten = torch.ops.aten
+from ...graph.meta import TensorMeta
+from ..call import Call, Slot
+from ..dsl import row
+from ..registry import FAMILIES, Bind, Function
+from ..rule import ANY_PARTIAL, BoundRule, Group, PassThrough, Term
 
 _JOINTLY_LINEAR = {"foreach_add", "foreach_sub"}
 _EACH_LINEAR = {"foreach_mul"}
 _FIRST_LINEAR = {"foreach_div", "foreach_neg", "foreach_clone"}
 NORMS: dict[object, str] = {1: "norm1", 2: "norm2", float("inf"): "max"}
+
+
+@FAMILIES.append
+def on_lists(target: Any) -> Function | None:
+    """Ops of torch on lists, and its fused optimizers."""
+    packet = getattr(target, "_overloadpacket", None)
+    return by_entry if getattr(packet, "__name__", "").startswith(("_foreach_", "_fused_")) else None
 
 
 def by_entry(call: Call) -> Bind | None:
@@ -36,7 +42,8 @@ def by_entry(call: Call) -> Bind | None:
         linear = " | ".join(map(str, given))
     elif name in _FIRST_LINEAR:
         linear = "0"
-    return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear, {"...": ""})  # a count is the same everywhere
+    same = {"...": ""}  # a count is the same everywhere
+    return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear, reduces=same)
 
 
 def _name(call: Call) -> str:
@@ -84,6 +91,7 @@ def norm_group(operand: int, output: int, shape: Sequence[int], op: str) -> Grou
     return Group({operand: term}, {output: ()}, dict.fromkeys(term, op), (through,))
 
 
+@row("stack")
 def stack(call: Call) -> BoundRule:
     """Tensors side by side along a new dim: cut alike, and whatever they are partial in, the result is."""
     ndim = len(call.made()) - 1
@@ -99,5 +107,4 @@ def _norms() -> list[tuple[Any, ...]]:
     return [(tensors,), (tensors, 1), (tensors, float("inf"))]
 
 
-rule([aten._foreach_norm.Scalar], samples=_norms)(foreach_norm)
-rule([aten.stack.default])(stack)
+row("_foreach_norm.Scalar", samples=_norms)(foreach_norm)

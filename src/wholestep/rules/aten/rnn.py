@@ -1,39 +1,15 @@
-"""Gated units and the cells of recurrent networks: rows may be cut, what is gated stays whole."""
+"""Recurrent networks, their cells and layers on CUDA: rows may be cut, what is gated stays whole."""
 
 from __future__ import annotations
 
-from .call import Call
-from .registry import Bind, rule
-from .rule import BoundRule, Group, Term
-from .terms import dims_of, ops, rand, term, text
+from ..call import Call
+from ..dsl import row
+from ..rule import BoundRule, Group, Term
 
-
-def _halves(call: Call, operand: int) -> tuple[str, str]:
-    dims = dims_of(call, operand)
-    at = int(call.argument("dim", -1)) % max(len(dims), 1)
-    half = term([*dims[:at], "h!", *dims[at + 1 :]])
-    return term(dims, dims[at : at + 1]), half
-
-
-@rule(ops("glu"), samples=lambda: [(rand(5, 6, 7), 1), (rand(5, 6),)])
-def glu(call: Call) -> Bind:
-    """One half times the sigmoid of the other."""
-    full, half = _halves(call, 0)
-    return Bind(text([full], [half.replace("!", "")]))
-
-
-@rule(ops("glu_backward"), samples=lambda: [(rand(5, 3, 7), rand(5, 6, 7), 1)])
-def glu_backward(call: Call) -> Bind:
-    """(gradient of a half, both halves) -> gradient of both."""
-    full, half = _halves(call, 1)
-    return Bind(text([half, full], [full]), "0")
-
-
-# -- cells on CUDA ----------------------------------------------------------------------------
-rule(ops("_thnn_fused_lstm_cell"), "n g!, n g!, n h!, g!, g! -> n h, n h, n g")
-rule(ops("_thnn_fused_lstm_cell_backward_impl"), "n h!, n h!, n h!, n h!, n g! -> n g, n h, g")
-rule(ops("_thnn_fused_gru_cell"), "n g!, n g!, n h!, g!, g! -> n h, n w")
-rule(ops("_thnn_fused_gru_cell_backward"), "n h!, n w! -> n g, n g, n h, g, g", linear="0")
+row("_thnn_fused_lstm_cell", "n g!, n g!, n h!, g!, g! -> n h, n h, n g")
+row("_thnn_fused_lstm_cell_backward_impl", "n h!, n h!, n h!, n h!, n g! -> n g, n h, g")
+row("_thnn_fused_gru_cell", "n g!, n g!, n h!, g!, g! -> n h, n w")
+row("_thnn_fused_gru_cell_backward", "n h!, n w! -> n g, n g, n h, g, g", linear="0")
 
 
 def _layer(call: Call) -> tuple[Term, Term]:
@@ -45,7 +21,7 @@ def _is_packed(call: Call) -> bool:
     return bool(call.argument("batch_sizes"))
 
 
-@rule(ops("_cudnn_rnn"))
+@row("_cudnn_rnn")
 def cudnn_rnn(call: Call) -> BoundRule | None:
     """(sequences, weights, states) -> sequences, states; the reserve is each rank's own."""
     if _is_packed(call):
@@ -57,7 +33,7 @@ def cudnn_rnn(call: Call) -> BoundRule | None:
     return BoundRule((Group(given, made, opaque=frozenset({3, 4})),))
 
 
-@rule(ops("_cudnn_rnn_backward"))
+@row("_cudnn_rnn_backward")
 def cudnn_rnn_backward(call: Call) -> BoundRule | None:
     """Gradients of sequences and states, and of the weights, which sum over rows."""
     if _is_packed(call):

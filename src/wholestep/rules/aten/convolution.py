@@ -7,53 +7,47 @@ from typing import Any
 
 from torch import Tensor
 
-from .call import Call
-from .registry import Bind, rule
-from .terms import aten, ops, rand, text
+from ..call import Call
+from ..dsl import aten, rand, row, sample
+from ..registry import Bind
 
 _FILLED = frozenset("iog")
 
 
-def _channels(call: Call, inputs: int, weight: int) -> tuple[str, str, str, str, bool]:
-    """Channel terms of input, output and weight (two), and whether every channel is a group of its own."""
+def _channels(call: Call, inputs: int, weight: int) -> tuple[str, str, str, bool]:
+    """Channel terms of input, output and weight, and whether every channel is a group of its own."""
     groups, shape = int(call.argument("groups")), call.shape(weight)
     transposed = bool(call.argument("transposed", False))
     if groups == 1:
-        return ("i", "o", "i", "o", False) if transposed else ("i", "o", "o", "i", False)
+        return "i", "o", "i o" if transposed else "o i", False
     if shape[1] == 1 and groups == call.shape(inputs)[1] == shape[0]:
-        return "g", "g", "g", "1", True
-    return "i!", "o!", "i!" if transposed else "o!", "q!", False
+        return "g", "g", "g 1", True
+    return "i!", "o!", "i! q!" if transposed else "o! q!", False
 
 
-def _places(call: Call, operand: int, letter: str) -> str:
-    return "".join(f" {letter}{i}!" for i in range(len(call.shape(operand)) - 2))
-
-
-@rule(ops("convolution"), samples=lambda: _samples())
+@row("convolution")
 def convolution(call: Call) -> Bind:
     """(input, weight, bias): a bias must be added once, so with one a cut sum over input channels needs it whole."""
-    i, o, w0, w1, alone = _channels(call, 0, 1)
-    if call.slots[2].positions and i == "i":
-        i, w0, w1 = "i!", *(f"{w}!" if w == "i" else w for w in (w0, w1))
-    size = _places(call, 0, "s")
-    given = [f"n {i}{size}", f"{w0} {w1}{_places(call, 1, 'k')}", o]
-    made = "".join(f" t{k}" for k in range(size.count("!")))
-    linear = "" if call.slots[2].positions else "0 | 1"
-    return Bind(text(given, [f"n {o}{made}"]), linear, sizes={"groups": "g"} if alone else {}, filled=_FILLED)
+    i, o, weight, alone = _channels(call, 0, 1)
+    biased = bool(call.slots[2].positions)
+    i += "!" if biased and i == "i" else ""
+    rule = f"n {i} s...!, {weight} k...!, {o} -> n {o} t..."
+    return Bind(rule, "" if biased else "0 | 1", sizes={"groups": "g"} if alone else {}, filled=_FILLED)
 
 
-@rule(aten.convolution_backward.default, samples=lambda: _gradients())
+@row("convolution_backward")
 def convolution_backward(call: Call) -> Bind:
     """Gradients of input, weight and bias; that of the bias knows nothing of input channels."""
-    i, o, w0, w1, alone = _channels(call, 1, 2)
-    grad, full = f"n {o}{_places(call, 0, 't')}", f"n {i}{_places(call, 1, 's')}"
-    weight = f"{w0} {w1}{_places(call, 2, 'k')}"
+    i, o, weight, alone = _channels(call, 1, 2)
     sizes = {"groups": "g"} if alone else {}
     biased = len(call.outputs) > 2 and call.outputs[2] is not None
     if biased and call.argument("bias_sizes") is not None:
         sizes["bias_sizes"] = "out2"
     same = {"i": ""} if i == "i" and biased else {}
-    return Bind(text([grad, full, weight], [full, weight, o]), "0", same, sizes, filled=_FILLED)
+    full, weight = f"n {i} s...!", f"{weight} k...!"
+    return Bind(
+        f"n {o} t...!, {full}, {weight} -> {full}, {weight}, {o}", "0", reduces=same, sizes=sizes, filled=_FILLED
+    )
 
 
 # -- samples --------------------------------------------------------------------------------
@@ -79,3 +73,7 @@ def _gradients() -> Iterator[tuple[Any, ...]]:
         made = aten.convolution(x, weight, bias, *options)
         sizes = None if bias is None else list(bias.shape)
         yield rand(*made.shape, seed=3), x, weight, sizes, *options, [True, True, bias is not None]
+
+
+sample("convolution", _samples)
+sample("convolution_backward", _gradients)

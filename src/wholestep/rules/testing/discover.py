@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _torch
-from ..graph.meta import TensorMeta
-from .call import Call
+from ... import _torch
+from ...graph.meta import TensorMeta
+from ..call import Call
+from ..rule import BoundRule, Group, PassThrough, Term
 from .check import Case, Sample, Way, case_of, check_pass, check_way, ways
-from .rule import BoundRule, Group, PassThrough, Term
 
 DISCOVERED = "discovered"
 _SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that stand for sizes of the call, largest tensors first

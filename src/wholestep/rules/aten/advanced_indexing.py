@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..graph.meta import TensorMeta
-from .call import Call
-from .index import from_first, near, with_one
-from .registry import Bind, rule
-from .rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough, Term
-from .terms import aten, called, dims_of, ints, moves, ops, rand, term, text
+from ...graph.meta import TensorMeta
+from ..call import Call
+from ..dsl import aten, called, ints, rand, row, sample
+from ..rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough, Term
+from .scatter import from_first, near, with_one
 
 Indices = Sequence["TensorMeta | None"]
 
@@ -93,7 +92,7 @@ def _picks() -> Iterator[tuple[Any, ...]]:
     yield rand(5, 7) > 0, [None, ints(7, 6)]
 
 
-@rule(ops("index.Tensor", "_unsafe_index.Tensor"), samples=_picks)
+@row("index.Tensor _unsafe_index.Tensor", samples=_picks)
 def pick(call: Call) -> BoundRule | None:
     """x[indices]. What lies in other ranks' pieces of the first indexed dim is zero: the results sum up."""
     indices = _given(call)
@@ -129,7 +128,7 @@ def _puts() -> Iterator[tuple[Any, ...]]:
     yield rand(5, 7, 6), [rand(5, 7) > 0], rand()
 
 
-@rule(ops("index_put", "_unsafe_index_put"), samples=_puts)
+@row("index_put _unsafe_index_put", samples=_puts)
 def put(call: Call) -> BoundRule | None:
     """The tensor after x[indices] = values, or += values: then the values may be cut, and one rank starts from x."""
     indices = _given(call)
@@ -175,34 +174,16 @@ def _select_piece(start: int, length: int, have: Tensor, dim: int, index: Tensor
     return aten.index_select.default(with_one(have, dim), dim, torch.where(here, at, length))
 
 
-def _line(call: Call) -> tuple[list[str], list[str]]:
-    """Dims of the tensor, of which `a` is indexed, and of what is picked there: `i`."""
-    dims = dims_of(call)
-    at = int(call.argument("dim")) % max(len(dims), 1)
-    swapped = [["a" if i == at else d for i, d in enumerate(dims)], ["i" if i == at else d for i, d in enumerate(dims)]]
-    return swapped[0], swapped[1]
-
-
-@rule(ops("index_select"), samples=lambda: [(rand(5, 7, 6), 1, ints(7, 5)), (rand(5, 7), -1, ints(7, 3))])
-def select(call: Call) -> BoundRule | None:
-    """Picks along one dim."""
-    have, made = _line(call)
-    if not call.shape(0) or not call.shape(1):
-        return None
-    return moves(call, Bind(text([term(have), "i"], [term(made)]), local={"a": _select_piece}), 0)
-
-
-@rule(
-    ops("index_add"),
-    samples=lambda: [(rand(5, 7, 6), 1, ints(7, 5), rand(5, 5, 6)), (rand(5, 7), 0, ints(5, 6), rand(6, 7))],
-)
-def add(call: Call) -> Bind | None:
-    """Sums along one dim: what is added may be cut, and one rank starts from the tensor."""
-    have, given = _line(call)
-    if not call.shape(0) or not call.shape(1) or len(call.shape(2)) != len(have):
-        return None
-    full = term(have, ["a"])
-    return Bind(text([full, "i", term(given)], [full]), "0+2", local={"i": from_first(call.target)})
+_OF_SCALARS = "(), *+ -> ...! | *, (), *+ -> ...!"  # of a scalar, and by one, nothing is said
+_WITH_SCALARS = f"{_OF_SCALARS} | *, *, () -> ...!"
+row("index_select", f"{_OF_SCALARS} | ... a[dim], i -> ... i[dim]", moves="0", local={"a": _select_piece})
+row("index_fill.int_Scalar index_fill.int_Tensor", f"{_OF_SCALARS} | ... a[dim]!, i!, () -> ... a[dim]!")
+# what is added may be cut, and one rank starts from the tensor
+_ADDED = {"i": from_first(aten.index_add.default)}
+row("index_add", f"{_WITH_SCALARS} | ... a[dim]!, i, ... i[dim] -> ... a[dim]!", linear="0+2", local=_ADDED)
+row("index_copy", f"{_WITH_SCALARS} | ... a[dim]!, i!, ... i[dim]! -> ... a[dim]!", linear="0+2")
+row("index_reduce", f"{_WITH_SCALARS} | ... a[dim]!, i!, ... i[dim]! -> ... a[dim]!")
+row("take", "x...!, ... -> ...", moves="0", samples=lambda: [(rand(5, 7), ints(35, 6, 3))])
 
 
 def _copies() -> list[tuple[Any, ...]]:
@@ -210,29 +191,9 @@ def _copies() -> list[tuple[Any, ...]]:
     return [(rand(5, 7, 6), 1, some, rand(5, 3, 6)), (rand(5, 7), 1, some, rand(5, 3)), (rand(7), 0, some, rand(3))]
 
 
-@rule(ops("index_copy"), samples=_copies)
-@rule(ops("index_reduce"), samples=lambda: [(rand(5, 7, 6), 1, ints(7, 5), rand(5, 5, 6), "amax")])
-def write(call: Call) -> Bind | None:
-    """Writes along one dim, which stays whole."""
-    have, given = _line(call)
-    if not call.shape(0) or not call.shape(1) or len(call.shape(2)) != len(have):
-        return None
-    full = term(have, ["a"])
-    return Bind(text([full, "i!", term(given, ["i"])], [full]), "0+2" if "copy" in str(call.target) else "")
-
-
-@rule(ops("index_fill.int_Scalar"), samples=lambda: [(rand(5, 7, 6), 1, torch.tensor([3, 0]), 1.5)])
-@rule(ops("index_fill.int_Tensor"), samples=lambda: [(rand(5, 7, 6), 1, torch.tensor([3, 0]), rand())])
-def fill(call: Call) -> Bind | None:
-    """One value along one dim, which stays whole."""
-    have, _ = _line(call)
-    if not call.shape(0) or not call.shape(1):
-        return None
-    return Bind(text([term(have, ["a"]), "i!", "()"], [term(have, ["a"])]))
-
-
-@rule(ops("take"), samples=lambda: [(rand(5, 7), ints(35, 6, 3))])
-def take(call: Call) -> BoundRule:
-    """Picks from the tensor in memory order, which stays whole."""
-    dims, at = dims_of(call), dims_of(call, 1, "i")
-    return moves(call, Bind(text([term(dims, dims), term(at)], [term(at)])), 0)
+sample("index_select", lambda: [(rand(5, 7, 6), 1, ints(7, 5)), (rand(5, 7), -1, ints(7, 3))])
+sample("index_add", lambda: [(rand(5, 7, 6), 1, ints(7, 5), rand(5, 5, 6)), (rand(5, 7), 0, ints(5, 6), rand(6, 7))])
+sample("index_copy", _copies)
+sample("index_reduce", lambda: [(rand(5, 7, 6), 1, ints(7, 5), rand(5, 5, 6), "amax")])
+sample("index_fill.int_Scalar", lambda: [(rand(5, 7, 6), 1, torch.tensor([3, 0]), 1.5)])
+sample("index_fill.int_Tensor", lambda: [(rand(5, 7, 6), 1, torch.tensor([3, 0]), rand())])

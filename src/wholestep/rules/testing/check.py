@@ -11,16 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _torch
-from ..errors import RuleError, WholestepError
-from ..graph.ops import goes_by_memory
-from ..layout import AxisState, Layout, replicated, resolve
-from ..mesh import Mesh
-from .call import Call
-from .localize import VIEWS_OF_PIECES, localize
-from .pieces import FORMS, assemble, differs, laid, other_values, parts_of, piece, with_tensors
-from .registry import bind_rule
-from .rule import BoundRule, Group, PassThrough
+from ... import _torch
+from ...errors import RuleError, WholestepError
+from ...graph.ops import goes_by_memory
+from ...layout import AxisState, Layout, replicated, resolve
+from ...mesh import Mesh
+from ..call import Call
+from ..localize import VIEWS_OF_PIECES, localize
+from ..registry import bind_rule
+from ..rule import BoundRule, Group, PassThrough
+from .harness import FORMS, assemble, differs, laid, other_values, parts_of, piece, with_tensors
 
 ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
 TWO_AXES = Mesh("a=2,b=2")

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.ops import CTC_LOSS
-from .call import Call
-from .registry import Bind, rule
-from .rule import BoundRule
-from .terms import aten, called, ints, ops, rand, text, whole
+from ...graph.ops import CTC_LOSS
+from ..call import Call
+from ..dsl import WHOLE, aten, called, ints, rand, row, sample, text
+from ..registry import Bind
 
 NONE, MEAN, SUM = 0, 1, 2
 _OUTSIDE = -100
@@ -84,8 +83,7 @@ def _nll2d() -> Iterator[tuple[Any, ...]]:
         yield rand(5, 7, 3, 4), _labels(7, 5, 3, 4), rand(7, seed=1).abs(), reduction, 3
 
 
-@rule(aten.nll_loss2d_forward.default, samples=_nll2d)
-@rule(aten.nll_loss_forward.default, samples=_nll)
+@row("nll_loss_forward nll_loss2d_forward")
 def nll_loss(call: Call) -> Bind:
     """(log probabilities, targets, class weights) -> loss, weight of all targets."""
     scores, targets = _classes(call, 0)
@@ -103,8 +101,7 @@ def _nll_gradients(forward: Any, samples: Any) -> Iterator[tuple[Any, ...]]:
         yield rand(*loss.shape, seed=2), scores, target, weight, reduction, ignored, total
 
 
-@rule(aten.nll_loss2d_backward.default, samples=lambda: _nll_gradients(aten.nll_loss2d_forward, _nll2d))
-@rule(aten.nll_loss_backward.default, samples=lambda: _nll_gradients(aten.nll_loss_forward, _nll))
+@row("nll_loss_backward nll_loss2d_backward")
 def nll_loss_backward(call: Call) -> Bind:
     """The total weight is that of all targets, so rows may be cut whatever the reduction."""
     scores, targets = _classes(call, 1)
@@ -113,7 +110,32 @@ def nll_loss_backward(call: Call) -> Bind:
     return Bind(text(inputs, [" ".join(scores)]), "0", local={"c": _backward_piece(call.target)})
 
 
-# -- losses of each element --------------------------------------------------------------------
+sample("nll_loss_forward", _nll)
+sample("nll_loss2d_forward", _nll2d)
+sample("nll_loss_backward", lambda: _nll_gradients(aten.nll_loss_forward, _nll))
+sample("nll_loss2d_backward", lambda: _nll_gradients(aten.nll_loss2d_forward, _nll2d))
+
+
+# -- losses of each element, their sum or their mean --------------------------------------------
+row(
+    "mse_loss soft_margin_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
+    "reduction=0: ...+ -> ... | reduction=2: ...+ -> () | ...!+ -> ()",
+)
+
+
+@row(
+    "mse_loss_backward soft_margin_loss_backward smooth_l1_loss_backward huber_loss_backward"
+    " binary_cross_entropy_backward"
+)
+def each_backward(call: Call) -> Bind:
+    """The gradient of a loss of each element; that of a reduced loss is one number, in any number of dims."""
+    kind = call.argument("reduction", MEAN)
+    if kind != NONE and call.operands[0].numel != 1:
+        return Bind(WHOLE)
+    grad = "..." if kind == NONE else " ".join("1" for _ in call.shape(0)) or "()"
+    return Bind(f"{grad}, ...!+ -> ...!" if kind == MEAN else f"{grad}, ...+ -> ...", "0")
+
+
 def _pairs(*weights: int, **more: float) -> Callable[[], Iterator[tuple[Any, ...]]]:
     """Samples for every reduction; so many weights, of 7 entries or None for 0, and more arguments."""
 
@@ -136,30 +158,13 @@ def _pair_gradients(*weights: int, **more: float) -> Callable[[], Iterator[tuple
     return samples
 
 
-def each(call: Call) -> Bind:
-    """A loss of each element, or their sum or mean."""
-    kind = call.argument("reduction", MEAN)
-    term = "...!" if kind == MEAN else "..."
-    return Bind(text([term] * len(call.slots), ["..." if kind == NONE else "()"]))
-
-
-def each_backward(call: Call) -> Bind | BoundRule:
-    """The gradient of a loss of each element; that of a reduced loss is one number, in any number of dims."""
-    kind = call.argument("reduction", MEAN)
-    if kind != NONE and call.operands[0].numel != 1:
-        return whole(call)
-    term = "...!" if kind == MEAN else "..."
-    grad = "..." if kind == NONE else " ".join("1" for _ in call.shape(0)) or "()"
-    return Bind(text([grad, *[term] * (len(call.slots) - 1)], [term]), "0")
-
-
-rule(ops("mse_loss", "soft_margin_loss"), samples=_pairs())(each)
-rule(ops("mse_loss_backward", "soft_margin_loss_backward"), samples=_pair_gradients())(each_backward)
-rule(ops("smooth_l1_loss", "huber_loss"), samples=_pairs(delta=0.5))(each)
-rule(ops("smooth_l1_loss_backward", "huber_loss_backward"), samples=_pair_gradients(delta=0.5))(each_backward)
-rule(ops("binary_cross_entropy"), samples=_pairs(7))(each)
-rule(ops("binary_cross_entropy_backward"), samples=_pair_gradients(7))(each_backward)
-rule(ops("binary_cross_entropy_with_logits"), samples=_pairs(0, 7))(each)
+sample("mse_loss soft_margin_loss", _pairs())
+sample("mse_loss_backward soft_margin_loss_backward", _pair_gradients())
+sample("smooth_l1_loss huber_loss", _pairs(delta=0.5))
+sample("smooth_l1_loss_backward huber_loss_backward", _pair_gradients(delta=0.5))
+sample("binary_cross_entropy", _pairs(7))
+sample("binary_cross_entropy_backward", _pair_gradients(7))
+sample("binary_cross_entropy_with_logits", _pairs(0, 7))
 
 
 # -- margins: rows of scores --------------------------------------------------------------------
@@ -179,31 +184,31 @@ def _margin_gradients(multi: bool) -> Iterator[tuple[Any, ...]]:
         yield rand(*((5,) if given[-1] == NONE else ()), seed=2), *given, *more
 
 
-@rule(ops("multilabel_margin_loss_forward"), samples=lambda: _margins(True))
-@rule(ops("multi_margin_loss"), samples=lambda: _margins(False))
-def margin(call: Call) -> Bind | BoundRule:
-    """Rows of scores with one target, or a row of targets, each."""
-    if len(call.shape(0)) != 2:
-        return whole(call)
-    kind = call.argument("reduction", MEAN)
-    n = "n!" if kind == MEAN else "n"
-    made = n if kind == NONE else "()"
-    one = call.target is aten.multi_margin_loss.default
-    terms = text([f"{n} c!", n, "c!"], [made]) if one else text([f"{n} c!", f"{n} c!"], [made, f"{n} c!"])
-    return Bind(terms, filled=frozenset("n"))  # torch leaves the sum of no rows unwritten
-
-
-@rule(ops("multilabel_margin_loss_backward"), samples=lambda: _margin_gradients(True))
-@rule(ops("multi_margin_loss_backward"), samples=lambda: _margin_gradients(False))
-def margin_backward(call: Call) -> Bind | BoundRule:
-    """The gradient of rows of scores."""
-    if len(call.shape(1)) != 2:
-        return whole(call)
-    kind = call.argument("reduction", MEAN)
-    n = "n!" if kind == MEAN else "n"
-    grad = n if kind == NONE else "()"
-    row = f"{n} c!"
-    return Bind(text([grad, row, *([n, "c!"] if "multi_margin" in str(call.target) else [row, row])], [row]), "0")
+row(
+    "multi_margin_loss",
+    f"reduction=1: n! c!, n!, c! -> () | reduction=0: n c!, n, c! -> n | n c!, n, c! -> () | {WHOLE}",
+    filled=["n"],  # torch leaves the sum of no rows unwritten
+    samples=lambda: _margins(False),
+)
+row(
+    "multilabel_margin_loss_forward",
+    f"reduction=1: n! c!, n! c! -> (), n! c! | reduction=0: n c!, n c! -> n, n c! | n c!, n c! -> (), n c! | {WHOLE}",
+    filled=["n"],
+    samples=lambda: _margins(True),
+)
+row(
+    "multi_margin_loss_backward",
+    "reduction=1: (), n! c!, n!, c! -> n! c! | reduction=0: n, n c!, n, c! -> n c! | (), n c!, n, c! -> n c!"
+    f" | {WHOLE}",
+    linear="0",
+    samples=lambda: _margin_gradients(False),
+)
+row(
+    "multilabel_margin_loss_backward",
+    f"reduction=1: (), n! c!+ -> n! c! | reduction=0: n, n c!+ -> n c! | (), n c!+ -> n c! | {WHOLE}",
+    linear="0",
+    samples=lambda: _margin_gradients(True),
+)
 
 
 # -- connectionist temporal classification ----------------------------------------------------------
@@ -219,17 +224,9 @@ def _ctc_gradients() -> Iterator[tuple[Any, ...]]:
         yield rand(5), probs, targets, inputs, lengths, loss, alpha, blank, infinity
 
 
-@rule(CTC_LOSS, samples=_ctc)
-def ctc_loss(call: Call) -> Bind | BoundRule:
-    """Rows of targets, each padded to one length; end to end they stay whole."""
-    if len(call.shape(1)) != 2:
-        return whole(call)
-    return Bind("t! n c!, n s!, n, n -> n, n t! a", filled=frozenset("n"))
-
-
-@rule(aten._ctc_loss_backward.Tensor, samples=_ctc_gradients)
-def ctc_loss_backward(call: Call) -> Bind | BoundRule:
-    """Gradients of the probabilities."""
-    if len(call.shape(2)) != 2:
-        return whole(call)
-    return Bind("n, t! n c!, n s!, n, n, n, n t! a! -> t! n c!", "0", filled=frozenset("n"))
+# Rows of targets, each padded to one length; end to end they stay whole.
+row(CTC_LOSS, f"t! n c!, n s!, n, n -> n, n t! a | {WHOLE}", filled=["n"], samples=_ctc)
+row(
+    "_ctc_loss_backward.Tensor", f"n, t! n c!, n s!, n, n, n, n t! a! -> t! n c! | {WHOLE}", linear="0", filled=["n"],
+    samples=_ctc_gradients,
+)  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .call import Call
-from .registry import Bind, rule
-from .terms import aten, ops, rand, text
+from ..call import Call
+from ..dsl import aten, rand, row, sample, text
+from ..registry import Bind
 
 # Outputs in order; those left out are bookkeeping (random state, lengths) and the same on every rank or never read.
 _OUTPUTS = {
@@ -56,7 +56,7 @@ def attention(call: Call) -> Bind:
     outputs = [terms.get(role, "*") for role in made] + ["*"] * (len(call.outputs) - len(made))
     grad = next((str(i) for i, slot in enumerate(call.slots) if slot.name.startswith("grad_out")), "")
     same = {"v": ""} if name in _MATH else {}  # the weights do not depend on the values
-    return Bind(text(inputs, outputs[: len(call.outputs)]), grad, same, filled=frozenset("bgrq"))
+    return Bind(text(inputs, outputs[: len(call.outputs)]), grad, reduces=same, filled=frozenset("bgrq"))
 
 
 def _terms(call: Call, name: str) -> dict[str, str]:
@@ -73,14 +73,13 @@ def _terms(call: Call, name: str) -> dict[str, str]:
 
     scores = [*lead, "(g r)", q, "k!"]
     bias = next((shape for slot, shape in shapes.items() if _ROLES.get(slot) == "bias"), ())
-    near = zip(scores[len(scores) - len(bias) :], bias, strict=True)
     return {
         "query": full("(g r)", q, "e!"),
         "key": full("g", "k!", "e!"),
         "value": full("g", "k!", v),
         "out": full("(g r)", q, v),
         "scores": " ".join(scores),
-        "bias": " ".join("1" if size == 1 else dim for dim, size in near) or "*",
+        "bias": f"{{{' '.join(scores)}}}" if bias else "*",
         "sums": _sums(call, shapes, lead, q),
     }
 
@@ -120,7 +119,7 @@ def _math() -> Iterator[tuple[Any, ...]]:
     yield *_operands(6, 2), None, 0.0, False, None, {"enable_gqa": True}
 
 
-rule(ops(*(n for n in (*_OUTPUTS, *_GRADIENTS))))(attention)
-rule(ops("_scaled_dot_product_flash_attention_for_cpu"), samples=_cpu)(attention)
-rule(ops("_scaled_dot_product_flash_attention_for_cpu_backward"), samples=_cpu_gradients)(attention)
-rule(ops("_scaled_dot_product_attention_math"), samples=_math)(attention)
+row(" ".join((*_OUTPUTS, *_GRADIENTS)))(attention)
+sample("_scaled_dot_product_flash_attention_for_cpu", _cpu)
+sample("_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_gradients)
+sample("_scaled_dot_product_attention_math", _math)

@@ -8,17 +8,10 @@ from typing import Any
 
 import torch
 
-from .call import Call
-from .registry import Bind, rule
-from .rule import ANY_PARTIAL, BoundRule, PassThrough
-
-aten = torch.ops.aten
-
-
-def keeps_partial(bound: BoundRule) -> BoundRule:
-    """A rule of an op that only moves values: any partial value passes."""
-    groups = tuple(replace(g, partial=(PassThrough(frozenset(g.operands), ANY_PARTIAL),)) for g in bound.groups)
-    return replace(bound, groups=groups)
+from ..call import Call
+from ..dsl import aten, dims_of, row, sample, term
+from ..registry import Bind
+from ..rule import BoundRule
 
 
 def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
@@ -85,30 +78,25 @@ def _reshapes() -> list[tuple[Any, ...]]:
     return [(torch.rand(have, dtype=torch.float64), want) for have, want in shapes]
 
 
-@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default], samples=_reshapes)
-def view(call: Call) -> BoundRule:
+@row("view _unsafe_view reshape", samples=_reshapes)
+def view(call: Call) -> Bind:
     """The outer factor of a merged or split dim may be cut, where it divides evenly."""
     left, right = regroup(call.shape(0), call.made())
     name = "shape" if call.target is aten.reshape.default else "size"
-    return keeps_partial(Bind(f"{left} -> {right}", sizes={name: "out0"}).on(call))
+    return Bind(f"{left} -> {right}", moves="0", sizes={name: "out0"})
 
 
-def moved(names: Sequence[str], order: Sequence[str], sizes: dict[str, str] | None = None) -> Bind:
-    """A rule that puts named dims in another order."""
-    return Bind(f"{' '.join(names) or '()'} -> {' '.join(order) or '()'}", sizes=sizes or {})
-
-
-def _names(call: Call) -> list[str]:
-    return [f"d{i}" for i in range(len(call.shape(0)))]
-
-
-@rule(
-    [aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default],
-    samples=lambda: [(torch.randn(4, 6),), (torch.randn(4, 6, 5), 0, 2), (torch.randn(4, 6, 5), [2, 0, 1])],
+row("expand", "... -> ...", moves="0", sizes={"size": "out0"})
+sample(
+    "t transpose.int permute numpy_T",
+    lambda: [(torch.randn(4, 6),), (torch.randn(4, 6, 5), 0, 2), (torch.randn(4, 6, 5), [2, 0, 1])],
 )
-def permute(call: Call) -> BoundRule:
+
+
+@row("t transpose.int permute numpy_T")
+def permute(call: Call) -> Bind:
     """Dims in another order."""
-    names = _names(call)
+    names = dims_of(call)
     order = list(range(len(names)))
     if call.target is aten.permute.default:
         order = [d % len(names) for d in call.argument("dims")]
@@ -117,30 +105,19 @@ def permute(call: Call) -> BoundRule:
         order[a], order[b] = order[b], order[a]
     else:
         order.reverse()
-    return keeps_partial(moved(names, [names[d] for d in order]).on(call))
+    return Bind(f"{term(names)} -> {term([names[d] for d in order])}", moves="0")
 
 
-@rule(aten.unsqueeze.default)
-def unsqueeze(call: Call) -> BoundRule:
+@row("unsqueeze")
+def unsqueeze(call: Call) -> Bind:
     """A dim of size one comes."""
     left, right = regroup(call.shape(0), call.made())
-    return keeps_partial(Bind(f"{left} -> {right}").on(call))
+    return Bind(f"{left} -> {right}", moves="0")
 
 
-@rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+@row("squeeze squeeze.dim squeeze.dims")
 def squeeze(call: Call) -> BoundRule:
     """Dims of size one go. A rank's piece of size one must not, so a rank views its shape."""
     left, right = regroup(call.shape(0), call.made())
-    bound = keeps_partial(Bind(f"{left} -> {right}", sizes={"size": "out0"}).on(call))
+    bound = Bind(f"{left} -> {right}", moves="0", sizes={"size": "out0"}).on(call)
     return replace(bound, instead=aten.view.default)
-
-
-@rule(aten.expand.default)
-def expand(call: Call) -> BoundRule:
-    """Dims of size one are repeated; a cut operand keeps its cut."""
-    have, want = call.shape(0), call.made()
-    lead = len(want) - len(have)
-    right = [f"n{i}" if i < lead or have[i - lead] != want[i] else f"d{i}" for i in range(len(want))]
-    left = ["1" if right[lead + i].startswith("n") else right[lead + i] for i in range(len(have))]
-    text = f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
-    return keeps_partial(Bind(text, sizes={"size": "out0"}).on(call))

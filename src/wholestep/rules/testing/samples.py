@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _torch
+from ... import _torch
+from ..registry import RULES, SAMPLES, find
 from .check import Sample
-from .pieces import with_tensors
-from .registry import RULES, find
+from .harness import with_tensors
 
 EACH_OP = 10  # samples kept for an op
 _EACH_INFO = 16  # samples taken of one entry of PyTorch's database
@@ -29,7 +29,7 @@ Progress = Callable[[float], None]
 
 def table(pattern: str = "*") -> list[Any]:
     """Ops that have a rule: those in the table, and ATen's members of whole families; `pattern` is a glob."""
-    found = dict.fromkeys(RULES)
+    found = dict.fromkeys(target for target in RULES if not isinstance(target, str))
     for target in _torch.overloads("aten"):
         if not _torch.schema_of(target).is_mutable and find(target):
             found[target] = None
@@ -43,8 +43,7 @@ def samples_of(targets: Iterable[Any], progress: Progress = lambda done: None) -
     out: dict[Any, list[Sample]] = {}
     recorded = record(targets, progress)
     for target in targets:
-        known = find(target)
-        own = [as_sample(given) for given in known.samples()] if known and known.samples else []
+        own = [as_sample(given) for given in SAMPLES[target]()] if target in SAMPLES else []
         out[target] = [*own, *recorded.get(target, [])][: max(EACH_OP, len(own))]
         if not out[target] and target not in RULES:
             out[target] = from_schema(target)

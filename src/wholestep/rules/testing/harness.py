@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..graph.meta import overlaps
-from ..layout import Layout, chunk_range
-from ..mesh import Mesh
+from ...graph.meta import overlaps
+from ...layout import Layout, chunk_range
+from ...mesh import Mesh
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
 """How the pieces that a rank is given lie in memory; every rule must hold in each."""

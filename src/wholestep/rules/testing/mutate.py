@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ..errors import RuleError
-from .call import Call
+from ...errors import RuleError
+from ..apply import inputs_of, repeated
+from ..call import Call
+from ..language import Dim, RuleText, Term, base, parse, spread
+from ..registry import Bind, find
+from ..rule import BoundRule, Group
 from .check import Case, Way, check_pass, check_way, ways
-from .language import Dim, RuleText, Term, parse
-from .registry import Bind, find
-from .rule import BoundRule, Group
 
 _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
 
@@ -131,14 +132,14 @@ def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
 def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
     text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
     for w in words[:1]:
-        rule = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items()))), call)
+        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call)
         text = str(rule)
         for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
             careful = "could be cut" if "!" in change else ""
-            yield _Mutant(change, text, reword=_saying(new), careful=careful)
+            yield _Mutant(change, text, reword=_saying(new, names), careful=careful)
         for change, new in _linear(rule):
             careful = "" if change.startswith("take out") else "could stay partial"
-            yield _Mutant(change, text, reword=_saying(new), partial=True, careful=careful)
+            yield _Mutant(change, text, reword=_saying(new, names), partial=True, careful=careful)
     yield from _rebound(bound, text, by_hand=not words)
 
 
@@ -151,43 +152,55 @@ def _by_hand(bound: BoundRule) -> str:
     return "; ".join(f"{show(g.operands)} -> {show(g.outputs)}" for g in bound.groups)
 
 
-def _saying(rule: RuleText) -> Reword:
-    linear = " | ".join("+".join(map(str, sorted(group))) for group in rule.linear)
+def _saying(rule: RuleText, names: Mapping[str, str]) -> Reword:
+    def sets(found: Sequence[frozenset[int]]) -> str:
+        return " | ".join("+".join(map(str, sorted(group))) for group in found)
+
     reduces = {f: op for f, op in rule.reduces.items() if f in rule.factors}
 
     def say(bind: Bind) -> Bind:
-        filled = bind.filled | {f"e{f[1:]}" for f in bind.filled if f.startswith(".")}
-        return replace(bind, text=str(rule), linear=linear, reduces=reduces, filled=filled)
+        filled = bind.filled | {name for name, f in names.items() if f in bind.filled or base(f) in bind.filled}
+        return replace(
+            bind, text=str(rule), linear=sets(rule.linear), moves=sets(rule.moves), reduces=reduces, filled=filled
+        )
 
     return say
 
 
-def _expanded(rule: RuleText, call: Call) -> RuleText:
-    """The rule with names for the dims that `...` matches, where that is the same in every entry of a list."""
-    metas = [[call.operands[p] for p in slot.positions] for slot in call.slots[: len(rule.inputs)]]
-    lists = max([len(m) for m, t in zip(metas, rule.inputs, strict=False) if t.is_list], default=1)
-    at = 0
-    for term in rule.outputs:
+def _expanded(rule: RuleText, call: Call) -> tuple[RuleText, dict[str, str]]:
+    """The rule with a name for every dim, and what each stands for, where that is the same in every entry of a list."""
+    metas = [[call.operands[p] for p in slot.positions] for slot in call.slots]
+    inputs, outputs, at = inputs_of(rule, call), [*repeated(rule.outputs, len(call.outputs))], 0
+    metas = (metas + [[]] * len(inputs))[: len(inputs)]
+    lists = max([len(m) for m, t in zip(metas, inputs, strict=True) if t.is_list], default=1)
+    for term in outputs:
         size = lists if term.is_list else 1
         metas.append([m for m in call.outputs[at : at + size] if m is not None])
         at += size
+    arguments = {name: call.argument(name) for name in rule.arguments}
+    names: dict[str, str] = {}
     terms: list[Term] = []
-    reduces = dict(rule.reduces)
-    for term, found in zip((*rule.inputs, *rule.outputs), metas, strict=False):
-        extras = {len(m.shape) - sum(not d.rest for d in term.dims) for m in found}
-        if not any(d.rest for d in term.dims) or not found:
-            terms.append(term)
+    for term, found in zip((*inputs, *outputs), metas, strict=True):
+        ways = [None if term.opaque else spread(term, m.shape, arguments) for m in found]
+        if not ways or term.opaque:
+            terms.append(replace(term, repeats=False))
             continue
-        if len(extras) != 1:
-            return rule
-        names = [f"e{i}" for i in range(extras.pop(), 0, -1)]
-        reduces |= {n: rule.reduces["..."] for n in names if "..." in rule.reduces}
-        dims = [[Dim((n,), d.whole) for n in names] if d.rest else [d] for d in term.dims]
-        terms.append(replace(term, dims=tuple(d for ds in dims for d in ds)))
-    count = len(rule.inputs)
-    if len(terms) < count + len(rule.outputs):
-        return rule
-    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]), reduces=reduces)
+        if any(way != ways[0] for way in ways):
+            return rule, {}
+        if ways[0] is None:
+            terms.append(Term(is_list=term.is_list, opaque=True))
+            continue
+        names |= {_plain(f): f for d in ways[0] for f in d.factors}
+        dims = (replace(d, factors=tuple(map(_plain, d.factors))) for d in ways[0])
+        terms.append(replace(term, dims=tuple(dims), repeats=False, broadcasts=False))
+    reduces = {**rule.reduces, **{n: rule.reduces[base(f)] for n, f in names.items() if base(f) in rule.reduces}}
+    count = len(inputs)
+    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]), reduces=reduces), names
+
+
+def _plain(factor: str) -> str:
+    """A name that can be written: `e2` for `.2`, `x_1` for `x.1`."""
+    return f"e{factor[1:]}" if factor.startswith(".") else factor.replace(".", "_")
 
 
 def _terms(rule: RuleText) -> tuple[Term, ...]:
@@ -206,17 +219,18 @@ def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
 
 
 def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Each `!` dropped, wherever its factor stands."""
+    """Each `!` and `?` dropped, wherever its factor stands."""
     for factor in sorted(rule.whole):
-        terms = [
-            replace(t, dims=tuple(replace(d, whole=d.whole and not _has(d, factor)) for d in t.dims))
-            for t in _terms(rule)
-        ]
-        yield f"drop ! of {factor}", _with(rule, terms)
+        yield f"drop ! of {factor}", _each(rule, factor, whole=False)
+    for factor in sorted(rule.loose - rule.whole):
+        yield f"drop ? of {factor}", _each(rule, factor, loose=False)
 
 
-def _has(dim: Dim, factor: str) -> bool:
-    return dim.rest if factor == "..." else factor in dim.factors
+def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
+    terms = [
+        replace(t, dims=tuple(replace(d, **change) if factor in d.names else d for d in t.dims)) for t in _terms(rule)
+    ]
+    return _with(rule, terms)
 
 
 def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
@@ -233,18 +247,18 @@ def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
                     dims[i], dims[j] = other, dim
                     yield f"swap {dim} and {other} in {name}", _put(rule, at, dims)
             for factor in free:
-                renamed = Dim(tuple("other" if f == factor else f for f in dim.factors), dim.whole)
+                renamed = replace(dim, factors=tuple("other" if f == factor else f for f in dim.factors))
                 dims = [*term.dims[:i], renamed, *term.dims[i + 1 :]]
                 yield f"rename {factor} in {name}", _put(rule, at, dims)
             if len(free) > 1:
-                dims = [*term.dims[:i], Dim(dim.factors[::-1], dim.whole), *term.dims[i + 1 :]]
+                dims = [*term.dims[:i], replace(dim, factors=dim.factors[::-1]), *term.dims[i + 1 :]]
                 yield f"turn {dim} round in {name}", _put(rule, at, dims)
 
 
 def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
     """What cutting a missing factor leaves: nothing, or something else."""
     for factor in rule.factors:
-        missing = any(not t.opaque and not any(_has(d, factor) for d in t.dims) for t in rule.outputs)
+        missing = any(not t.opaque and not any(factor in d.names for d in t.dims) for t in rule.outputs)
         if missing and factor not in rule.whole:
             op = rule.reduces.get(factor, "sum")
             for other in dict.fromkeys(("", _OTHER.get(op, "sum"))):
@@ -256,7 +270,8 @@ def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
 def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
     """Inputs that are not said to be linear; sets taken apart, and put together."""
     known = set(rule.linear)
-    singles = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
+    every = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
+    singles = [single for single in every if single not in rule.moves]
     for single in singles:
         joint = [group for group in known if single < group]
         if single not in known:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from .. import _torch
+from ... import _torch
 from .check import Sample, cases_of
 from .mutate import Key, Mutation, mutate_op
 
