@@ -56,8 +56,8 @@ def inputs_of(rule: RuleText, call: Call) -> list[Term]:
 
 def outputs_of(rule: RuleText, call: Call) -> list[Term]:
     """A term for each output; one of a list for each of its entries."""
-    entries = _entries(rule, call)
-    terms = [t for t in rule.outputs for _ in range(entries if t.is_list else 1)]
+    count = entries_of(rule, call)
+    terms = [t for t in rule.outputs for _ in range(count if t.is_list else 1)]
     return [*repeated(terms, len(call.outputs))]
 
 
@@ -68,7 +68,7 @@ def repeated(terms: Sequence[Term], count: int) -> Iterator[Term]:
         yield from [terms[-1]] * (count - len(terms))
 
 
-def _entries(rule: RuleText, call: Call) -> int:
+def entries_of(rule: RuleText, call: Call) -> int:
     """How many entries its lists have."""
     pairs = zip(rule.inputs, call.slots, strict=False)
     return max((len(slot.positions) for term, slot in pairs if term.is_list and slot.positions), default=1)
@@ -89,7 +89,7 @@ def apply(
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
     has_lists = any(t.is_list for t in (*rule.inputs, *rule.outputs))
-    groups = tuple(_group(rule, terms, call, where, i, has_lists) for i in range(_entries(rule, call)))
+    groups = tuple(_group(rule, terms, call, where, i, has_lists) for i in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
     return BoundRule(groups, shared, sizes or {}, local or {})
 
@@ -134,7 +134,7 @@ def _group(
 def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:
     """Positions among the flat outputs; of a list, that of the entry."""
     out: dict[int, tuple[Term, TensorMeta]] = {}
-    at, count = 0, _entries(rule, call)
+    at, count = 0, entries_of(rule, call)
     for term in repeated(rule.outputs, len(call.outputs)):
         position = at + entry if term.is_list else at
         at += count if term.is_list else 1

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import RuleError
-from ..apply import inputs_of, repeated
+from ...graph.meta import TensorMeta
+from ..apply import entries_of, inputs_of, repeated
 from ..call import Call
 from ..language import Dim, RuleText, Term, base, parse, spread
 from ..registry import Bind, find
@@ -132,7 +133,7 @@ def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
 def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
     text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
     for w in words[:1]:
-        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call)
+        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
         text = str(rule)
         for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
             careful = "could be cut" if "!" in change else ""
@@ -167,35 +168,53 @@ def _saying(rule: RuleText, names: Mapping[str, str]) -> Reword:
     return say
 
 
-def _expanded(rule: RuleText, call: Call) -> tuple[RuleText, dict[str, str]]:
+def _expanded(rule: RuleText, call: Call, bound: BoundRule) -> tuple[RuleText, dict[str, str]]:
     """The rule with a name for every dim, and what each stands for, where that is the same in every entry of a list."""
-    metas = [[call.operands[p] for p in slot.positions] for slot in call.slots]
-    inputs, outputs, at = inputs_of(rule, call), [*repeated(rule.outputs, len(call.outputs))], 0
-    metas = (metas + [[]] * len(inputs))[: len(inputs)]
-    lists = max([len(m) for m, t in zip(metas, inputs, strict=True) if t.is_list], default=1)
-    for term in outputs:
-        size = lists if term.is_list else 1
-        metas.append([m for m in call.outputs[at : at + size] if m is not None])
-        at += size
     arguments = {name: call.argument(name) for name in rule.arguments}
     names: dict[str, str] = {}
     terms: list[Term] = []
-    for term, found in zip((*inputs, *outputs), metas, strict=True):
+    inputs, outputs = _given(rule, call, bound), _made(rule, call, bound)
+    for term, found in (*inputs, *outputs):
         ways = [None if term.opaque else spread(term, m.shape, arguments) for m in found]
-        if not ways or term.opaque:
+        if not ways or ways[0] is None:
             terms.append(replace(term, repeats=False))
             continue
         if any(way != ways[0] for way in ways):
             return rule, {}
-        if ways[0] is None:
-            terms.append(Term(is_list=term.is_list, opaque=True))
-            continue
         names |= {_plain(f): f for d in ways[0] for f in d.factors}
-        dims = (replace(d, factors=tuple(map(_plain, d.factors))) for d in ways[0])
-        terms.append(replace(term, dims=tuple(dims), repeats=False, broadcasts=False))
+        dims = tuple(replace(d, factors=tuple(map(_plain, d.factors))) for d in ways[0])
+        terms.append(Term(dims, term.is_list))
     reduces = {**rule.reduces, **{n: rule.reduces[base(f)] for n, f in names.items() if base(f) in rule.reduces}}
     count = len(inputs)
     return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]), reduces=reduces), names
+
+
+Terms = list[tuple[Term, list[TensorMeta]]]
+
+
+def _given(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
+    """A term for each tensor argument, with its tensors; one that was left out is opaque."""
+    seen = {p for group in bound.groups for p in group.operands}
+    places = [slot.positions for slot in call.slots]
+    out: Terms = []
+    for i, term in enumerate(inputs_of(rule, call)):
+        mine = places[i] if i < len(places) else ()
+        lost = term.optional and not seen.issuperset(mine)
+        out.append((Term(opaque=True) if lost else term, [call.operands[p] for p in mine]))
+    return out
+
+
+def _made(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
+    """The same for the outputs."""
+    unseen = {o for group in bound.groups for o in group.opaque}
+    lists = entries_of(rule, call)
+    at, out = 0, Terms()
+    for term in repeated(rule.outputs, len(call.outputs)):
+        mine = range(at, min(at + (lists if term.is_list else 1), len(call.outputs)))
+        lost = term.optional and not unseen.isdisjoint(mine)
+        out.append((Term(opaque=True) if lost else term, [m for o in mine if (m := call.outputs[o]) is not None]))
+        at += lists if term.is_list else 1
+    return out
 
 
 def _plain(factor: str) -> str:
