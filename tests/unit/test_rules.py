@@ -1,6 +1,7 @@
 """Every sharding rule against the real op; changed rules, which must fail; rules of the user's and discovered ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
 from wholestep.rules.call import Call
+from wholestep.rules.dsl import sample
 from wholestep.rules.find_rule import find_rule
-from wholestep.rules.registry import bind_rule
+from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
 from wholestep.rules.testing.check import Sample
-from wholestep.rules.testing.check_table import check_op
+from wholestep.rules.testing.check_table import Row, check_op
 from wholestep.rules.testing.discover import discover
 from wholestep.rules.testing.mutate import Mutation
 from wholestep.rules.testing.mutate_table import mutate_table
@@ -58,25 +60,56 @@ def samples() -> dict[Any, list[Sample]]:
 
 @pytest.fixture
 def table_restored() -> Iterator[None]:
-    kept = dict(registry.RULES)
+    kept = [(known, dict(known)) for known in (registry.RULES, registry.SAMPLES)]
     yield
-    registry.RULES.clear()
-    registry.RULES.update(kept)
+    for known, rows in kept:
+        known.clear()
+        known.update(rows)
     registry._bound = {}
+
+
+@pytest.fixture(scope="module")
+def row_of(samples: dict[Any, list[Sample]]) -> Callable[[str], Row]:
+    """What the check says of an op; each is checked once."""
+    return cache(lambda op: check_op(OPS[op], samples[OPS[op]]))
 
 
 # -- the table ----------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
-def test_rule_holds(op: str, samples: dict[Any, list[Sample]]) -> None:
-    row = check_op(OPS[op], samples[OPS[op]])
+def test_rule_holds(op: str, row_of: Callable[[str], Row]) -> None:
+    row = row_of(op)
     assert row.ok, "\n".join([row.verdict, *map(str, row.result.failures[:3])])
 
 
-def test_table_is_large(samples: dict[Any, list[Sample]]) -> None:
-    rows = [check_op(target, samples[target]) for target in OPS.values()]
-    pairs = {pair for row in rows for pair in row.result.pairs}
+def test_table_is_large(row_of: Callable[[str], Row]) -> None:
+    pairs = {pair for op in OPS for pair in row_of(op).result.pairs}
     assert len(OPS) >= 700, "ops that lost their rule"
     assert len(pairs) >= 1400, "factors that are not cut by any sample any more"
+
+
+def test_most_rows_are_one_text() -> None:
+    rows = [row for target, row in registry.RULES.items() if str(target).startswith("aten.")]
+    texts = [row for row in rows if isinstance(row.body, Bind)]
+    assert len(rows) >= 490
+    assert len(texts) >= 0.8 * len(rows), "rules that became functions"
+
+
+@pytest.mark.usefixtures("table_restored")
+def test_ops_by_name() -> None:
+    assert registry.targets_of("sum.dim_IntList no_such_op relu") == [aten.sum.dim_IntList, aten.relu.default]
+    registry.rule("rules_late::op.default", "a! b -> a! b", origin="rules_late")
+    late = torch.library.custom_op("rules_late::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    bound = bind_rule(Call.on(late._opoverload, (torch.ones(4, 5),), {}, torch.ones(4, 5)))
+    assert bound is not None
+    assert (bound.origin, bound.groups[0].operands) == ("rules_late", {0: (None, "b")})
+
+
+@pytest.mark.usefixtures("table_restored")
+def test_samples_stand_beside_rows() -> None:
+    ws.rule([double, aten.relu], "... -> ...")
+    sample([double], lambda: [(torch.randn(4, 5),)])
+    row = check_op(DOUBLE, samples_of([DOUBLE])[DOUBLE])
+    assert (row.verdict, row.bound) == ("holds", 1)
 
 
 @pytest.mark.usefixtures("table_restored")

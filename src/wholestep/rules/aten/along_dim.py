@@ -49,7 +49,11 @@ row("median nanmedian", "...! -> ()", samples=lambda: [(rand(5, 7),)])
 row(
     "searchsorted.Tensor",
     "a!, ... b, a! -> ... b | a!, (), a! -> () | ... a!, ... b, ... a! -> ... b",
-    samples=lambda: [(rand(5, 7).sort().values, rand(5, 6)), (rand(7).sort().values, rand(5, 6))],
+    samples=lambda: [
+        (rand(5, 7).sort().values, rand(5, 6)),
+        (rand(7).sort().values, rand(5, 6)),
+        (rand(7).sort().values, rand()),
+    ],
 )
 row("searchsorted.Scalar", "a!, a! -> ()", samples=lambda: [(rand(7).sort().values, 0.5)])
 row("bucketize.Tensor", "..., a! -> ...", samples=lambda: [(rand(5, 6), rand(7).sort().values)])

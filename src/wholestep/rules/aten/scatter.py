@@ -41,8 +41,8 @@ def _vocabulary_gradient(
     start: int, length: int, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
 ) -> Tensor:
     here, at = near(indices, start, length)
-    row = padding - start if start <= padding < start + length else -1
-    made = aten.embedding_dense_backward.default(grad, torch.where(here, at, length), length + 1, row, by_frequency)
+    unread = padding - start if start <= padding < start + length else -1
+    made = aten.embedding_dense_backward.default(grad, torch.where(here, at, length), length + 1, unread, by_frequency)
     return made.narrow(0, 0, length)
 
 

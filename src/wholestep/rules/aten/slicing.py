@@ -61,8 +61,9 @@ def cat(call: Call) -> BoundRule:
 
 # -- repeat, flip, roll ---------------------------------------------------------------------
 row("repeat", "...? -> ...?", moves="0", samples=lambda: [(rand(5, 7), [2, 1, 3]), (rand(5, 1), [1, 4])])
-row("flip", "dims: ... x[dims]! -> ... x[dims]! | ... -> ...", moves="0", samples=lambda: [(rand(5, 7, 6), [0, 2])])
+row("flip", "dims: ... x[dims]! -> ... x[dims]! | ... -> ...", moves="0")
 row("roll", "... x[dims]! -> ... x[dims]!", moves="0", samples=lambda: [(rand(5, 7), [2], [1]), (rand(5, 7), [3])])
+sample("flip", lambda: [(rand(5, 7, 6), [0, 2]), (rand(5, 7), []), (rand(), [0])])
 row("rot90", "... x[dims]! -> ... y[dims]", moves="0", samples=lambda: [(rand(5, 4, 3), 1, [0, 1])])
 
 # -- triangles, diagonals, windows ------------------------------------------------------------
