@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from ..errors import RuleError
 
@@ -364,6 +364,6 @@ def _one_of(dim: Dim, number: int, count: int) -> tuple[str, ...]:
 
 
 def _listed(value: object) -> list[int]:
-    if isinstance(value, (list, tuple)):
-        return [int(v) for v in value]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return [] if value is None else [int(value)]  # type: ignore[call-overload]
+    if isinstance(value, int):
+        return [value]
+    return [] if value is None else list(cast(Sequence[int], value))
