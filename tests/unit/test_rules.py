@@ -1,7 +1,9 @@
 """Every sharding rule against the real op; changed rules, which must fail; rules of the user's and discovered ones."""
 
+import ast
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.unit.test_imports import imports
 from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
@@ -85,6 +88,19 @@ def test_table_is_large(row_of: Callable[[str], Row]) -> None:
     pairs = {pair for op in OPS for pair in row_of(op).result.pairs}
     assert len(OPS) >= 700, "ops that lost their rule"
     assert len(pairs) >= 1400, "factors that are not cut by any sample any more"
+
+
+def test_imports_of_rules_point_one_way() -> None:
+    package = Path(registry.__file__).parent
+    may = {"__init__.py": {"aten"}, "find_rule.py": {"testing"}}
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text())
+        names = [name.split(".")[2:3] for _, name in imports(tree, f"wholestep/rules/{module}") if ".rules." in name]
+        folders = {name for found in names for name in found} & {"aten", "testing"} - {module.split("/")[0]}
+        assert folders <= may.get(module, set()), f"{module} imports {folders}"
+        nested = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and n not in tree.body]
+        assert not nested, f"{module}:{nested[0].lineno} imports within a function"
 
 
 def test_most_rows_are_one_text() -> None:
