@@ -120,6 +120,17 @@ def test_ops_by_name() -> None:
     assert (bound.origin, bound.groups[0].operands) == ("rules_late", {0: (None, "b")})
 
 
+@pytest.mark.parametrize("text", ["... x[dmi]! -> ... x[dmi]!", "dmi: ... -> ... | ...! -> ...!"])
+def test_arguments_that_the_op_lacks(text: str) -> None:
+    with pytest.raises(ws.RuleError) as caught:
+        ws.rule(aten.cumsum, text)
+    assert str(caught.value) == (
+        f"rule {text!r} names an argument 'dmi'\n"
+        "  needed: one of aten.cumsum.default: self, dim, dtype\n"
+        "  next: correct the rule"
+    )
+
+
 @pytest.mark.usefixtures("table_restored")
 def test_samples_stand_beside_rows() -> None:
     ws.rule([double, aten.relu], "... -> ...")

@@ -104,7 +104,8 @@ def rule(
 
     Args:
         op: an op or a list of them: a custom op, a `torch.ops` overload or packet, or a plain function in a graph; or
-            names of ATen overloads, `"sum.dim_IntList relu"`.
+            names of ATen overloads, `"sum.dim_IntList relu"`, and of ops of libraries that are imported later,
+            `"library::op.default"`.
         text: the rule, `"m k, k n -> m n"`.
         linear: inputs the op is linear in: `"0 | 1"` in each alone, `"0+1"` in both together.
         moves: inputs whose values the op only moves, among zeros: any partial value passes.
@@ -119,7 +120,7 @@ def rule(
         origin: whose rule it is, as plans show it.
 
     Raises:
-        RuleError: the text breaks the grammar; says where.
+        RuleError: the text breaks the grammar (says where), or names an argument that the op does not have.
 
     Example:
         >>> import torch, wholestep as ws
@@ -141,7 +142,7 @@ def rule(
     if text:
         options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
         bind = Bind(text, linear, moves, *options)
-        bind.cases()
+        _check_arguments(bind, found)
         add(bind)
 
     def decorate(function: Function) -> Function:
@@ -151,6 +152,18 @@ def rule(
         return function
 
     return decorate
+
+
+def _check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
+    """What a rule names as an argument must be one, of some of its ops: those that lack it have its default."""
+    named = {case.when.argument for case in bind.cases() if case.when}
+    named |= {name for case in bind.cases() for name in case.arguments if name != "keepdim"}
+    ops = [target for target in targets if _torch.is_op(target)]
+    known = dict.fromkeys(given.name for op in ops for given in _torch.schema_of(op).arguments)
+    unknown = sorted(named - known.keys())
+    if ops and unknown:
+        found = f"rule {bind.text!r} names an argument {unknown[0]!r}"
+        raise RuleError(found, f"one of {ops[0]}: {', '.join(known)}", "correct the rule")
 
 
 def targets_of(op: Any) -> list[Any]:
