@@ -41,8 +41,8 @@ from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .precision import MixedPrecision
 from .report.page import report
-from .rules.check import CheckResult, check_rule
-from .rules.yours import rule
+from .rules.registry import rule
+from .rules.testing.check import CheckResult, check_rule
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
 from .runtime.whole import whole

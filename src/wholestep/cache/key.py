@@ -18,7 +18,7 @@ from ..capture.find import Structure, walk
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero, optimizer_state
 from ..graph.meta import TensorMeta, meta_of, with_shape
 from ..layout import Layout
-from ..rules.registry import RULES
+from ..rules.registry import BUILT_IN, RULES
 from .origin import own_source
 from .values import Values
 
@@ -80,7 +80,7 @@ def key_of(now: Situation) -> Key:
     for name, leaf in zip(now.names, now.leaves, strict=True):
         add(f"argument {name}", _leaf(name, leaf, now.whole or {}) if isinstance(leaf, torch.Tensor) else leaf)
     add("the step function", now.fn)
-    add("sharding rules of yours", *[(rule.target, rule.body) for rule in RULES.values() if rule.origin == "yours"])
+    add("sharding rules of yours", *[(rule.target, rule.body) for rule in RULES.values() if rule.origin != BUILT_IN])
     values.held = {**tensors, **optimizers}
     for name, module in now.state.modules.items():
         add(name or "model", module)

@@ -23,8 +23,8 @@ from ..plan.plan import Decision, Plan
 from ..plan.situation import moving
 from ..reshard import reshard
 from ..rules.call import Call
+from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
-from ..rules.lookup import find_rule
 from ..rules.registry import is_random
 from . import pieces
 from .collectives import Emitter, contiguous

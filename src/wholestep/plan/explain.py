@@ -31,7 +31,7 @@ def show_group(group: Group) -> str:
 
 
 def _factor(name: str | None) -> str:
-    return (name or "_").replace(".", "d")
+    return ("d" + name[1:] if name.startswith(".") else name.replace(".", "")) if name else "_"
 
 
 def cut_reason(group: Group, factor: str, given: Sequence[Node], states: Sequence[AxisState]) -> str:

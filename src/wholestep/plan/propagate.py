@@ -26,7 +26,7 @@ from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
-from ..rules.lookup import find_rule
+from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from .axes import in_order, reduced
