@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu docs lint size bench bench-peers bench-gpu venv clean
+.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu docs site lint size bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 
 docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 	$(PYTEST) tests/unit/test_docs.py $(ARGS)
+
+site: $(STAMP) ## build the documentation as a site into build/site; a warning is an error (ARGS goes to mkdocs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 lint: $(STAMP) ## ruff, pyright, size limits, import directions
 	@status=0; \
@@ -75,5 +78,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  if [ -z "$$found" ]; then echo "wholestep needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	  "$$found" -m venv $(VENV); \
 	fi
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,hf]'
 	@touch $@

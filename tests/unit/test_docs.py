@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README_LINES = 150
 PAGE_SECONDS = 240
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 RUN_PAGES = [page for page in PAGES if page.name == "README.md" or page.is_relative_to(ROOT / "docs")]
 SKIP = re.compile(r"<!--\s*no-run\b:?\s*(?P<why>.*?)\s*-->")
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -52,6 +53,22 @@ def broken_links(page: Path) -> list[str]:
     return [t for t in targets if t and not re.match(r"[a-z]+:", t) and not (page.parent / t).exists()]
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may name: the heading in small letters, with hyphens."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    words = [re.sub(r"[^\w\s-]", "", h.strip()).lower() for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"\s", "-", re.sub(r"\s+", " ", heading)) for heading in words}
+
+
+def broken_anchors(page: Path) -> list[str]:
+    """Links of a page to headings that are not there."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = [match["target"].partition("#") for match in LINK.finditer(text)]
+    inside = [(path, part) for path, _, part in found if part and not re.match(r"[a-z]+:", path)]
+    pages = [(page.parent / path if path else page, part) for path, part in inside]
+    return [f"{there.name}#{part}" for there, part in pages if there.exists() and part not in anchors(there)]
+
+
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / f"{page.stem}.py"
     script.write_text(program(page.read_text()))
@@ -76,10 +93,22 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_resolve(page: Path) -> None:
     assert broken_links(page) == []
+    assert broken_anchors(page) == []
 
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < README_LINES
+
+
+def test_a_package_index_shows_no_broken_link() -> None:
+    """Links into the repository become text there, as pyproject.toml says."""
+    hooks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    text = (ROOT / "README.md").read_text()
+    assert "(docs/index.md)" in text
+    for one in hooks["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(one["pattern"], one["replacement"], text)
+    code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert [m["target"] for m in LINK.finditer(code) if not m["target"].startswith("https:")] == []
 
 
 PAGE = """\
@@ -126,3 +155,9 @@ def test_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").touch()
     page.write_text("[a](there.md#part) [b](https://example.com/x) [c](#here) [d](gone.md)\n```\n[e](code.md)\n```\n")
     assert broken_links(page) == ["gone.md"]
+
+
+def test_broken_anchor_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The `top`: all\n[a](#the-top-all) [b](#bottom) [c](page.md#top)\n")
+    assert broken_anchors(page) == ["page.md#bottom", "page.md#top"]
