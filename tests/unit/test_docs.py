@@ -1,17 +1,29 @@
 """The documentation runs: every python snippet is executed, every relative link resolves, the README stays short.
 
 The snippets of one page share a namespace and run in one process, in an empty folder. A snippet that cannot run is
-preceded by `<!-- no-run: the reason -->`.
+preceded by `<!-- no-run: the reason -->`. Every public function and class has an example, and these run as well.
 """
 
+import doctest
+import inspect
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
 
 ROOT = Path(__file__).resolve().parents[2]
 README_LINES = 150
@@ -161,3 +173,59 @@ def test_broken_anchor_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The `top`: all\n[a](#the-top-all) [b](#bottom) [c](page.md#top)\n")
     assert broken_anchors(page) == ["page.md#bottom", "page.md#top"]
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Everything public that has to have an example; of errors the base alone."""
+    for module in (ws, ws.collectives):
+        for name in sorted(module.__all__):
+            thing = getattr(module, name)
+            if not (inspect.isclass(thing) and issubclass(thing, ws.WholestepError)) or thing is ws.WholestepError:
+                yield name, thing
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What examples use without making it: a step that was called, its stages, a mesh of one rank."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("examples"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(4, 8)
+    graph = ws.capture(train_step, model, optimizer, batch)
+    plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
+    step = ws.compile(train_step)
+    step(model, optimizer, batch)
+    ws.save("checkpoints", step)
+    yield {
+        **{name: getattr(ws, name) for name in ws.__all__},
+        "ws": ws, "wholestep": ws, "torch": torch, "nn": nn, "split": ws.collectives.split, "rank": 0, "losses": [],
+        "Replicate": Replicate, "Shard": Shard, "DistributedDataParallel": DistributedDataParallel,
+        "train_step": train_step, "model": model, "net": nn.Linear(8, 8), "optimizer": optimizer, "batch": batch,
+        "graph": graph, "plan": plan, "local": ws.partition(graph, plan), "step": step,
+        "devices": init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+    }  # fmt: skip
+    dist.destroy_process_group()
+    os.chdir(before)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in public()])
+def test_examples_of_the_reference_run(name: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    text = inspect.getdoc(dict(public())[name]) or ""
+    examples = doctest.DocTestParser().get_examples(text)
+    assert examples, f"{name} has no example"
+    scope = dict(names)
+    for one in examples:
+        capsys.readouterr()
+        exec(compile(one.source, f"<example of {name}>", "single"), scope)
+        if one.want:
+            assert capsys.readouterr().out == one.want

@@ -36,6 +36,10 @@ def plan(
 
     `placed` names inputs that rest somewhere already (another step put them there): they stay.
 
+    Example:
+        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
+        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
+
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
