@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from wholestep.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README_LINES = 150
@@ -106,6 +108,29 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
 def test_links_resolve(page: Path) -> None:
     assert broken_links(page) == []
     assert broken_anchors(page) == []
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Commands of `wholestep` and `make` in a page that are not there, and options that a command does not take."""
+    known: Any = typer.main.get_command(app)
+    options = {name: {o for p in one.params for o in p.opts} | {"--help"} for name, one in known.commands.items()}
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join(one.strip("`") for one in re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL))
+    found = [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE) if name not in targets]
+    for name, rest in re.findall(r"(?:^|-m )wholestep ([a-z][a-z-]*)\b(.*)", code, re.MULTILINE):
+        given = re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
+        found += [f"{name} {option}" for option in given if option not in options.get(name, set())]
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in RUN_PAGES if page.parent.name != "decisions"], ids=page_id)
+def test_commands_are_there(page: Path) -> None:
+    assert unknown_commands(page.read_text()) == []
+
+
+def test_unknown_commands_are_found() -> None:
+    text = "`wholestep plan --mesh dp=2 --new 3`\n```\nmake toast\n```\n`wholestep dance --fast`\nmake sense\n"
+    assert unknown_commands(text) == ["make toast", "plan --new", "dance --fast"]
 
 
 def test_readme_is_short() -> None:
