@@ -148,6 +148,25 @@ def test_a_package_index_shows_no_broken_link() -> None:
     assert [m["target"] for m in LINK.finditer(code) if not m["target"].startswith("https:")] == []
 
 
+SEARCHED = (
+    "rematerialization", "activation checkpointing", "gradient checkpointing", "roofline", "critical path", "straggler",
+    "prefetches", "HSDP", "cost model", "evaluation", "SLURM", "Kubernetes", "Accelerate", "context parallelism",
+    "expert parallelism", "pipeline parallelism", "sequence parallelism", "mixed precision", "EMA", "MFU",
+)  # fmt: skip
+OWN_WORDS = 25
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_a_search_for_a_word_of_the_field_finds_a_page(word: str) -> None:
+    pages = [page for page in RUN_PAGES if page.parent == ROOT / "docs"]
+    assert any(word.lower() in page.read_text().lower() for page in pages)
+
+
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(r"^\| ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 1 < len(rows) - 1 <= OWN_WORDS
+
+
 PAGE = """\
 ```python
 x = 1
