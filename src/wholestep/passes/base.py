@@ -45,9 +45,6 @@ def run_passes(
     Example:
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.pipeline(hardware))
 
-    Example:
-        >>> print(ws.run_passes(local, [ws.Schedule()]))
-
     Raises:
         GraphError: a pass stands at the wrong place, or left a malformed graph; names the pass.
     """
