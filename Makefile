@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs lint size bench bench-peers \
+.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs site lint size bench bench-peers \
     bench-gpu venv clean
 
 help: ## list the targets
@@ -38,6 +38,9 @@ test-benchmarks: $(STAMP) ## tests of benchmarks/ and tools/
 
 docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 	$(PYTEST) tests/unit/test_docs.py $(ARGS)
+
+site: $(STAMP) ## build the documentation as a site into build/site; a warning is an error (ARGS goes to mkdocs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 lint: $(STAMP) ## ruff, pyright, size limits, import directions
 	@status=0; \
@@ -79,5 +82,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  if [ -z "$$found" ]; then echo "wholestep needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	  "$$found" -m venv $(VENV); \
 	fi
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,hf]'
 	@touch $@

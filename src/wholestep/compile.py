@@ -199,7 +199,8 @@ def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None =
     given, what `plan`, `partition` and `simulate` make of the graph is what runs.
 
     Example:
-        >>> graph = wholestep.capture(step, model, optimizer, batch, options=wholestep.CaptureOptions(offload="cpu"))
+        >>> options = wholestep.CaptureOptions(offload="cpu")
+        >>> graph = wholestep.capture(train_step, model, optimizer, batch, options=options)
         >>> plan = wholestep.plan(graph, "dp=8")
 
     Raises:

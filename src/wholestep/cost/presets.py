@@ -1,7 +1,7 @@
 """Machines by name. Every fitted figure says what it was fitted to; the others are those of data sheets.
 
 Collectives: the two regimes of a curve, its own-piece rate and the latency of a hop are least absolute log errors over
-the published tables that `sources` name (`docs/accuracy.md` has their errors, with rows held out).
+the published tables that `sources` name (`benchmarks/accuracy.md` has their errors, with rows held out).
 """
 
 from __future__ import annotations

@@ -68,6 +68,10 @@ class TrainGraph:
     tuple that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
     `mixed_precision` is that of the capture. `offload` is the device that computes while state rests in host memory;
     empty where state rests on it.
+
+    Example:
+        >>> graph = ws.capture(train_step, model, optimizer, batch)
+        >>> print(graph, [given.name for given in graph.inputs])
     """
 
     graph: Graph
@@ -127,6 +131,10 @@ class LocalGraph:
     runs in all calls but the first, `across` are the program of the first call and the one that completes the last.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
     carried to the next call; no dead node.
+
+    Example:
+        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
+        >>> print(local, local.collectives())
     """
 
     graph: Graph

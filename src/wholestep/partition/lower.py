@@ -43,6 +43,10 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
 
     Collectives on gradients start where the gradient is complete and are waited for at the first use.
 
+    Example:
+        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
+        >>> print(local.collectives())
+
     Raises:
         PlanError: the plan was not made for this graph.
     """

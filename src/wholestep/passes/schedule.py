@@ -33,7 +33,8 @@ class Schedule:
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
 
     Example:
-        >>> wholestep.compile(step, schedule=wholestep.Schedule(wholestep.Topology.preset("dgx-h100")))
+        >>> scheduled = ws.run_passes(local, [ws.Schedule(ws.Topology.preset("dgx-h100"))])
+        >>> step = ws.compile(train_step, schedule=ws.Schedule(bucket_bytes=4 << 20))
     """
 
     machine: Speeds = field(default_factory=Machine)

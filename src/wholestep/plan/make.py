@@ -44,6 +44,10 @@ def plan(
     Example:
         >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
 
+    Example:
+        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
+        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
+
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """

@@ -117,6 +117,12 @@ class Plan:
     be read back from a file. `mixed_precision` and `offload` are those of the captured graph. Layouts and the way
     from one to another are the cheapest on `hardware`.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
+
+    Example:
+        >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
+        >>> print(plan.rest["0.weight"], plan.bytes_at_rest())
+        >>> print(plan.explain("0.weight"))
+        >>> plan.save("plan.json")
     """
 
     mesh: Mesh

@@ -74,6 +74,11 @@ class CompiledStep:
     The first call captures, plans and compiles, and moves parameters and optimizer state to where the plan says.
     Later calls run the program; a call of another kind (a batch of another shape, `model.eval()`, other options) is
     captured again. Returned tensors carry no gradient.
+
+    Example:
+        >>> step = ws.compile(train_step)
+        >>> loss = step(model, optimizer, batch)
+        >>> print(step.captures, step.plan, step.local_graph)
     """
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:

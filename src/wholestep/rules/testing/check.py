@@ -56,7 +56,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check covered: (op, factor) pairs, partial values that pass, samples; `shapes_only` for random ops."""
+    """What a check covered: (op, factor) pairs, partial values that pass, samples; `shapes_only` for random ops.
+
+    Example:
+        >>> found = ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5))
+        >>> found.ok, found.factors
+        (True, ('m', 'k', 'n'))
+    """
 
     op: str
     samples: int = 0
