@@ -18,7 +18,7 @@ from .cost.speeds import Speeds
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
 from .mesh import Mesh
-from .passes.base import Pass
+from .passes.pipeline import Edit
 from .passes.schedule import Schedule
 from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
     model: nn.Module | Sequence[nn.Module] | None
     optimizer: Optimizer | Sequence[Optimizer] | None
     module_overrides: Mapping[str, nn.Module] | None
-    graph_transform: Pass | None
+    passes: Edit | None
     schedule: Schedule | Literal["auto", "across_steps"] | None
     memory_bytes: int | str | None
     mixed_precision: MixedPrecision | None
@@ -65,7 +65,7 @@ def compile(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     module_overrides: Mapping[str, nn.Module] | None = None,
-    graph_transform: Pass | None = None,
+    passes: Edit | None = None,
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto",
     memory_bytes: int | str | None = None,
     mixed_precision: MixedPrecision | None = None,
@@ -94,7 +94,8 @@ def compile(
         model: modules that the step uses without being given them; those it closes over are found by themselves.
         optimizer: optimizers, likewise.
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
-        graph_transform: a function LocalGraph -> LocalGraph, called once after partitioning.
+        passes: from the list of passes that a program goes through (`pipeline`) to the one that it shall go through:
+            `lambda passes: [mine, *passes]` runs a pass of your own first. Ranks must give the same.
         schedule: how collectives are merged and ordered. `"auto"` measures the machine and the link at the first call,
             in a fraction of a second; `"across_steps"` does too, and leaves the end of a step to the next call, or to
             `step.flush()`; `Schedule(...)` says how fast they are, or sets sizes; None leaves each collective where the
@@ -137,7 +138,7 @@ def compile(
     gathers_again = keeps if chosen.plan is not None else not keeps
     options = StepOptions(
         strategies if most is None else budgeted(strategies, schedule, offload), chosen.mesh, backend, capturing,
-        graph_transform, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
+        passes, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
         cache=folder_of(cache), plan=chosen.plan, check_every=check_every,
         hardware=hardware,
     )  # fmt: skip

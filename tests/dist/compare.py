@@ -110,6 +110,11 @@ def reference(job: Job, model: nn.Module) -> nn.Module:
     return fully_shard(model, mp_policy=policy)  # type: ignore[return-value]
 
 
+def first(change: Callable[[ws.LocalGraph], ws.LocalGraph]) -> Callable[..., Any]:
+    """A list of passes with `change` before all others."""
+    return lambda passes: [change, *passes]
+
+
 def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[Found]:
     return [run_job(rank, world, job) for job in jobs]
 
@@ -122,7 +127,7 @@ def run_job(rank: int, world: int, job: Job) -> Found:
     reference_model = reference(job, theirs)
     optimizer, other = make(recipe, ours, job.lr), make(recipe, theirs, job.their_lr or job.lr)
     step = ws.compile(
-        case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, graph_transform=job.transform,
+        case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, passes=job.transform and first(job.transform),
         schedule=job.schedule, mixed_precision=job.mixed_precision,
     )  # fmt: skip
     found = Found()

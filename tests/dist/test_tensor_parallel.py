@@ -154,7 +154,7 @@ def _counted(rank: int, world: int, mesh: str, bucket: bool) -> tuple[dict[str, 
 
     transform = Bucket() if bucket else None
     step = ws.compile(
-        train, parallel=parallel, mesh=mesh, keep_grads=True, graph_transform=transform, schedule=None
+        train, parallel=parallel, mesh=mesh, keep_grads=True, passes=transform and (lambda passes: [transform, *passes]), schedule=None
     )
     batch = batch_of(rank // 2 if "dp" in mesh else 0, 0, (4, 8, 10), (4, 8, 10))
     step(model, optimizer, *batch)

@@ -175,7 +175,7 @@ CHANGES: dict[str, tuple[Callable[[Start], Any], str]] = {
     "gradients kept": (_with(keep_grads=True), "option keep_grads is another one"),
     "memory": (_with(memory_bytes="1GiB"), "option memory_bytes is another one"),
     "schedule": (_with(schedule=None), "option schedule is another one"),
-    "transform": (_with(graph_transform=lambda g: g), "option graph_transform is another one"),
+    "passes": (_with(passes=lambda passes: passes), "option passes is another one"),
 }  # fmt: skip
 
 
@@ -358,7 +358,7 @@ def test_a_node_that_is_no_op_is_not_kept(tmp_path: Path) -> None:
         return replace(local, graph=graph)
 
     made = start()
-    made.options = {"graph_transform": strange}
+    made.options = {"passes": strange}
     with pytest.warns(UserWarning, match=r"_my_tanh \(tests.unit.test_cache\) is no torch op"):
         made.run(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,7 @@ def test_the_program_is_transformed_once():
     model, optimizer = make()
     weights = [p.detach().clone() for p in model.parameters()]
     x = torch.randn(6, 4)
-    step = ws.compile(train_step, graph_transform=count)
+    step = ws.compile(train_step, passes=lambda passes: [count, *passes])
     loss = step(model, optimizer, x)
     step(model, optimizer, x)
     first = torch.tanh(x @ weights[0].T + weights[1])
@@ -98,7 +98,9 @@ def test_a_transformation_that_breaks_the_graph_is_named():
         (forget, "pass forget returned NoneType"),
     ):
         with pytest.raises(ws.GraphError, match=message):
-            ws.compile(train_step, graph_transform=broken)(model, optimizer, torch.randn(6, 4))
+            ws.compile(train_step, passes=lambda passes, broken=broken: [broken, *passes])(
+                model, optimizer, torch.randn(6, 4)
+            )
 
 
 def test_every_stage_is_dumped(tmp_path, monkeypatch):
@@ -107,7 +109,7 @@ def test_every_stage_is_dumped(tmp_path, monkeypatch):
     step = ws.compile(train_step)
     step(model, optimizer, torch.randn(6, 4))
     step(model, optimizer, torch.randn(7, 4))
-    passes = ["3-pass-01-Fill", "3-pass-02-Reinplace", "3-pass-03-Flat"]
+    passes = [f"3-pass-0{n}-{name}" for n, name in enumerate(("Offload", "Fill", "Reinplace", "Flat"), 1)]
     stages = ["1-train-graph", "2-plan", "3-local-graph", *passes, "4-final-graph"]
     names = sorted(p.name for p in (tmp_path / "rank0").iterdir())
     assert names == [f"train_step-{capture}-{stage}.txt" for capture in (1, 2) for stage in stages]

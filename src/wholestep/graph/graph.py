@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -150,6 +150,15 @@ class LocalGraph:
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results
+
+    def copy(self) -> LocalGraph:
+        """The same program with a graph of its own, which a pass may change.
+
+        Example:
+            >>> changed = local.copy()
+            >>> for node in changed.graph.nodes: ...
+        """
+        return replace(self, graph=copy_graph(self.graph))
 
     def collectives(self) -> dict[str, CollectiveTotal]:
         """Number and bytes of each kind of collective."""

@@ -120,3 +120,14 @@ class FitMemory:
 
     def _peak_after(self, passes: tuple[Pass, ...]) -> Peak:
         return lambda local: self.peak(run_passes(local, passes))
+
+
+def fitted_with(
+    passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting]], Fitting]
+) -> tuple[Pass, ...]:
+    """`passes` with another measure of the peak, and ranks that agree; each budget counts what then follows it."""
+    found = list(passes)
+    for at, one in enumerate(passes):
+        if isinstance(one, FitMemory):
+            found[at] = replace(one, after=tuple(passes[at + 1 :]), peak=peak, agree=agree)
+    return tuple(found)

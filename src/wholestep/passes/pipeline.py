@@ -18,6 +18,8 @@ from .overlap import SameOrder
 from .reinplace import Reinplace
 from .schedule import Schedule
 
+Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
+"""From the list of passes to the one that runs."""
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 

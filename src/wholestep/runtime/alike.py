@@ -69,7 +69,7 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
         f"check_every{SAYS}{options.check_every}",
         f"mixed_precision{SAYS}{options.capture.mixed_precision}",
         f"module_overrides{SAYS}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
-        f"graph_transform{SAYS}{_name(options.graph_transform)}",
+        f"passes{SAYS}{_name(options.passes)}",
         f"compile cache{SAYS}{'compile cache on' if cached else 'off'}",
     ]
 

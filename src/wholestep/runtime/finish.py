@@ -14,10 +14,10 @@ from ..cost.memory import PeakMemory, peak_memory
 from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..passes.base import Watch, run_passes
-from ..passes.fit_memory import FitMemory
+from ..passes.base import Pass, Watch, run_passes
+from ..passes.fit_memory import fitted_with
 from ..passes.overlap import collectives_of
-from ..passes.pipeline import in_order_of, pipeline
+from ..passes.pipeline import Edit, in_order_of, pipeline
 from ..passes.schedule import Schedule
 from .agree import agree, from_first_rank
 from .fit import FirstRanksFitting, bound, refuse_larger
@@ -32,14 +32,15 @@ _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fi
 class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
-    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
-    told of each stage, and what `watch` returns of each pass.
+    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `edit` is
+    what the user makes of the list of passes. `stage` is told of each stage, and what `watch` returns of each pass.
     `measured` is the schedule for `hardware`, or for this machine, where that was measured.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
     backend: str
     hardware: Speeds | None
+    edit: Edit | None
     budget: tuple[int, bool] | None
     timeout_s: float
     watch: Callable[[], Watch | None]
@@ -84,17 +85,21 @@ class Finisher:
 
     def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         key = "\n".join(got.lines)
-        ask = partial(self._order, world=world, label=label, key=key)
+        machine = schedule.machine if schedule else self.hardware
         if self.budget is None:
-            passes = pipeline(schedule=schedule, backend=self.backend)
+            passes = self._passes(pipeline(schedule=schedule, backend=self.backend), world, label, key)
             with self.stage("schedule"):
-                local = run_passes(made.local, in_order_of(passes, ask), self.watch())
+                local = run_passes(made.local, passes, self.watch())
         else:
-            machine = schedule.machine if schedule else self.hardware or measure(world)
-            local = self._fitted(made.local, schedule, machine, world, label, key)
+            local = self._fitted(made.local, schedule, machine or measure(world), world, label, key)
         known = self.measured.machine if self.measured else None
         machine = known if isinstance(known, Machine) else None
         return replace(made, local=local, lines=tuple(got.lines), machine=machine)
+
+    def _passes(self, passes: tuple[Pass, ...], world: World, label: str, key: str) -> tuple[Pass, ...]:
+        """`passes` as the user edits them; collectives run in the order of the first rank."""
+        passes = tuple(self.edit(passes)) if self.edit else passes
+        return in_order_of(passes, partial(self._order, world=world, label=label, key=key))
 
     def _fitted(
         self, local: LocalGraph, schedule: Schedule | None, machine: Speeds, world: World, label: str, key: str
@@ -103,33 +108,29 @@ class Finisher:
         assert self.budget is not None, "asked where there is one"
         (budget_bytes, gathers), failure, known = self.budget, "", key in self._fits
         timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
-        tell = partial(
-            from_first_rank, f"{label}/memory/{len(self._fits)}", timeout_s=timeout_s, what="what it rematerializes"
-        )
+        label_of_fit = f"{label}/memory/{len(self._fits)}"
+        tell = partial(from_first_rank, label_of_fit, timeout_s=timeout_s, what="what it rematerializes")
         agree_on = self._fits.setdefault(key, FirstRanksFitting(world, tell))
-        plain = pipeline(
-            machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
-        )
-        fitting = plain[0]
-        assert isinstance(fitting, FitMemory), "the budget comes first"
 
         def peak(made: LocalGraph) -> PeakMemory:
             return peak_memory(bound(made, world))
 
-        fitting = replace(fitting, peak=peak, agree=agree_on)
-        ask = partial(self._order, world=world, label=label, key=key)
+        plain = pipeline(
+            machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
+        )
+        plain = tuple(self.edit(plain)) if self.edit else plain
+        passes = fitted_with(plain, peak, agree_on)
+        passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
         try:
             with self.stage("memory"):
-                local = run_passes(local, [fitting], self.watch())
-            with self.stage("schedule"):
-                made = run_passes(local, in_order_of(plain[1:], ask), self.watch())
+                made = run_passes(local, passes, self.watch())
             refuse_larger(made, budget_bytes, world)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
             if not known:
-                agree(f"{label}/memory/{len(self._fits) - 1}/fits", {}, failure, timeout_s, self.waiting)
+                agree(f"{label_of_fit}/fits", {}, failure, timeout_s, self.waiting)
         return made
 
     def _order(self, local: LocalGraph, world: World, label: str, key: str) -> list[str]:

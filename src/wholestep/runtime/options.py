@@ -13,7 +13,7 @@ from ..capture.options import CaptureOptions
 from ..cost.speeds import Speeds
 from ..errors import BackendError, PlanError
 from ..mesh import Mesh
-from ..passes.base import Pass
+from ..passes.pipeline import Edit
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
@@ -28,7 +28,7 @@ class StepOptions:
     mesh: Mesh | None = None
     backend: str = "eager"
     capture: CaptureOptions = field(default_factory=CaptureOptions)
-    graph_transform: Pass | None = None
+    passes: Edit | None = None
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout_s: float = 120.0

@@ -35,7 +35,7 @@ from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..partition.lower import partition
-from ..passes.base import Watch, run_passes
+from ..passes.base import Watch
 from ..passes.schedule import Schedule
 from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
@@ -104,8 +104,8 @@ class CompiledStep:
         self._hooked, self._dumped = False, 0
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, options.backend, options.hardware, budget, options.agree_timeout_s, self._watch,
-            self._stage, self._tell_waiting,
+            options.schedule, options.backend, options.hardware, options.passes, budget, options.agree_timeout_s,
+            self._watch, self._stage, self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -313,7 +313,7 @@ class CompiledStep:
         options = {
             "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
             "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "capture": o.capture,
-            "graph_transform": o.graph_transform, "schedule": o.schedule,
+            "passes": o.passes, "schedule": o.schedule,
             "plan": o.plan.to_json() if o.plan is not None else "", "hardware": o.hardware,
             "home": torch.device(world.home), "scheduled numbers": live,
             "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
@@ -350,7 +350,6 @@ class CompiledStep:
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-            local = run_passes(local, [options.graph_transform] if options.graph_transform else [], self._watch())
         return Compiled(captured, planned, local)
 
     def _decide(self, captured: Capture, world: World) -> Decided:
