@@ -1,10 +1,11 @@
-"""Seconds of the first call of a step: no compile cache, an empty one, a filled one; each in new processes, by stage.
+"""The first call of a step without a compile cache, with an empty one and with a filled one, each in new processes.
 
     python benchmarks/warm_start.py                        # all cases, medians of 3
     python benchmarks/warm_start.py --repeat 5 S deep      # some of them
     python benchmarks/warm_start.py --with ../other/src    # this source and another one, in turns
 
-Run it with OMP_NUM_THREADS=1. Ranks are processes of this machine (gloo). Stages are those of the first rank.
+Run it with OMP_NUM_THREADS=1. Ranks are processes of this machine (gloo). Wall seconds are those of the slowest rank;
+CPU seconds, which others on the machine change less, those of the first one, as a whole and by stage.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +85,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
     return loss.detach()
 
 
-def options_of(case: str) -> dict[str, object]:
+def options_of(case: str) -> dict[str, Any]:
     """Options of `ws.compile` for a case."""
     import wholestep as ws
 
@@ -104,46 +106,47 @@ def one_start(case: str, cache: str, out: str) -> None:
     """What one rank does; it writes what it saw."""
     import wholestep as ws
 
-    stages: dict[str, float] = defaultdict(float)
+    stages: dict[str, float] = dict.fromkeys((*STAGES, "rest"), 0.0)
+    under_way = ["rest"]
+    last = time.process_time()
 
-    def tell(stage: str, what: str, seconds: float) -> None:
-        if what == "done":
-            stages[stage] += seconds
+    def tell(stage: str, what: str, _: float) -> None:
+        nonlocal last
+        now = time.process_time()
+        stages[under_way[-1]] += now - last
+        last = now
+        if stage in STAGES and what == "start":
+            under_way.append(stage)
+        elif stage in STAGES:
+            under_way.remove(stage)
 
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(0)
     model = GPT(*SIZES[CASES[case][1]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    step = ws.compile(train_step, cache=cache, progress=tell, **options_of(case))  # type: ignore[call-overload]
+    step = ws.compile(train_step, cache=cache, progress=tell, **options_of(case))
     batch = torch.randint(256, (16, 128), generator=torch.Generator().manual_seed(rank))
     start = time.perf_counter()
+    last = time.process_time()
     loss = step(model, optimizer, batch, batch).item()
     seconds = time.perf_counter() - start
-    stages["rest"] = seconds - sum(stages[name] for name in STAGES)
+    tell("rest", "done", 0.0)
     said = {"seconds": seconds, "loss": loss, "log": step.cache_log, "stages": stages}
     Path(out, f"said-{rank}.json").write_text(json.dumps(said))
 
 
-def start(case: str, source: str, cache: str) -> list[dict[str, object]]:
+def start(case: str, source: str, cache: str) -> list[Any]:
     """One start of the job: what each rank said."""
     ranks = CASES[case][0]
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
     with tempfile.TemporaryDirectory() as out:
-        running: list[subprocess.Popen[bytes]] = []
-        for rank in range(ranks):
-            job = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": ranks,
-            }
-            variables = {**os.environ, "PYTHONPATH": source}
-            variables |= {key: str(value) for key, value in job.items()} if ranks > 1 else {}
-            variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache or out}/inductor"}
-            running.append(subprocess.Popen([sys.executable, __file__, "one-start", case, cache, out], env=variables))
+        variables = {**os.environ, **job, "PYTHONPATH": source, "TORCHINDUCTOR_CACHE_DIR": f"{cache or out}/inductor"}
+        command = [sys.executable, __file__, "one-start", case, cache, out]
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+        running = [subprocess.Popen(command, env={**variables, **names}) for names in own]
         if sum(one.wait() for one in running):
             raise SystemExit(f"{case} failed")
         return [json.loads(Path(out, f"said-{rank}.json").read_text()) for rank in range(ranks)]
@@ -156,23 +159,23 @@ def main() -> None:
     asked.add_argument("--repeat", type=int, default=3)
     asked.add_argument("--with", dest="other", help="the source folder of another version of wholestep")
     given = asked.parse_args()
-    sources = [
-        str(Path(__file__).resolve().parents[1] / "src"),
-        *([str(Path(given.other).resolve())] if given.other else []),
-    ]
-    print(f"{'seconds, median':28}", "  first call", *(f"{name:>9}" for name in (*STAGES, "rest")))
+    own = str(Path(__file__).resolve().parents[1] / "src")
+    sources = {"this": own, "other": str(Path(given.other).resolve())} if given.other else {"": own}
+    print(f"{'':28} {'wall s':>7} {'cpu s':>7} ", *(f"{name:>9}" for name in (*STAGES, "rest")))
     for case in given.cases:
-        seen: dict[tuple[str, int], list[list[dict[str, object]]]] = defaultdict(list)
+        seen: dict[str, list[list[Any]]] = defaultdict(list)
         for _ in range(given.repeat):
-            for number, source in enumerate(sources):
+            for which, source in sources.items():
                 with tempfile.TemporaryDirectory() as folder:
                     for name, cache in (("off", ""), ("cold", folder), ("warm", folder)):
-                        seen[name, number].append(start(case, source, cache))
-        for (name, number), starts in sorted(seen.items(), key=lambda item: item[0][1]):
-            slowest = statistics.median(max(float(s["seconds"]) for s in ranks) for ranks in starts)  # type: ignore[arg-type]
-            stages = [statistics.median(ranks[0]["stages"].get(s, 0.0) for ranks in starts) for s in (*STAGES, "rest")]  # type: ignore[attr-defined]
-            which = f"{case} {name}" + (f" ({'other' if number else 'this'})" if given.other else "")
-            print(f"{which:28} {slowest:12.2f}", *(f"{s:9.3f}" for s in stages), starts[-1][0]["log"], flush=True)
+                        seen[f"{case} {name} {which}"].append(start(case, source, cache))
+        for name, starts in seen.items():
+            wall = statistics.median(max(said["seconds"] for said in ranks) for ranks in starts)
+            stages = [statistics.median(ranks[0]["stages"][s] for ranks in starts) for s in (*STAGES, "rest")]
+            cpu = statistics.median(sum(ranks[0]["stages"].values()) for ranks in starts)
+            print(
+                f"{name:28} {wall:7.2f} {cpu:7.2f} ", *(f"{s:9.2f}" for s in stages), starts[-1][0]["log"], flush=True
+            )
 
 
 if __name__ == "__main__":

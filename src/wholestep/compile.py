@@ -111,8 +111,9 @@ def compile(
         check_every: after so many calls, ranks compare a checksum of what should be equal on them (parameters,
             optimizer state, options of optimizers); 0 for never.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
-        cache: a folder for compiled programs: a later start of the same step reads its program there in place of
-            capturing and planning, and ranks take the first one's. By default what WHOLESTEP_CACHE says; "" for none.
+        cache: a folder for what the first call measures and searches for: the speed of the machine, what `Auto`
+            chooses, layouts that are solved for, what a budget has made again. A later start of the same step finds it
+            there. By default what WHOLESTEP_CACHE says; "" for none.
 
     Example:
         >>> step = wholestep.compile(train_step, parallel=wholestep.DataParallel("fully_shard"))

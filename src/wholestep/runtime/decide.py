@@ -45,6 +45,11 @@ class Decided:
         return replace(plan, objective=self.objective).with_notes(*self.notes)
 
 
+def is_open(strategies: Strategies) -> bool:
+    """True where layouts are to be solved for."""
+    return any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts)
+
+
 def lacks_machine(strategies: Strategies) -> bool:
     """True where layouts are to be solved for, and nobody says on which machine."""
     return any(map(_lacks_machine, strategies.parts))
@@ -70,8 +75,24 @@ def decide(
         PlanError: nothing fits, by the first rank's search.
         RankMismatchError: the first rank did not choose in time.
     """
+    finisher.choosing.look_up()
     candidates = auto.candidates(world.mesh, same_batches=True)
-    timeout_s += _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates)
+    said = list(finisher.choosing.earlier.auto)
+    if not said:
+        said = _searched(auto, graph, world, placed, finisher, label, timeout_s, len(candidates))
+    finisher.choosing.note(auto=tuple(said))
+    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
+    data = strategies.data
+    keeps = data is not None and data.reshard_after_forward is False
+    return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+
+
+def _searched(
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finisher, label: str,
+    timeout_s: float, candidates: int,
+) -> list[str]:  # fmt: skip
+    """What the first rank finds, as `_chosen` says it, on every rank."""
+    timeout_s += _SEARCH_SECONDS * len(graph.graph.nodes) * candidates
     measured, schedule = finisher.finish_of(world)
     own: list[str] = []
     if world.rank == 0:
@@ -83,10 +104,7 @@ def decide(
     said = from_first_rank(label, own, timeout_s, "which plan it chose")
     if said[0] == _FAILED:
         raise PlanError(*said[1:])
-    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
-    data = strategies.data
-    keeps = data is not None and data.reshard_after_forward is False
-    return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+    return said
 
 
 def _strategies(said: str, candidates: Candidates) -> Strategies:

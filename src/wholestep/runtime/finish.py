@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from ..cache.program import Compiled
 from ..cost.machine import Machine
 from ..cost.speeds import Speeds
 from ..errors import PlanError
@@ -22,10 +21,11 @@ from ..passes.overlap import with_collectives_in
 from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
 from .agree import agree, from_first_rank, order_lines
+from .cached import Choosing
+from .compiled import Compiled
 from .fit import Fit
 from .launch import World
 from .measure import measure
-from .obtain import Offer
 
 _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
 _Finished = tuple[LocalGraph, AcrossSteps | None]
@@ -37,7 +37,7 @@ class Finisher:
 
     `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
     told of each stage, and what `watch` returns of each pass. `direct`: no copies into buckets where none are needed.
-    `measured` is the schedule for this machine, where that was measured.
+    `machine` is what was measured, `measured` the schedule for it. `choosing` knows what an earlier start chose.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
@@ -48,43 +48,45 @@ class Finisher:
     stage: Callable[[str], AbstractContextManager[None]]
     waiting: Callable[[list[int]], None]
     measured: Schedule | None = None
+    machine: Machine | None = None
+    choosing: Choosing = field(default_factory=Choosing)
     _fits: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    def finish(self, got: Offer, world: World, label: str) -> Compiled:
-        """The program that this rank runs; it is kept in the cache, and handed to other ranks."""
-        key = "\n".join(got.lines)
-        try:
-            schedule = self._schedule(got.machine, world)
-            made = got.made or got.receive()
-            if got.is_final and self._order(made.local, world, label, key) != order_lines(made.local):
-                made = got.anew()
-            compiled = not got.is_final
-            made = self._passed(got, made, world, label, schedule) if compiled else made
-            got.settle(made, compiled)
-        except Exception as error:
-            got.fail(error)
-            raise
+    def finish(self, made: Compiled, world: World, label: str) -> Compiled:
+        """The program that this rank runs. What was chosen on the way is kept in the compile cache."""
+        made = self._passed(made, world, label, self._schedule(world))
+        self.choosing.keep()
         return made
 
-    def _schedule(self, known: Machine | None, world: World) -> Schedule | None:
+    def _schedule(self, world: World) -> Schedule | None:
         """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
         if not isinstance(self.schedule, str):
             return self.schedule
-        if world.mesh.size > 1 and self.measured is None:
-            self.measured = Schedule(known or measure(world), across_steps=self.schedule == "across_steps")
+        if world.mesh.size > 1:
+            machine = self._measure(world)
+            self.measured = self.measured or Schedule(machine, across_steps=self.schedule == "across_steps")
         return self.measured
+
+    def _measure(self, world: World) -> Machine:
+        """How fast the machine is, as an earlier start measured it, or as all ranks measure it now: once."""
+        if self.machine is None:
+            self.choosing.look_up()
+            with self.stage("measure"):
+                self.machine = self.choosing.earlier.machine or measure(world)
+        self.choosing.note(machine=self.machine)
+        return self.machine
 
     def finish_of(self, world: World) -> tuple[Speeds, Schedule | None]:
         """How fast the machine is, measured where nobody says, and how programs are scheduled on it."""
-        schedule = self._schedule(None, world)
+        schedule = self._schedule(world)
         if schedule is not None:
             return schedule.machine, schedule
-        return measure(world), None
+        return self._measure(world), None
 
-    def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
+    def _passed(self, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         last: list[Pass] = [Offload(), Fill(), Reinplace(), Flat()] if self.direct else [Offload(), Reinplace()]
-        key = "\n".join(got.lines)
+        key = "\n".join(made.lines)
 
         def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
             with self.stage("schedule"):
@@ -96,12 +98,10 @@ class Finisher:
         if self.budget is None:
             local, across = finished(made.local, schedule)
         else:
-            machine = schedule.machine if schedule else measure(world)
+            machine = schedule.machine if schedule else self._measure(world)
             fit = Fit(*self.budget, world, machine, schedule, last)
             local, across = self._fitted(made.local, fit, finished, label, key)
-        known = self.measured.machine if self.measured else None
-        machine = known if isinstance(known, Machine) else None
-        return replace(made, local=local, across=across, lines=tuple(got.lines), machine=machine)
+        return replace(made, local=local, across=across)
 
     def _fitted(
         self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], label: str,
@@ -114,8 +114,10 @@ class Finisher:
 
         def agreed(choose: Callable[[], list[str]]) -> list[str]:
             if not known:
-                own = choose() if fit.world.rank == 0 else []
+                self.choosing.look_up()
+                own = (self.choosing.again_for(local) or choose()) if fit.world.rank == 0 else []
                 self._fits[key] = from_first_rank(label, own, timeout_s, "what is made again in the backward")
+                self.choosing.note_again(local, self._fits[key])
             return self._fits[key]
 
         try:
