@@ -7,15 +7,16 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu docs lint size bench bench-peers bench-gpu venv clean
+.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs site lint size bench bench-peers \
+    bench-gpu venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style zero1 --ranks 3")
-	$(BIN)/wholestep demo $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
-test: test-unit test-golden test-op-db test-dist test-gpu docs ## run every tier of the tests
+test: test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs ## run every tier of the tests
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
 	$(PYTEST) tests/unit -n 2 --ignore tests/unit/test_docs.py $(ARGS)
@@ -32,8 +33,14 @@ test-dist: $(STAMP) ## tests on 1 to 4 gloo processes, one after the other
 test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 	$(call tier,gpu)
 
+test-benchmarks: $(STAMP) ## tests of benchmarks/ and tools/
+	$(PYTEST) benchmarks/tests tools/tests $(ARGS)
+
 docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 	$(PYTEST) tests/unit/test_docs.py $(ARGS)
+
+site: $(STAMP) ## build the documentation as a site into build/site; a warning is an error (ARGS goes to mkdocs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 lint: $(STAMP) ## ruff, pyright, size limits, import directions
 	@status=0; \
@@ -75,5 +82,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  if [ -z "$$found" ]; then echo "wholestep needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	  "$$found" -m venv $(VENV); \
 	fi
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,hf]'
 	@touch $@

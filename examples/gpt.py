@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.demo.corpus import standard_library
-from wholestep.demo.model import GPTConfig, build
+from demo.corpus import standard_library
+from demo.model import GPTConfig, build
 
 STYLES = ["fully_shard", "replicate", "zero1", "zero2", "default"]
 

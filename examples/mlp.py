@@ -2,12 +2,14 @@
 
     python examples/mlp.py                                                   # one process
     torchrun --nproc-per-node 2 examples/mlp.py --style zero1 --steps 20     # two, each with its own data
+    wholestep plan examples/mlp.py:build --mesh dp=8 --compare               # no process: what each style would cost
 
-`train_step` is the same in both; `--style` says where tensors rest, and the collectives follow from that.
+`train_step` is the same in all; `--style` says where tensors rest, and the collectives follow from that.
 """
 
 import argparse
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def build() -> tuple[Callable[..., Tensor], tuple]:
+    """The step and its arguments, for the commands `wholestep plan`, `simulate` and `diff`."""
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return train_step, (model, optimizer, torch.empty(64, 16), torch.empty(64, 4))
 
 
 def batches(teacher: nn.Module, steps: int, rows: int, rank: int) -> list[tuple[Tensor, Tensor]]:

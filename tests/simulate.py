@@ -14,7 +14,6 @@ from wholestep.graph.graph import Input, LocalGraph, Role
 from wholestep.graph.interpret import run_all
 from wholestep.layout import Layout, chunk_range
 from wholestep.mesh import Mesh
-from wholestep.passes.next_step import AcrossSteps
 from wholestep.plan.plan import Plan
 
 
@@ -62,14 +61,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
 class Simulation:
     """All ranks of one program. `pieces[name][rank]` is what a rank holds of an input between calls.
 
-    With `across`, a step ends in the next one, or in `flush`; `carried[rank]` is what one leaves to the next.
+    With `local.across`, a step ends in the next one, or in `flush`; `carried[rank]` is what one leaves to the next.
     """
 
     capture: Capture
     plan: Plan
     local: LocalGraph
     pieces: dict[str, list[Tensor]] = field(default_factory=dict)
-    across: AcrossSteps | None = None
     carried: list[list[Tensor]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -98,15 +96,16 @@ class Simulation:
         numbers = {h.name: self._number(h) for h in self.capture.hypers}
         given = [[self._value(i, r, batches[r], numbers) for i in self.plan.inputs] for r in range(self.plan.mesh.size)]
         local = self.local
-        if self.across is not None:
-            local = self.across.steady if self.carried else self.across.first
+        if local.across is not None and not self.carried:
+            local = local.across[0]
         return self._run(local, given)
 
     def flush(self) -> None:
         """Complete what is carried."""
-        if self.across is not None and self.carried:
-            kept, ranks = [i for i in self.across.flush.inputs if i.role is not Role.CARRY], range(self.plan.mesh.size)
-            self._run(self.across.flush, [[self._value(i, r, {}, {}) for i in kept] for r in ranks])
+        if self.local.across is not None and self.carried:
+            flush = self.local.across[1]
+            kept, ranks = [i for i in flush.inputs if i.role is not Role.CARRY], range(self.plan.mesh.size)
+            self._run(flush, [[self._value(i, r, {}, {}) for i in kept] for r in ranks])
 
     def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
         if any(i.role is Role.CARRY for i in local.inputs):

@@ -5,20 +5,67 @@ python tools/api.py [--check]
 
 import inspect
 import sys
+from inspect import Parameter
 from pathlib import Path
+from typing import Any
 
 import wholestep
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
-HEAD = "# API\n\nEverything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`.\n"
+HEAD = """# API
+
+Everything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`. Causes and cures of
+errors are in [Errors](errors.md).
+"""
+COLUMNS = 100
 
 
-def signature(thing: object) -> str:
-    """The call signature on one line; empty where there is none."""
+class Unquoted:
+    """An annotation, shown as it was written: `from __future__ import annotations` makes it a string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def signature(name: str, thing: object, method: bool = False) -> str:
+    """The call signature after `name`, one parameter a line where it is longer than a line."""
     try:
-        return str(inspect.signature(thing)).replace("wholestep.", "ws.")  # type: ignore[arg-type]
+        found = inspect.signature(thing)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return ""
+        return name
+    given = list(found.parameters.values())
+    parameters = [unquoted(p) for p in (given[1:] if method and given[:1] and given[0].name == "self" else given)]
+    returns = "" if found.return_annotation in (found.empty, None, "None") else f" -> {plain(found.return_annotation)}"
+    shown = f"{name}({', '.join(marked(parameters))}){returns}".replace("wholestep.", "ws.")
+    if len(shown) <= COLUMNS:
+        return shown
+    lines = "".join(f"    {parameter},\n" for parameter in marked(parameters))
+    return f"{name}(\n{lines}){returns}".replace("wholestep.", "ws.")
+
+
+def unquoted(parameter: Parameter) -> Parameter:
+    """The parameter with its annotation as text, not as a quoted string."""
+    annotation: Any = parameter.annotation
+    return parameter.replace(annotation=Unquoted(annotation)) if isinstance(annotation, str) else parameter
+
+
+def plain(annotation: Any) -> str:
+    """An annotation as text."""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def marked(parameters: list[Parameter]) -> list[str]:
+    """The parameters as text, with `*` before those that are given by name alone."""
+    lines: list[str] = []
+    for before, one in zip([None, *parameters], parameters, strict=False):
+        alone = one.kind is Parameter.KEYWORD_ONLY
+        if alone and (before is None or before.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_POSITIONAL)):
+            lines.append("*")
+        lines.append(str(one))
+    return lines
 
 
 def entry(name: str, thing: object) -> str:
@@ -27,7 +74,7 @@ def entry(name: str, thing: object) -> str:
         head = [f"## {name}", "", block(inspect.getdoc(thing)), ""]
         return "\n".join([*head, *(entry(f"{name}.{part}", getattr(thing, part)) for part in sorted(thing.__all__))])
     kind = "class " if inspect.isclass(thing) else ""
-    lines = [f"## {name}", "", f"```text\n{kind}ws.{name}{signature(thing)}\n```", "", block(inspect.getdoc(thing))]
+    lines = [f"## {name}", "", block(kind + signature(f"ws.{name}", thing)), "", block(inspect.getdoc(thing))]
     if inspect.isclass(thing) and not issubclass(thing, BaseException):
         for member, value in sorted(vars(thing).items()):
             text = inspect.getdoc(value)
@@ -38,8 +85,8 @@ def entry(name: str, thing: object) -> str:
             ):
                 continue
             target = value.__func__ if isinstance(value, staticmethod) else value
-            shown = "" if isinstance(value, property) else signature(target)
-            lines += ["", f"**`.{member}{shown}`**", "", block(text)]
+            shown = member if isinstance(value, property) else signature(member, target, method=True)
+            lines += ["", f"### {name}.{member}", "", block(f".{shown}"), "", block(text)]
     return "\n".join(lines) + "\n"
 
 

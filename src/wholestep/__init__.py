@@ -32,6 +32,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
 from .passes.base import run_passes
+from .passes.pipeline import pipeline
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
@@ -40,8 +41,8 @@ from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .precision import MixedPrecision
 from .report.page import report
-from .rules.check import CheckResult, check_rule
-from .rules.yours import rule
+from .rules.registry import rule
+from .rules.testing.check import CheckResult, check_rule
 from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
 from .runtime.whole import whole
@@ -96,6 +97,7 @@ __all__ = [
     "memory_curve",
     "partition",
     "peak_memory",
+    "pipeline",
     "plan",
     "report",
     "rule",

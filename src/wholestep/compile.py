@@ -14,6 +14,7 @@ from .auto.auto import Auto
 from .capture.capture import capture_step
 from .capture.options import CaptureOptions
 from .cost.size import bytes_of
+from .cost.speeds import Speeds
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
 from .mesh import Mesh
@@ -46,6 +47,7 @@ class _Options(TypedDict, total=False):
     progress: Progress | Literal["auto"] | None
     agree_timeout: float
     check_every: int
+    hardware: Speeds | None
     device: str | None
     cache: str | os.PathLike[str] | None
 
@@ -73,6 +75,7 @@ def compile(
     progress: Progress | Literal["auto"] | None = "auto",
     agree_timeout: float = 120.0,
     check_every: int = 1000,
+    hardware: Speeds | None = None,
     device: str | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
@@ -110,6 +113,8 @@ def compile(
         agree_timeout: seconds to wait for the other ranks to compile their program.
         check_every: after so many calls, ranks compare a checksum of what should be equal on them (parameters,
             optimizer state, options of optimizers); 0 for never.
+        hardware: what plans and schedules are made for. By default layouts are priced on one host, so that every start
+            makes the same program, and the schedule on the machine as it is measured.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
         cache: a folder for what the first call measures and searches for: the speed of the machine, what `Auto`
             chooses, layouts that are solved for, what a budget has made again. A later start of the same step finds it
@@ -135,6 +140,7 @@ def compile(
         strategies if most is None else budgeted(strategies, schedule, offload), chosen.mesh, backend, capturing,
         graph_transform, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
         cache=folder_of(cache), plan=chosen.plan, check_every=check_every,
+        hardware=hardware,
     )  # fmt: skip
     if options.mesh is not None:
         options.parallel.axes(options.mesh)
@@ -194,7 +200,8 @@ def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None =
     given, what `plan`, `partition` and `simulate` make of the graph is what runs.
 
     Example:
-        >>> graph = wholestep.capture(step, model, optimizer, batch, options=wholestep.CaptureOptions(offload="cpu"))
+        >>> options = wholestep.CaptureOptions(offload="cpu")
+        >>> graph = wholestep.capture(train_step, model, optimizer, batch, options=options)
         >>> plan = wholestep.plan(graph, "dp=8")
 
     Raises:

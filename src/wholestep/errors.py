@@ -9,6 +9,12 @@ class WholestepError(Exception):
         needed: what would have been right.
         next_step: what to do about it.
         where: the user's source line, `file:line  code`, when one is known.
+
+    Example:
+        >>> try:
+        ...     ws.Mesh("dp=0")
+        ... except ws.WholestepError as error:
+        ...     print(error.found, error.needed, error.next_step)
     """
 
     def __init__(self, found: str, needed: str = "", next_step: str = "", where: str = "") -> None:

@@ -15,7 +15,12 @@ _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\d+)")
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a mesh."""
+    """One dimension of a mesh.
+
+    Example:
+        >>> ws.Mesh((ws.Axis("dp", 4), ws.Axis("tp", 2))).size
+        8
+    """
 
     name: str
     size: int

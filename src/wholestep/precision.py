@@ -16,7 +16,8 @@ class MixedPrecision:
         reduce: dtype in which gradients are reduced over ranks; None for the gradient's own.
 
     Example:
-        >>> wholestep.compile(step, mixed_precision=wholestep.MixedPrecision(torch.bfloat16, torch.float32))
+        >>> half = wholestep.MixedPrecision(torch.bfloat16, torch.float32)
+        >>> step = wholestep.compile(train_step, mixed_precision=half)
     """
 
     param: torch.dtype | None = None

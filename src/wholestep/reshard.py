@@ -12,8 +12,7 @@ from functools import lru_cache
 from itertools import count
 from math import prod
 
-from .cost.collective import collective_us
-from .cost.topology import Topology
+from .cost.speeds import Speeds
 from .errors import LayoutError
 from .layout import REPLICATED, AxisState, Layout
 from .mesh import Mesh
@@ -50,11 +49,11 @@ class Path:
 
 @lru_cache(maxsize=65536)
 def reshard(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, topology: Topology | None = None
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Speeds
 ) -> Path:
     """The cheapest way from `source` to `target` for a tensor of global `shape` with `itemsize` bytes an element.
 
-    Prices are those of `topology`; with None, of one host with as many ranks as it takes.
+    Collectives cost what they take on `hardware`; what a rank does alone is free.
 
     Raises:
         LayoutError: there is none: a value that varies has no global meaning, a shard cannot become a partial value.
@@ -70,17 +69,14 @@ def reshard(
         done.add(at)
         for step, after in _moves(at, target):
             whole = _whole_bytes(step, at, after, shape, itemsize, mesh)
-            price = (
-                topology.collective_us(step.kind, whole, mesh, step.axis)
-                if topology
-                else collective_us(step.kind, whole, mesh.axis_size(step.axis))
-            )
+            sends = step.communicates and mesh.axis_size(step.axis) > 1
+            price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
 
 
 def reshard_us(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, topology: Topology,
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Speeds,
     target_mesh: Mesh | None = None,
 ) -> float:  # fmt: skip
     """What that way costs in microseconds; infinite where values would have to be cut into partial ones, reduced by
@@ -93,7 +89,7 @@ def reshard_us(
         if there.kind == "P" and here.kind in ("S", "P") and here != there:
             return float("inf")
     try:
-        return reshard(source, target, shape, itemsize, mesh, topology).cost_us
+        return reshard(source, target, shape, itemsize, mesh, hardware).cost_us
     except LayoutError:
         return float("inf")
 

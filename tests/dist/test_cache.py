@@ -14,7 +14,8 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.dist.test_errors import attempt, train_step
 from wholestep.plan import make as planning
-from wholestep.runtime import decide, finish, fit
+from wholestep.passes import fit_memory
+from wholestep.runtime import decide, finish
 
 LINK = ws.Machine(link_us=1.0, link_bytes_per_us=1e6)
 
@@ -44,7 +45,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int, int], warm: bool) -> dict[str, Any]:
     """Three steps: what the cache did, the parameters after them, the program. A warm start searches nothing."""
     if warm:
-        finish.measure = decide._chosen = fit.choices = refuse
+        finish.measure = decide._chosen = fit_memory.choices = refuse
         found = planning.solved
         planning.solved = lambda strategies, *rest: refuse() if decide.is_open(strategies) else found(strategies, *rest)
     case = CASES["tokens"]

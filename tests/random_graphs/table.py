@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.random_graphs.builder import Builder, Unfit, is_real
 from wholestep import _torch
-from wholestep.rules.check import Sample
-from wholestep.rules.pieces import with_tensors
 from wholestep.rules.registry import RULES
-from wholestep.rules.samples import as_sample, from_schema, table, tensors_in
+from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.harness import with_tensors
+from wholestep.rules.testing.samples import as_sample, from_schema, table, tensors_in
 
 _LEFT_OUT = ("empty", "equal", "_fused_sdp_choice", "nextafter", "frexp", "_efficientzerotensor", "randperm")
 

@@ -183,7 +183,7 @@ def test_counts_add_up_and_pruning_happens() -> None:
 def test_what_sends_more_than_a_loser_is_not_planned() -> None:
     """Where gathering once is known to lose, gathering twice is not looked at."""
     seen: list[str] = []
-    search = Search(GRAPHS["wide"], SLOW, None, Finish(ws.Schedule(SLOW)), watch=seen.append)
+    search = Search(GRAPHS["wide"], SLOW, None, Finish(ws.pipeline(SLOW)), watch=seen.append)
     search.bounds[MESH, "fully_shard, kept on dp"] = 1e9
     chosen = [template for template in templates(MESH) if "kept" not in template.name]
     found = search.run([(MESH, template) for template in chosen])
@@ -257,7 +257,9 @@ def test_compile_keeps_what_ranks_are_given() -> None:
 
 def test_a_schedule_of_ones_own() -> None:
     plain = ws.Auto(topology=SLOW, styles=("replicate",)).search(GRAPHS["blocks"], "dp=4")
-    none = ws.Auto(topology=SLOW, styles=("replicate",)).search(GRAPHS["blocks"], "dp=4", finish=Finish(None))
+    none = ws.Auto(topology=SLOW, styles=("replicate",)).search(
+        GRAPHS["blocks"], "dp=4", finish=Finish(ws.pipeline(schedule=None))
+    )
     assert plain.best.batch_s < none.best.batch_s
 
 

@@ -22,9 +22,10 @@ from wholestep.cache.choices import Choices
 from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
 from wholestep.graph.graph import LocalGraph, copy_graph
+from wholestep.passes import fit_memory
 from wholestep.plan.optimal.cuts import Cuts
 from wholestep.plan.strategy import Pins, Strategies
-from wholestep.runtime import decide, finish, fit
+from wholestep.runtime import decide, finish
 from wholestep.runtime.launch import World
 
 MEASURED = ws.Machine(flops_per_us=50_000.0, launch_us=7.25)
@@ -103,7 +104,7 @@ def test_a_second_start_measures_and_searches_nothing(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("measured or searched")
 
-    for where, name in ((finish, "measure"), (fit, "choices"), (decide, "_chosen")):
+    for where, name in ((finish, "measure"), (fit_memory, "choices"), (decide, "_chosen")):
         monkeypatch.setattr(where, name, refuse)
     warm, second = made[2].run(tmp_path)
     assert (without.cache_log, cold.cache_log, warm.cache_log) == ([], ["miss: no entry"], ["hit"])

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from wholestep.cli import app
 
+STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
 WORK = ("make the step", "capture")
 
 
@@ -28,7 +29,7 @@ FILES = [
 def test_where_nothing_can_be_written(tmp_path: Path, command: str, option: str) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path / "file" / "x", f"no folder {tmp_path / 'file'}"), (tmp_path, "is a folder")):
-        code, said = run(command, "--mesh", "dp=2", option, str(path))
+        code, said = run(command, STEP, "--mesh", "dp=2", option, str(path))
         assert code == 2
         assert f"{option} {path}" in said
         assert why in said
@@ -38,7 +39,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, command: str, option: str)
 @pytest.mark.parametrize(("command", "option"), FILES)
 def test_folders_on_the_way_are_made(tmp_path: Path, command: str, option: str) -> None:
     path = tmp_path / "a" / "b" / "x"
-    code, said = run(command, "--mesh", "dp=2", option, str(path))
+    code, said = run(command, STEP, "--mesh", "dp=2", option, str(path))
     assert code == 0, said
     assert f"written to {path}" in said
     assert path.stat().st_size
@@ -46,7 +47,7 @@ def test_folders_on_the_way_are_made(tmp_path: Path, command: str, option: str) 
 
 def test_two_files_in_one_place(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    code, said = run("plan", "--mesh", "dp=2", "--html", path, "--trace", path)
+    code, said = run("plan", STEP, "--mesh", "dp=2", "--html", path, "--trace", path)
     assert code == 2
     assert f"--trace {path}: --html writes there already" in said
 
@@ -57,13 +58,6 @@ def test_a_calibration_is_not_measured_for_nothing(tmp_path: Path) -> None:
     assert f"--out {tmp_path} is a folder" in said
 
 
-def test_a_run_has_room_before_it_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    code, said = run("demo", "--quick", "--dir", str(tmp_path / "file" / "run"))
-    assert code == 2
-    assert f"there is no folder {tmp_path / 'file' / 'run'}" in said
-
-
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
 def test_the_plan_is_said_though_it_cannot_be_kept(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +66,7 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
-    code, said = run("plan", "--mesh", "dp=2", option, str(tmp_path / "x"))
+    code, said = run("plan", STEP, "--mesh", "dp=2", option, str(tmp_path / "x"))
     assert code == 2
     assert f"{tmp_path / 'x'} cannot be written: No space left on device" in said
     assert "rests as" in said
@@ -91,8 +85,15 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
     ],
 )
 def test_what_cannot_be_read_is_said_before_the_step_is_captured(command: str, options: list[str], found: str) -> None:
-    code, said = run(command, *options)
+    code, said = run(command, STEP, *options)
     assert code == 2
     assert found in said
     assert "needed" in said
     assert "capture" not in said
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_without_a_model(command: str) -> None:
+    assert run(command, "--mesh", "dp=2") == (
+        2, "wholestep: no model: needed MODEL, as my_script.py:build, or --hf, as --hf gpt2\n",
+    )  # fmt: skip

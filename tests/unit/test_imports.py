@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "graph mesh layout precision rules cost reshard dtensor errors _torch"
 STAGES = "capture plan partition passes auto backend ddp cache collectives runtime"
-READERS = "cli demo __main__"
+READERS = "cli __main__"
 
 # A unit imports units of a lower level; support units and readers also import each other.
 LEVEL = (
@@ -153,7 +153,7 @@ GOOD = [
     ),
     (direction_faults, "rules/rule.py", "from wholestep.errors import RuleError\nfrom .registry import rule"),
     (direction_faults, "__init__.py", "from wholestep.compile import compile\nfrom .runtime.step import CompiledStep"),
-    (direction_faults, "cli/demo.py", "import wholestep as ws\nfrom wholestep.report import tables"),
+    (direction_faults, "cli/plan.py", "import wholestep as ws\nfrom wholestep.report import tables"),
     (private_faults, "_torch/dynamo.py", "import torch._dynamo"),
     (
         private_faults,

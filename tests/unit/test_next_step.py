@@ -1,6 +1,7 @@
 """What is moved to the next call: parameters are a step late, and after a flush what they would have been."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.simulate import Simulation
 from wholestep import DataParallel, partition, plan
 from wholestep.capture import Capture, capture_step
 from wholestep.graph.verify import check_local_graph
+from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 
@@ -40,13 +42,12 @@ def both(case: str, recipe: str, style: str, mesh: str = "dp=2") -> tuple[Simula
     capture = captured(case, recipe)
     planned = plan(capture.graph, mesh, DataParallel(style))  # type: ignore[arg-type]
     local = partition(capture.graph, planned)
-    across = SMALL.across(local)
-    assert across is not None
-    across = across.mapped(Reinplace())
-    for one in (across.first, across.steady, across.flush):
+    across = run_passes(local, [SMALL, Reinplace()])
+    assert across.across is not None
+    for one in (across, *across.across):
         check_local_graph(one)
-    plain = Simulation(capture, planned, Reinplace()(SMALL(local)))
-    late = Simulation(capture, planned, local, across=across)
+    plain = Simulation(capture, planned, run_passes(local, [replace(SMALL, across_steps=False), Reinplace()]))
+    late = Simulation(capture, planned, across)
     plain.start()
     late.start()
     return plain, late
@@ -100,7 +101,7 @@ def test_further_hops_are_left_to_the_next_call_too(case: str, style: str) -> No
 def test_models(case: str, style: str) -> None:
     capture = captured(case, "AdamW-plain")
     local = partition(capture.graph, plan(capture.graph, "dp=2", DataParallel(style)))  # type: ignore[arg-type]
-    if SMALL.across(local) is None:
+    if SMALL(local).across is None:
         pytest.skip("nothing of this step can wait")
     plain, late = both(case, "AdamW-plain", style)
     expected, found = (train(one, case, range(STEPS)) for one in (plain, late))

@@ -17,8 +17,8 @@ from wholestep.graph.ops import goes_by_memory
 from wholestep.rules import registry
 from wholestep.rules.call import Call
 from wholestep.rules.localize import as_complex
-from wholestep.rules.pieces import FORMS, laid
 from wholestep.rules.registry import bind_rule
+from wholestep.rules.testing.harness import FORMS, laid
 
 aten = torch.ops.aten
 STYLES = ("replicate", "fully_shard")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.cost.presets import one_host
 from wholestep.graph.graph import copy_graph
 from wholestep.graph.verify import check_local_graph, check_train_graph
 from wholestep.layout import REPLICATED, AxisState, Layout, chunk_range, replicated, sharded
@@ -186,7 +187,7 @@ def test_layouts_print_their_axes_and_partial_sums():
     ],
 )
 def test_reshard_takes_the_cheapest_path(source, target, steps):
-    path = reshard(source, target, (64, 8), 4, Mesh("a=2,b=2"))
+    path = reshard(source, target, (64, 8), 4, Mesh("a=2,b=2"), one_host())
     assert [s.kind for s in path.steps] == steps
 
 
@@ -195,7 +196,7 @@ def test_a_shard_cannot_become_partial_and_a_varying_value_cannot_be_whole():
     varying = Layout(((),), varies=("a",))
     for source, target in ((varying, replicated(1)), (varying, partial)):
         with pytest.raises(ws.LayoutError, match="cannot become"):
-            reshard(source, target, (8,), 4, mesh)
+            reshard(source, target, (8,), 4, mesh, one_host())
 
 
 # -- checkers ------------------------------------------------------------------------------

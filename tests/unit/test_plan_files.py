@@ -160,14 +160,14 @@ def diffed(*args: str) -> tuple[int, str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    demo = "wholestep.demo.train:example_step"
+    step = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
     for style in ("replicate", "zero1"):
         out = str(tmp_path / f"{style}.json")
-        assert CliRunner().invoke(app, ["plan", demo, "--style", style, "--json", out]).exit_code == 0
+        assert CliRunner().invoke(app, ["plan", step, "--style", style, "--json", out]).exit_code == 0
     files = [str(tmp_path / f"{style}.json") for style in ("replicate", "zero1")]
-    code, said = diffed(*files, demo)
+    code, said = diffed(*files, step)
     assert code == 0, said
-    assert "blocks.*.up.weight/exp_avg " in said
+    assert "layers.*.weight/exp_avg " in said
     rows = [line for line in said.splitlines() if line.startswith(str(tmp_path))]
     assert len(rows) == 2
     assert diffed(*files, "--topology", "dgx-h100") == (
@@ -198,3 +198,15 @@ def test_precision_is_kept_with_a_plan_and_asked_for_again(tmp_path: Path) -> No
     ws.compile(train, parallel=read, mixed_precision=HALF)(*given)
     with pytest.raises(ws.PlanError, match=r"the plan was made with MixedPrecision\(param=torch.bfloat16"):
         ws.compile(train, parallel=read)(*given)
+
+
+def test_hardware_prices_what_is_explained_and_is_kept(graph: ws.TrainGraph, tmp_path: Path) -> None:
+    slow = ws.Topology.preset("dgx-a100+ethernet-10")
+    made = [ws.plan(graph, "node=4,rank=8", hardware=given) for given in (None, slow)]
+    times = [float(one.explain("0.0.weight").split(" us)")[0].rpartition("(")[2]) for one in made]
+    assert times[1] > 5 * times[0], "gathered over a slow link between nodes"
+    made[1].save(tmp_path / "plan.json")
+    assert ws.Plan.load(tmp_path / "plan.json").hardware == slow
+    machine = ws.Machine(link_us=3.0)
+    measured = ws.plan(graph, "dp=2", hardware=machine)
+    assert ws.Plan.from_json(measured.to_json()).hardware == machine

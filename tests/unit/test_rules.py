@@ -1,6 +1,9 @@
 """Every sharding rule against the real op; changed rules, which must fail; rules of the user's and discovered ones."""
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +12,21 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.unit.test_imports import imports
 from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
 from wholestep.rules.call import Call
-from wholestep.rules.check import Sample
-from wholestep.rules.discover import discover
-from wholestep.rules.lookup import find_rule
-from wholestep.rules.mutate import Mutation
-from wholestep.rules.mutate_table import mutate_table
-from wholestep.rules.registry import bind_rule
+from wholestep.rules.dsl import sample
+from wholestep.rules.find_rule import find_rule
+from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
-from wholestep.rules.samples import samples_of, table
-from wholestep.rules.table import check_op
+from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.check_table import Row, check_op
+from wholestep.rules.testing.discover import discover
+from wholestep.rules.testing.mutate import Mutation
+from wholestep.rules.testing.mutate_table import mutate_table
+from wholestep.rules.testing.samples import samples_of, table
 
 aten = torch.ops.aten
 OPS = {str(target): target for target in table() if str(target).startswith(("aten.", "wholestep."))}
@@ -58,25 +63,80 @@ def samples() -> dict[Any, list[Sample]]:
 
 @pytest.fixture
 def table_restored() -> Iterator[None]:
-    kept = dict(registry.RULES)
+    kept = [(known, dict(known)) for known in (registry.RULES, registry.SAMPLES)]
     yield
-    registry.RULES.clear()
-    registry.RULES.update(kept)
+    for known, rows in kept:
+        known.clear()
+        known.update(rows)
     registry._bound = {}
+
+
+@pytest.fixture(scope="module")
+def row_of(samples: dict[Any, list[Sample]]) -> Callable[[str], Row]:
+    """What the check says of an op; each is checked once."""
+    return cache(lambda op: check_op(OPS[op], samples[OPS[op]]))
 
 
 # -- the table ----------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
-def test_rule_holds(op: str, samples: dict[Any, list[Sample]]) -> None:
-    row = check_op(OPS[op], samples[OPS[op]])
+def test_rule_holds(op: str, row_of: Callable[[str], Row]) -> None:
+    row = row_of(op)
     assert row.ok, "\n".join([row.verdict, *map(str, row.result.failures[:3])])
 
 
-def test_table_is_large(samples: dict[Any, list[Sample]]) -> None:
-    rows = [check_op(target, samples[target]) for target in OPS.values()]
-    pairs = {pair for row in rows for pair in row.result.pairs}
+def test_table_is_large(row_of: Callable[[str], Row]) -> None:
+    pairs = {pair for op in OPS for pair in row_of(op).result.pairs}
     assert len(OPS) >= 700, "ops that lost their rule"
     assert len(pairs) >= 1400, "factors that are not cut by any sample any more"
+
+
+def test_imports_of_rules_point_one_way() -> None:
+    package = Path(registry.__file__).parent
+    may = {"__init__.py": {"aten"}, "find_rule.py": {"testing"}}
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text())
+        names = [name.split(".")[2:3] for _, name in imports(tree, f"wholestep/rules/{module}") if ".rules." in name]
+        folders = {name for found in names for name in found} & {"aten", "testing"} - {module.split("/")[0]}
+        assert folders <= may.get(module, set()), f"{module} imports {folders}"
+        nested = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and n not in tree.body]
+        assert not nested, f"{module}:{nested[0].lineno} imports within a function"
+
+
+def test_most_rows_are_one_text() -> None:
+    rows = [row for target, row in registry.RULES.items() if str(target).startswith("aten.")]
+    texts = [row for row in rows if isinstance(row.body, Bind)]
+    assert len(rows) >= 490
+    assert len(texts) >= 0.8 * len(rows), "rules that became functions"
+
+
+@pytest.mark.usefixtures("table_restored")
+def test_ops_by_name() -> None:
+    assert registry.targets_of("sum.dim_IntList no_such_op relu") == [aten.sum.dim_IntList, aten.relu.default]
+    registry.rule("rules_late::op.default", "a! b -> a! b", origin="rules_late")
+    late = torch.library.custom_op("rules_late::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    bound = bind_rule(Call.on(late._opoverload, (torch.ones(4, 5),), {}, torch.ones(4, 5)))
+    assert bound is not None
+    assert (bound.origin, bound.groups[0].operands) == ("rules_late", {0: (None, "b")})
+
+
+@pytest.mark.parametrize("text", ["... x[dmi]! -> ... x[dmi]!", "dmi: ... -> ... | ...! -> ...!"])
+def test_arguments_that_the_op_lacks(text: str) -> None:
+    with pytest.raises(ws.RuleError) as caught:
+        ws.rule(aten.cumsum, text)
+    assert str(caught.value) == (
+        f"rule {text!r} names an argument 'dmi'\n"
+        "  needed: one of aten.cumsum.default: self, dim, dtype\n"
+        "  next: correct the rule"
+    )
+
+
+@pytest.mark.usefixtures("table_restored")
+def test_samples_stand_beside_rows() -> None:
+    ws.rule([double, aten.relu], "... -> ...")
+    sample([double], lambda: [(torch.randn(4, 5),)])
+    row = check_op(DOUBLE, samples_of([DOUBLE])[DOUBLE])
+    assert (row.verdict, row.bound) == ("holds", 1)
 
 
 @pytest.mark.usefixtures("table_restored")
@@ -326,11 +386,11 @@ def test_discovery_is_remembered() -> None:
 def test_own_rule_goes_before_discovery() -> None:
     call = Call.on(DOUBLE, (torch.ones(64, 32),), {}, torch.ones(64, 32))
     assert bind_rule(call) is None
-    discovered = bind_rule(call, discover=True)
+    discovered = bind_rule(call, fallback=discover)
     assert discovered is not None
     assert discovered.origin == "discovered"
     ws.rule(double, "a! b -> a! b")
-    mine = bind_rule(call, discover=True)
+    mine = bind_rule(call, fallback=discover)
     assert mine is not None
     assert mine.origin == "yours"
 

@@ -26,7 +26,8 @@ from wholestep.passes.late_waits import LateWaits
 from wholestep.passes.next_step import move_to_next_step
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
-from wholestep.passes.schedule import Schedule, even_bytes
+from wholestep.passes.schedule import Schedule
+from wholestep.passes.sizes import even_bytes, resized
 from wholestep.passes.split_optimizer import SplitOptimizer
 
 MB = 1 << 20
@@ -275,11 +276,15 @@ def test_few_bytes_go_in_smaller_buckets() -> None:
 def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
     """By what all of it carries, where the part itself carries little and gathers nothing again."""
     local, machine = layers(10, 600), Machine(link_us=2000, link_bytes_per_us=120)
-    assert count(Schedule(machine, whole=Carried(1000 * MB, 0))(local)) == {"all_reduce": 3}
+
+    def of_whole(machine: Machine, whole: Carried) -> ws.LocalGraph:
+        return ws.run_passes(local, resized(Schedule(machine).passes, whole=whole))
+
+    assert count(of_whole(machine, Carried(1000 * MB, 0))) == {"all_reduce": 3}
     machine = Machine(link_us=200, link_bytes_per_us=100_000)
     assert count(Schedule(machine)(local)) == {"all_reduce": 2}
-    assert count(Schedule(machine, whole=Carried(12 * MB, 12 * MB))(local)) == {"all_reduce": 10}
-    assert count(Schedule(machine, whole=Carried(36 * MB, 36 * MB))(local)) == {"all_reduce": 4}, "one, then three each"
+    assert count(of_whole(machine, Carried(12 * MB, 12 * MB))) == {"all_reduce": 10}
+    assert count(of_whole(machine, Carried(36 * MB, 36 * MB))) == {"all_reduce": 4}, "one, then three each"
 
 
 def test_gathering_again_holds_less_on_any_link() -> None:
@@ -290,7 +295,7 @@ def test_gathering_again_holds_less_on_any_link() -> None:
     rates = (100.0, 2_000.0, 100_000.0)
     for machine in (Machine(link_us=200, link_bytes_per_us=rate) for rate in rates):
         kept, again = (
-            ws.peak_memory(Finish(Schedule(machine))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
+            ws.peak_memory(Finish(ws.pipeline(machine))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
             for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
         )
         assert again < kept - 6 * MB
@@ -499,9 +504,9 @@ def test_less_is_exposed_across_steps(style: str) -> None:
     machine = replace(SLOW, flops_per_us=80_000)  # the wire is nearly as busy as the rank
     local = layers(8, 300, style, rows=128)
     schedule = Schedule(machine, 256 << 10, 128 << 10)
-    across = schedule.across(local)
-    assert across is not None
-    alone, steady = simulate(schedule(local), machine), simulate(across.steady, machine)
+    across = replace(schedule, across_steps=True)(local)
+    assert across.across is not None
+    alone, steady = simulate(schedule(local), machine), simulate(across, machine)
     assert steady.exposed_us < alone.exposed_us
     assert steady.step_us < 1.001 * alone.step_us
 
@@ -511,9 +516,9 @@ def test_what_is_read_first_goes_first() -> None:
     slow = Machine(flops_per_us=20_000, memory_bytes_per_us=8000, launch_us=4, link_us=10, link_bytes_per_us=100)
     schedule = Schedule(slow, bucket_bytes=1, first_bucket_bytes=1)
     local = layers(6, 64, fused=False, rows=64)
-    across = schedule.across(local)
-    assert across is not None
-    names = [[n.name for n in one.graph.nodes if is_collective(n)] for one in (schedule(local), across.steady)]
+    across = replace(schedule, across_steps=True)(local)
+    assert across.across is not None
+    names = [[n.name for n in one.graph.nodes if is_collective(n)] for one in (schedule(local), across)]
     assert sorted(names[0]) == sorted(names[1])
     ready = {name: place for place, name in enumerate(names[0])}
     layer = [ready[name] // 2 for name in names[1]]  # 0 is the last layer, whose gradients exist first
@@ -521,7 +526,7 @@ def test_what_is_read_first_goes_first() -> None:
     late = layer[layer.index(5) :]
     assert len(late) > 4, "several wait for the first layer's"
     assert late == sorted(late, reverse=True)
-    assert [n.name for n in across.first.graph.nodes if is_collective(n)] == names[1]
+    assert [n.name for n in across.across[0].graph.nodes if is_collective(n)] == names[1]
 
 
 @pytest.mark.parametrize("style", ["zero1", "zero2", "fully_shard"])
@@ -541,9 +546,9 @@ def test_a_flush_and_a_first_call_send_what_a_steady_call_sends(style: str) -> N
         model, x = Backwards(*[nn.Linear(64, 64) for _ in range(8)]), torch.empty(16, 64)
     graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
-    across = Schedule(SLOW, 8 << 10, 8 << 10).across(local)
-    assert across is not None
+    across = Schedule(SLOW, 8 << 10, 8 << 10, across_steps=True)(local)
+    assert across.across is not None
     flush, first, steady = (
-        [n.name for n in one.graph.nodes if is_collective(n)] for one in (across.flush, across.first, across.steady)
+        [n.name for n in one.graph.nodes if is_collective(n)] for one in (*reversed(across.across), across)
     )
     assert [*flush, *first] == steady

@@ -79,7 +79,7 @@ def search(graph: ws.TrainGraph, machine: Any, short: Short | None, memory: int 
 def finish_of(machine: Any) -> Any:
     from wholestep.auto.fit import Finish
 
-    return Finish(ws.Schedule(machine))
+    return Finish(ws.pipeline(machine))
 
 
 def short_of(graph: ws.TrainGraph, machine: Any) -> Short:

@@ -1,6 +1,7 @@
 """The `wholestep` command starts without torch where it has nothing to compute, and its completion can be installed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ try:
 finally:
     print("torch is here" if "torch" in sys.modules else "no torch", file=sys.stderr)
 """
-COMMANDS = ["demo", "plan", "simulate", "diff", "calibrate", "check-rules"]
+COMMANDS = ["plan", "simulate", "diff", "calibrate", "check-rules"]
+
+
+STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
 
 
 def run(*args: str, **env: str) -> tuple[str, str]:
@@ -27,15 +31,19 @@ def run(*args: str, **env: str) -> tuple[str, str]:
     return done.stdout, done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
+@pytest.mark.parametrize("args", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_needs_no_torch(args: list[str]) -> None:
     said, torch = run(*args)
     assert "wholestep" in said
     assert torch == "no torch"
 
 
+def test_version() -> None:
+    assert re.fullmatch(r"wholestep \d+\.\d+\.\d+\S*\n", run("--version")[0])
+
+
 def test_a_command_has_all_it_needs() -> None:
-    said, torch = run("plan", "--mesh", "dp=2")
+    said, torch = run("plan", STEP, "--mesh", "dp=2")
     assert "at rest per rank" in said
     assert torch == "torch is here"
 

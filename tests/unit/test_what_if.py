@@ -78,19 +78,21 @@ def test_sizes_beside_a_mesh() -> None:
         resized(ws.Mesh("dp=4"), "tp", 2)
 
 
+STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
+
+
 def planned(*args: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["plan", *args])
     return done.exit_code, done.output
 
 
 def test_the_command(tmp_path: Path) -> None:
-    demo = "wholestep.demo.train:example_step"
     page_file = tmp_path / "plan.html"
-    code, said = planned(demo, "--what-if", "mesh=dp=4", "--what-if", "topology=dgx-a100", "--topology", "dgx-h100")
+    code, said = planned(STEP, "--what-if", "mesh=dp=4", "--what-if", "topology=dgx-a100", "--topology", "dgx-h100")
     assert code == 0, said
     rows = [line for line in said.splitlines() if line.startswith(("this plan", "mesh=dp=4", "topology=dgx-a100"))]
     assert len(rows) == 3
-    code, said = planned(demo, "--html", str(page_file))
+    code, said = planned(STEP, "--html", str(page_file))
     assert code == 0, said
     text = page_file.read_text()
     assert 'id="what-if-table"' in text
@@ -106,6 +108,6 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked(asked: str, said: str) -> None:
-    code, found = planned("wholestep.demo.train:example_step", "--what-if", asked)
+    code, found = planned(STEP, "--what-if", asked)
     assert code == 2
     assert said in found

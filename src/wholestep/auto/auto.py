@@ -16,7 +16,7 @@ from ..graph.graph import TrainGraph
 from ..graph.quiet import collector_ahead
 from ..layout import Layout
 from ..mesh import Mesh
-from ..passes.schedule import Schedule
+from ..passes.pipeline import pipeline
 from ..plan.data_parallel import DataParallel, Style
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.find import Solved
@@ -123,14 +123,14 @@ class Auto:
         """Every candidate with what became of it, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
         With `same_batches`, only those that give ranks the batches of `base`. `machine` takes the place of `topology`,
-        `finish` of `Schedule(machine)`; `watch` is told of each candidate that is planned.
+        `finish` of `pipeline(machine)`; `watch` is told of each candidate that is planned.
 
         Raises:
             PlanError: none fits, or none can be made.
         """
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         speeds = machine or self.topology or Machine()
-        finish = finish or Finish(Schedule(speeds))
+        finish = finish or Finish(pipeline(speeds))
         on = self.meshes(mesh.size, speeds) if is_open(mesh) else [mesh]
         asked = wanted(graph, on, self.pinned, self.whole) or Wanted()
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))

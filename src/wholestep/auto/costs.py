@@ -14,7 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
 from ..mesh import Mesh
-from ..passes.schedule import Schedule
+from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
 from .fit import Finish
 
@@ -35,7 +35,7 @@ class Costs:
 
 def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
     """What the program of a rank costs on `machine`, as a compiled step would run it."""
-    return costs_of(Finish(Schedule(machine))(local), planned, machine)
+    return costs_of(Finish(pipeline(machine))(local), planned, machine)
 
 
 def costs_of(program: LocalGraph, planned: Plan, machine: Speeds) -> Costs:

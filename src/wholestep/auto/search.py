@@ -322,7 +322,7 @@ class Search:
         assert strategies is not None, "it has a plan"
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
-        planned = plan(graph, row.mesh, strategies, self.placed)
+        planned = plan(graph, row.mesh, strategies, self.placed, self.machine)
         self.wanted.check(planned)
         return planned, partition(graph, planned)
 

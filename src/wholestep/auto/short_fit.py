@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -20,7 +20,7 @@ from ..passes.base import Pass, run_passes
 from ..passes.choose import choices
 from ..passes.recompute import held_by
 from ..passes.saved import Saved
-from ..passes.schedule import Schedule, schedules
+from ..passes.sizes import resized, tighter
 from .fit import Finish
 from .short import Short
 
@@ -91,10 +91,10 @@ def _kinds(local: LocalGraph, short: Short) -> dict[Node, tuple[int, Kind]]:
 @dataclass(frozen=True)
 class Fit:
     """What is made again: all values of `kinds`, and those of `partly` in the first `blocks` of all equal layers; in
-    the order of `schedule`. `step_us` and `peak_bytes` are extrapolated.
+    the order of `passes`. `step_us` and `peak_bytes` are extrapolated.
     """
 
-    schedule: Schedule | None
+    passes: tuple[Pass, ...]
     kinds: tuple[Kind, ...]
     partly: tuple[Kind, ...]
     blocks: int
@@ -119,7 +119,7 @@ class ShortFit:
 
     def longest_us(self, budget_bytes: int) -> float | None:
         """What a step that fits takes at most: with all made again that helps; None where that does not fit either."""
-        for way in (schedules(self.finish.schedule)[0], self.least().schedule):
+        for way in (tighter(self.finish.passes)[0], self.least().passes):
             us, peak = self._costs(way, self.chain[-1])
             if peak <= budget_bytes:
                 return us
@@ -129,12 +129,12 @@ class ShortFit:
         """The shortest step that fits, where one does, in the first order that allows one: others hold less and wait
         longer.
         """
-        found = (self._within(way, budget_bytes) for way in schedules(self.finish.schedule))
+        found = (self._within(way, budget_bytes) for way in tighter(self.finish.passes))
         return next(one for one in found if one is not None)
 
     def least(self) -> Fit:
         """All made again that helps, in the order that holds the least."""
-        way = schedules(self.finish.schedule)[-1]
+        way = tighter(self.finish.passes)[-1]
         us, peak = self._costs(way, self.chain[-1])
         return Fit(way, self.chain[-1], (), 0, us, peak)
 
@@ -160,44 +160,39 @@ class ShortFit:
                 found.append((*found[-1], kind))
         return found
 
-    def _within(self, schedule: Schedule | None, budget_bytes: int) -> Fit | None:
+    def _within(self, passes: tuple[Pass, ...], budget_bytes: int) -> Fit | None:
         """The first of `chain` that fits; of what it has more than the one before, as many layers as must be."""
         chain, low, high = self.chain, -1, len(self.chain) - 1
-        if self._costs(schedule, chain[high])[1] > budget_bytes:
+        if self._costs(passes, chain[high])[1] > budget_bytes:
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._costs(schedule, chain[middle])[1] <= budget_bytes
+            fits = self._costs(passes, chain[middle])[1] <= budget_bytes
             low, high = (low, middle) if fits else (middle, high)
-        us, peak = self._costs(schedule, chain[high])
+        us, peak = self._costs(passes, chain[high])
         if low < 0:
-            return Fit(schedule, chain[high], (), 0, us, peak)
-        before_us, before = self._costs(schedule, chain[low])
+            return Fit(passes, chain[high], (), 0, us, peak)
+        before_us, before = self._costs(passes, chain[low])
         wanted = (before - budget_bytes * _NEARLY) / max(before - peak, 1.0)
         blocks = min(ceil(wanted * self.short.count), self.short.count)
         part = blocks / self.short.count
         more = tuple(kind for kind in chain[high] if kind not in chain[low])
         us, peak = before_us + part * (us - before_us), before + part * (peak - before)
-        return Fit(schedule, chain[low], more, blocks, us, peak)
+        return Fit(passes, chain[low], more, blocks, us, peak)
 
-    def _costs(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
+    def _costs(self, passes: tuple[Pass, ...], kinds: tuple[Kind, ...]) -> tuple[float, float]:
         """Microseconds and peak of the whole step with these made again."""
-        key = schedule, kinds
+        key = passes, kinds
         if key not in self.known:
-            self.known[key] = self._simulated(schedule, kinds)
+            self.known[key] = self._simulated(passes, kinds)
         return self.known[key]
 
-    def _simulated(self, schedule: Schedule | None, kinds: tuple[Kind, ...]) -> tuple[float, float]:
+    def _simulated(self, passes: tuple[Pass, ...], kinds: tuple[Kind, ...]) -> tuple[float, float]:
         made = [made_again(v.saved, v.names(kinds)) for v in (self.few, self.more)]
-        if schedule is not None:
-            schedule = replace(schedule, whole=self.short.carried(self.pair, made))
-        done = [run_passes(local, self.passes(schedule)) for local in made]
+        passes = resized(passes, whole=self.short.carried(self.pair, made))
+        done = [run_passes(local, passes) for local in made]
         took, peaks = [simulate(p, self.short.machine).step_us for p in done], [peak_memory(p).size_bytes for p in done]
         return self.short.whole(self.pair, (took[0], took[1])), self.short.whole(self.pair, (peaks[0], peaks[1]))
-
-    def passes(self, schedule: Schedule | None) -> list[Pass]:
-        """All passes to the end."""
-        return [*([schedule] if schedule else []), *self.finish.after]
 
     def whole(self, local: LocalGraph, fit: Fit) -> tuple[LocalGraph, tuple[str, ...]] | None:
         """The whole step `local` with what `fit` says made again, and the names of that; None where its values are not
@@ -210,4 +205,4 @@ class ShortFit:
                 return None
         names = values.names(fit.kinds, fit.partly, fit.blocks)
         made = made_again(values.saved, names)
-        return run_passes(made, self.passes(fit.schedule)), tuple(names)
+        return run_passes(made, fit.passes), tuple(names)

@@ -31,7 +31,8 @@ class CaptureOptions:
 
     Example:
         >>> half = wholestep.MixedPrecision(torch.bfloat16)
-        >>> graph = wholestep.capture(step, model, optimizer, batch, options=CaptureOptions(mixed_precision=half))
+        >>> options = wholestep.CaptureOptions(mixed_precision=half)
+        >>> graph = wholestep.capture(train_step, model, optimizer, batch, options=options)
 
     Raises:
         PlanError: `offload` is unknown.

@@ -11,7 +11,6 @@ import typer
 
 from .calibrate import calibrate
 from .check_rules import check_rules
-from .demo import demo
 from .diff import diff
 from .plan import plan
 from .simulate import simulate
@@ -41,7 +40,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(loaded(demo))
 app.command()(loaded(plan))
 app.command()(loaded(simulate))
 app.command()(loaded(diff))

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from wholestep.rules.mutate import Mutation
-    from wholestep.rules.table import Row
+    from wholestep.rules.testing.check_table import Row
+    from wholestep.rules.testing.mutate import Mutation
 
 _COLORS = {"holds": "green", "shapes hold": "green", "wrong": "bold red", "no sample": "red"}
 _SHOWN = 20  # failures and surviving mutations that are written out
@@ -30,9 +30,9 @@ def check_rules(
     Samples come from PyTorch's own test database. Exit status 1 when a rule is wrong, was never tried, or a changed
     rule passes.
     """
-    from wholestep.rules.mutate_table import mutate_table
-    from wholestep.rules.samples import samples_of, table
-    from wholestep.rules.table import check_table
+    from wholestep.rules.testing.check_table import check_table
+    from wholestep.rules.testing.mutate_table import mutate_table
+    from wholestep.rules.testing.samples import samples_of, table
 
     console = Console()
     targets = table(op)

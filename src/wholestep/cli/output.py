@@ -24,12 +24,6 @@ def check(**files: Path | None) -> None:
         _may_write(path if path.exists() else path.parent, f"--{option} {path}")
 
 
-def make_folder(path: Path, given: str) -> None:
-    """Make it if it is missing; refuse what was `given` if nothing can be written there."""
-    _make(path, given)
-    _may_write(path, given)
-
-
 def written(path: Path | None, write: Callable[[Path], object], note: Callable[[str], None]) -> None:
     """Write it, if there is something to be written, and say so."""
     if path is None:

@@ -13,7 +13,7 @@ from . import batches, output, planning
 from . import what_if as what_ifs
 from .planning import Asked, Done
 from .screen import Screen, staged
-from .target import DEMO, RETURNS, Style, Target, check_mesh, from_function, machine_of, refuse, working
+from .target import RETURNS, Style, Target, check_given, check_mesh, from_function, machine_of, refuse, working
 from .wanted import wishes
 
 if TYPE_CHECKING:
@@ -96,12 +96,13 @@ def plan(
 ) -> None:
     """Plan a training step: capture it, decide where every tensor rests, print that as a table.
 
-    Without a model it plans the demo's own step. Nothing is trained, no weights are made and no rank is started.
+    Nothing is trained, no weights are made and no rank is started.
     """
     sizes = batches.sizes(batch, auto)
     given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
-    _check_together(target, hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    timed = topology is None or bool(auto or compare or html or trace or what_if)
+    check_given(target, hf)
+    _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
+    timed = topology is None or bool(auto or compare or explain or html or trace or what_if)
     _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     output.check(json=out, html=html, trace=trace)
     with working() as shown:
@@ -110,7 +111,7 @@ def plan(
         machine, wanted = machine_of(topology), _wanted(hf, given)
         found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
         tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
-        asked = Asked(found, mesh, machine, kind, tensor, tp_axis, explain or (), show)
+        asked = Asked(found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show)
         if compare:
             done = planning.compared(shown, asked)
         elif auto:
@@ -154,12 +155,8 @@ def _plan(done: Done) -> "Plan":
     return done.plan
 
 
-def _check_together(
-    target: str | None, hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]
-) -> None:
+def _check_together(hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]) -> None:
     """Refuse options that would have no effect."""
-    if target is not None and hf is not None:
-        refuse(f"both {target} and --hf {hf}: needed one of them")
     idle = [name for name, value in given.items() if value is not None]
     if hf is None and idle:
         refuse(f"--{idle[0]} without --hf: a function that returns the step decides that itself")
@@ -176,13 +173,14 @@ def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dic
     if idle and not auto:
         refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
     if not timed:
-        refuse("--topology without --auto, --compare, --html or --trace: nothing else here is a time")
+        refuse("--topology without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
 
 
 def _target(shown: Screen, target: str | None, wanted: "Wanted | None") -> Target:
     with staged(shown, "model") as said, collector_paused():
         if wanted is None:
-            return from_function(target or DEMO)
+            assert target is not None, "checked before"
+            return from_function(target)
         from .hf import build
 
         found = build(wanted)

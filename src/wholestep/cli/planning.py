@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """A step, where it is to run and what is to be said of it. `tensor` splits layers on `tp_axis`; an error says why
-    the model cannot.
+    """A step, where it is to run and what is to be said of it. Layouts are priced on `hardware`, where that was named.
+    `tensor` splits layers on `tp_axis`; an error says why the model cannot.
     """
 
     target: Target
     mesh: str
     machine: Machine | Topology
+    hardware: Machine | Topology | None
     semantics: Literal["per_rank", "global"]
     tensor: Strategy | WholestepError | None
     tp_axis: str
@@ -86,7 +87,7 @@ def planned(shown: Screen, asked: Asked, style: Style) -> Done:
     strategies = _strategies(asked, style)
     graph = capture(shown, asked.target)
     with staged(shown, "plan"):
-        made = ws.plan(graph, asked.mesh, strategies)
+        made = ws.plan(graph, asked.mesh, strategies, hardware=asked.hardware)
     return Done("\n".join([str(made), *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
 
 
@@ -119,7 +120,7 @@ def compared(shown: Screen, asked: Asked) -> Done:
     with each(shown, len(among)) as watch:
         rows = compare(graph, on, among, asked.machine, watch)
     best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
-    made = ws.plan(graph, on, list(best)) if isinstance(best, tuple) else None
+    made = ws.plan(graph, on, list(best), hardware=asked.machine) if isinstance(best, tuple) else None
     table = json.dumps(as_json(rows, on, name, asked.machine), indent=1) + "\n"
     return Done(f"{name} on mesh {on}\n{show(rows)}", asked.target, graph, made, rows, table)
 

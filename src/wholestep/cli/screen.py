@@ -1,61 +1,30 @@
-"""Shows a run while it goes on: a live display on a terminal, plain lines elsewhere."""
+"""Shows the stages of a command while it works: a live display on a terminal, plain lines elsewhere."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import final
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 STAGES = {
-    "processes": "start the ranks",
     "model": "make the step",
-    "data": "read the text, build the model",
     "capture": "capture the step as one graph",
     "plan": "plan where tensors rest",
-    "simulate": "predict the step",
     "partition": "write one rank's program",
-    "backend": "prepare it to run",
-    "agree": "check that all ranks agree",
-    "place": "put parameters in place",
+    "simulate": "predict the step",
 }
-PLAIN_SECONDS = 5.0  # between plain lines
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """Where training stands after a step.
-
-    `exposed` is the share of the step spent waiting for other ranks; None where the backend does not tell.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_second: float
-    exposed: float | None
-
-    def __str__(self) -> str:
-        speed = f"{self.tokens_per_second:,.0f} tokens/s"
-        exposed = "not measured" if self.exposed is None else f"{self.exposed:.0%}"
-        return f"loss {self.loss:.3f} | {speed} | exposed communication {exposed}"
 
 
 class Screen(ABC):
-    """What a run shows of itself."""
+    """What a command shows of its work."""
 
     @abstractmethod
     def stage(self, name: str, done: bool, seconds: float, detail: str = "") -> None:
         """A stage starts or is done."""
-
-    @abstractmethod
-    def step(self, now: Progressed) -> None:
-        """A training step is done."""
 
     @abstractmethod
     def note(self, text: str) -> None:
@@ -68,22 +37,16 @@ class Screen(ABC):
 
 @final
 class PlainScreen(Screen):
-    """A line per stage, and a line for the first step, the last and one every few seconds."""
+    """A line per stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown = 0.0
 
     def stage(self, name: str, done: bool, seconds: float, detail: str = "") -> None:
         """A line when the stage is done."""
         if done:
-            self.note(f"{STAGES.get(name, name)}: {seconds:.2f} s{_in_brackets(detail)}")
-
-    def step(self, now: Progressed) -> None:
-        """A line now and then."""
-        if now.step in (1, now.steps) or time.monotonic() - self._shown > PLAIN_SECONDS:
-            self._shown = time.monotonic()
-            self.note(f"step {now.step}/{now.steps} | {now}")
+            in_brackets = f" ({detail})" if detail else ""
+            self.note(f"{STAGES.get(name, name)}: {seconds:.2f} s{in_brackets}")
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -96,16 +59,13 @@ class PlainScreen(Screen):
 
 @final
 class LiveScreen(Screen):
-    """A line per finished stage; below it, while it runs, the present stage or the training bar."""
+    """A line per finished stage; below it, while it runs, the present stage."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=32), TimeElapsedColumn()
-        )
-        self._training: TaskID | None = None
+        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=32), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console, transient=True)
         self._running: list[TaskID] = []
-        self._live = Live(self._progress, console=console, transient=True)
-        self._live.start()
+        self._progress.start()
 
     def stage(self, name: str, done: bool, seconds: float, detail: str = "") -> None:
         """A spinner while it runs, a line when it is done."""
@@ -114,36 +74,21 @@ class LiveScreen(Screen):
             self._progress.remove_task(row)
         self._running = [] if done else [self._progress.add_task(label, total=None)]
         if done:
-            self._finished(label, f"{seconds:.2f} s {detail}")
-
-    def step(self, now: Progressed) -> None:
-        """The bar moves on."""
-        if self._training is None:
-            self._training = self._progress.add_task("train", total=now.steps)
-        self._progress.update(self._training, completed=now.step, description=f"step {now.step}/{now.steps}")
-        self._live.update(Group(self._progress, Text(f"  {now}")))
-        if now.step == now.steps:
-            self._finished(f"step {now.step}/{now.steps}", str(now))
+            line = Text.assemble(("✓ ", "green"), f"{label}  ", (f"{seconds:.2f} s {detail}", "dim"))
+            self._progress.console.print(line)
 
     def note(self, text: str) -> None:
         """A line above what is live."""
-        self._live.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         """The live rows go."""
-        self._live.stop()
-
-    def _finished(self, label: str, detail: str) -> None:
-        self._live.console.print(Text.assemble(("✓ ", "green"), f"{label}  ", (detail, "dim")))
+        self._progress.stop()
 
 
 def screen(console: Console) -> Screen:
     """The display that fits the console."""
     return LiveScreen(console) if console.is_terminal else PlainScreen(console)
-
-
-def _in_brackets(detail: str) -> str:
-    return f" ({detail})" if detail else ""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 
 from . import output
 from .screen import Screen, staged
-from .target import DEMO, Style, Target, built, check_mesh, from_function, machine_of, refuse, working
+from .target import Style, Target, built, check_given, check_mesh, from_function, machine_of, working
 
 if TYPE_CHECKING:
     from wholestep.cost.machine import Machine
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def simulate(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`; the demo's step."),
+        typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`."),
     ] = None,
     hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
@@ -39,14 +39,13 @@ def simulate(
 
     Nothing is trained, no weights are made, no rank is started and no GPU is needed.
     """
-    if target is not None and hf is not None:
-        refuse(f"both {target} and --hf {hf}: needed one of them")
+    check_given(target, hf)
     output.check(trace=trace, json=out)
     with working() as shown:
         check_mesh(mesh)
         machine = machine_of(topology)
         with staged(shown, "model"):
-            found = from_function(target or DEMO) if hf is None else built(hf, batch, seq, layers)
+            found = from_function(target) if target is not None else built(hf or "", batch, seq, layers)
         made = _simulated(shown, found, mesh, style, machine)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
     figures = json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n"
@@ -67,7 +66,7 @@ def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "
     with staged(shown, "capture"):
         graph = ws.capture(found.step, *found.args, **found.kwargs)
     with staged(shown, "plan"):
-        planned = ws.plan(graph, mesh, strategies)
+        planned = ws.plan(graph, mesh, strategies, hardware=machine)
     with staged(shown, "schedule"):
         local = program(planned, graph, machine)
     with staged(shown, "simulate"):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from wholestep.cost.topology import Topology
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
-DEMO = "wholestep.demo.train:example_step"
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
 
@@ -48,6 +47,14 @@ def refuse(text: str) -> NoReturn:
     """End the command: what is wrong on the error stream, exit status 2."""
     typer.echo(f"wholestep: {text}", err=True)
     raise typer.Exit(2)
+
+
+def check_given(target: str | None, hf: str | None) -> None:
+    """Refuse two models, and none."""
+    if target is not None and hf is not None:
+        refuse(f"both {target} and --hf {hf}: needed one of them")
+    if target is None and hf is None:
+        refuse("no model: needed MODEL, as my_script.py:build, or --hf, as --hf gpt2")
 
 
 @contextmanager

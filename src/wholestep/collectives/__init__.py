@@ -1,4 +1,8 @@
-"""Collectives along the dims of a DeviceMesh, and reshards between layouts, on real process groups."""
+"""Collectives along the dims of a DeviceMesh, and reshards between layouts, on real process groups.
+
+Example:
+    >>> rows = collectives.shard_dim_scatter(torch.ones(11, 6), 0, devices, "dp")
+"""
 
 from .mesh_dim import mesh_broadcast, mesh_scatter, shard_dim_scatter
 from .padding import pad, split, unpad

@@ -37,6 +37,10 @@ def mesh_scatter(
         async_op: return the work, to be waited for, in place of waiting; `output` must be contiguous then.
         group_src: which rank along the dim the tensors come from.
 
+    Example:
+        >>> output = torch.empty(2)
+        >>> work = collectives.mesh_scatter(output, [torch.ones(2)], devices, "dp")
+
     Raises:
         LayoutError: the list does not have one tensor like `output` for each rank.
         MeshError: this rank, the dim or the source is no part of the mesh.
@@ -63,6 +67,10 @@ def mesh_broadcast(
     The source is the first rank along the dim, or number `group_src`. On `meta` nothing happens. With `async_op`, the
     work is returned, to be waited for; `tensor` must be contiguous then.
 
+    Example:
+        >>> weights = torch.ones(3)
+        >>> work = collectives.mesh_broadcast(weights, devices, "dp")
+
     Raises:
         LayoutError: `tensor` is not contiguous, with `async_op`.
         MeshError: this rank, the dim or the source is no part of the mesh.
@@ -86,6 +94,9 @@ def shard_dim_scatter(
 
     Every rank gives a tensor of the same shape; only the source's values count. Sizes that do not divide are cut as
     `torch.chunk` cuts; the last ranks may get an empty piece.
+
+    Example:
+        >>> rows = collectives.shard_dim_scatter(torch.ones(11, 6), 0, devices, "dp")
 
     Raises:
         LayoutError: the tensor has no such dim.

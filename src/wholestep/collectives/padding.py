@@ -38,6 +38,10 @@ def split(tensor: Tensor, dim: int, parts: int, padded: bool = True) -> tuple[li
 def pad(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """`tensor` with `rows` entries of zeros appended along `dim`; itself where there are none to append.
 
+    Example:
+        >>> collectives.pad(torch.ones(3, 2), 0, 1).shape
+        torch.Size([4, 2])
+
     Raises:
         LayoutError: the tensor has no such dim, or `rows` is negative.
     """
@@ -48,6 +52,10 @@ def pad(tensor: Tensor, dim: int, rows: int) -> Tensor:
 
 def unpad(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """`tensor` without the last `rows` entries along `dim`: a view.
+
+    Example:
+        >>> collectives.unpad(torch.ones(4, 2), 0, 1).shape
+        torch.Size([3, 2])
 
     Raises:
         LayoutError: the tensor has no such dim, or not so many entries.

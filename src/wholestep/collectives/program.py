@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch.fx import Graph
 
+from ..cost.presets import one_host
 from ..errors import LayoutError
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
@@ -66,7 +67,7 @@ def route(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.d
             "a partial value that is partial already, or replicated",
             "gather it first: zeros on all ranks but one then make it a sum",
         )
-    return reshard(start, end, shape, dtype.itemsize, mesh)
+    return reshard(start, end, shape, dtype.itemsize, mesh, one_host())
 
 
 def without_single(layout: Layout, mesh: Mesh) -> Layout:

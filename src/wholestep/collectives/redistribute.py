@@ -38,6 +38,9 @@ def reshard(tensor: Tensor, source: Placed, target: Placed, mesh: DeviceMesh, sh
         mesh: the ranks.
         shape: of the whole tensor.
 
+    Example:
+        >>> rows = collectives.reshard(torch.ones(11, 6), [Replicate()], [Shard(0)], devices, shape=(11, 6))
+
     Raises:
         LayoutError: the piece has another shape than `source` gives it, a layout does not fit, or the values cannot
             become `target` (shards never become partial values).

@@ -27,7 +27,7 @@ def shard_dim_alltoall(
     divide by the number of ranks, and by default all pieces are as large as this one. A tensor on `meta` gives one.
 
     Example:
-        (12, 4) on a mesh of 2 x 2, dim 0 joined and dim 1 cut: (24, 2).
+        >>> columns = collectives.shard_dim_alltoall(torch.ones(12, 4), 0, 1, devices, "dp")  # on 2 ranks: (24, 2)
 
     Raises:
         LayoutError: the tensor lacks a dim, both are the same, or the piece is not that of `size`.
@@ -47,6 +47,9 @@ def shard_dim_all_gather(
 ) -> Tensor:
     """The whole of `dim`, which the ranks along `mesh_dim` cut; `tensor` and `size` as for `shard_dim_alltoall`.
 
+    Example:
+        >>> whole = collectives.shard_dim_all_gather(torch.ones(11, 6), 0, devices, "dp", size=11)
+
     Raises:
         LayoutError: the tensor lacks the dim, or the piece is not that of `size`.
         MeshError: this rank or the mesh dim is no part of the mesh.
@@ -61,6 +64,9 @@ def shard_dim_reduce_scatter(
     tensor: Tensor, dim: int, mesh: DeviceMesh, mesh_dim: int | str = 0, *, op: str = "sum"
 ) -> Tensor:
     """This rank's piece along `dim` of the sum, average, maximum or minimum of the ranks' tensors along `mesh_dim`.
+
+    Example:
+        >>> rows = collectives.shard_dim_reduce_scatter(torch.ones(11, 6), 0, devices, "dp")
 
     Raises:
         LayoutError: the tensor lacks the dim, or `op` is none of sum, avg, max, min.

@@ -51,6 +51,9 @@ class Machine:
             0 for as many as others.
         wires: what collectives take, by kind; what has none takes `link_us`, `link_bytes_per_us` and nothing from
             computing.
+
+    Example:
+        >>> print(ws.simulate(local, ws.Machine(link_bytes_per_us=119)))  # a link of 1 Gbit/s
     """
 
     flops_per_us: float = 50_000.0

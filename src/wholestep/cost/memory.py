@@ -29,6 +29,10 @@ class Held:
     the forward, read by the backward), gathered, sent (a collective reads it), gradient (reduced), update (follows
     from complete gradients) or temporary for what the program makes. `module` is the path of the module whose forward
     made it.
+
+    Example:
+        >>> largest = ws.peak_memory(local).held[0]
+        >>> print(largest.name, largest.kind, largest.size_bytes)
     """
 
     name: str
@@ -48,6 +52,10 @@ class Held:
 class PeakMemory:
     """The most bytes a rank holds at once: `size_bytes`, while the node `at` runs; `held` is all that is there, the
     largest first. `rest_bytes` of it are inputs, held from the start of the step to its end.
+
+    Example:
+        >>> peak = ws.peak_memory(local)
+        >>> print(peak.size_bytes, peak.at, peak.by_kind())
     """
 
     size_bytes: int
@@ -76,6 +84,9 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
     """For each node that runs, in order: its name and the bytes held while it does.
 
     That counts tensors, as the program frees them; not what a kernel takes for itself, nor what an allocator keeps.
+
+    Example:
+        >>> name, size_bytes = max(ws.memory_curve(local), key=lambda row: row[1])
     """
     return tuple(zip((n.name for n in _calls(local.graph)), bytes_held(local), strict=True))
 

@@ -1,11 +1,12 @@
 """Machines by name. Every fitted figure says what it was fitted to; the others are those of data sheets.
 
 Collectives: the two regimes of a curve, its own-piece rate and the latency of a hop are least absolute log errors over
-the published tables that `sources` name (`docs/accuracy.md` has their errors, with rows held out).
+the published tables that `sources` name (`benchmarks/accuracy.md` has their errors, with rows held out).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from ..errors import PlanError
@@ -203,3 +204,11 @@ def seed() -> Topology:
     rate = 87.7 * 2**30 / 1e6
     levels = Level("host", 8, rate, 0.6, curves), Level("hosts", 0, rate * 0.22, 2.7, curves)
     return Topology("seed", A100, levels, ("torch.distributed.tensor._collective_utils",))
+
+
+@functools.cache
+def one_host() -> Topology:
+    """The formula of `seed` on one host that holds any number of ranks: what layouts are priced by by default."""
+    found = seed()
+    inside = found.levels[0]
+    return Topology("one host", found.device, (replace(inside, ranks=0),), found.sources)

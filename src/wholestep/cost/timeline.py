@@ -34,6 +34,9 @@ class Span:
         phase: forward, backward or update.
         module: path of the module whose forward made it.
         size_bytes: of the largest buffer of a collective; of the result of an op.
+
+    Example:
+        >>> longest = max(ws.timeline(local, ws.Topology.preset("dgx-h100")).spans, key=lambda span: span.us)
     """
 
     name: str
@@ -48,7 +51,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step in time: spans in the order of their starts, bytes held by (microsecond, bytes)."""
+    """A step in time: spans in the order of their starts, bytes held by (microsecond, bytes).
+
+    Example:
+        >>> found = ws.timeline(local, ws.Topology.preset("dgx-h100"))
+        >>> print(found)
+        >>> found.save("step.json")  # for Perfetto
+    """
 
     spans: tuple[Span, ...]
     simulated: Simulated

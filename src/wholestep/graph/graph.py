@@ -68,6 +68,10 @@ class TrainGraph:
     tuple that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
     `mixed_precision` is that of the capture. `offload` is the device that computes while state rests in host memory;
     empty where state rests on it.
+
+    Example:
+        >>> graph = ws.capture(train_step, model, optimizer, batch)
+        >>> print(graph, [given.name for given in graph.inputs])
     """
 
     graph: Graph
@@ -103,13 +107,34 @@ class CollectiveTotal:
 
 
 @dataclass(frozen=True)
+class BucketSizes:
+    """What the collectives of a program carry, in bytes, as `passes.sizes.SizeBuckets` decides it.
+
+    `first_bytes` are those of the first bucket of a kind, `summed_bytes` those of all-reduces. Gathers and scatters of
+    `alone_bytes` or more are not bucketed. `in_flight_bytes` may be in flight at once, or `in_flight` collectives.
+    """
+
+    bucket_bytes: int
+    first_bytes: int
+    summed_bytes: int
+    alone_bytes: int
+    in_flight_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
 class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
-    `passes` names those that it came through.
+    `passes` names those that it came through. With `across`, the end of a step is left to the next call: this is what
+    runs in all calls but the first, `across` are the program of the first call and the one that completes the last.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
     carried to the next call; no dead node.
+
+    Example:
+        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
+        >>> print(local, local.collectives())
     """
 
     graph: Graph
@@ -120,6 +145,8 @@ class LocalGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     passes: tuple[str, ...] = ()
     offload: str = ""
+    sizes: BucketSizes | None = None
+    across: tuple[LocalGraph, LocalGraph] | None = None
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

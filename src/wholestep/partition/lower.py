@@ -23,8 +23,8 @@ from ..plan.plan import Decision, Plan
 from ..plan.situation import moving
 from ..reshard import reshard
 from ..rules.call import Call
+from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
-from ..rules.lookup import find_rule
 from ..rules.registry import is_random
 from . import pieces
 from .collectives import Emitter, contiguous
@@ -42,6 +42,10 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
     """Rewrite `graph` for one rank: local operands, explicit collectives, each resharding done once.
 
     Collectives on gradients start where the gradient is complete and are waited for at the first use.
+
+    Example:
+        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
+        >>> print(local.collectives())
 
     Raises:
         PlanError: the plan was not made for this graph.
@@ -259,7 +263,7 @@ class _Lowering:
     def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
         whole = meta.tensor(node)
         assert whole is not None, f"%{node.name} is one tensor"
-        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh)
+        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
         other = self._reduce_dtype(whole) if reduces and whole.shape else None
         if other is None:

@@ -37,23 +37,41 @@ def run_passes(
     local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False
 ) -> LocalGraph:
     """Apply `passes` in order, checking the graph after each; `watch` is told the name of each and what it made.
-    `owned`: nobody else holds the graph of `local`, so it may be changed.
+    `owned`: nobody else holds the graph of `local`, so it may be changed. A pass with `passes` stands for these.
+
+    Once the end of a step is left to the next call (`AcrossSteps`), each further pass changes all three programs; a
+    pass with `orders = True` does so itself.
+
+    Example:
+        >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.pipeline(hardware))
 
     Raises:
         GraphError: a pass stands at the wrong place, or left a malformed graph; names the pass.
     """
-    for one in passes:
+    for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
         name = getattr(one, "__name__", type(one).__name__)
         check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
-        applied, ours = local.passes, isinstance(one, InPlace)
+        given, ends = local, local.across
         local = one.change(local) if owned and isinstance(one, InPlace) else one(local)
-        owned = ours and watch is None
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",
                 "a LocalGraph",
                 "return the graph you were given or a changed copy",
             )
+        if ends is not None and not getattr(one, "orders", False):
+            local = replace(local, across=(one(ends[0]), one(ends[1])))
+        if local.graph is not given.graph or isinstance(one, InPlace):
+            _check(name, local)
+        owned = isinstance(one, InPlace) and watch is None
+        local = replace(local, passes=(*given.passes, name))
+        if watch is not None:
+            watch(name, local)
+    return local
+
+
+def _check(name: str, made: LocalGraph) -> None:
+    for local in (made, *(made.across or ())):
         try:
             check_local_graph(local)
         except (WholestepError, RuntimeError) as error:
@@ -62,10 +80,6 @@ def run_passes(
                 "a graph that keeps LocalGraph's invariants",
                 "mend the pass",
             ) from error
-        local = local if len(local.passes) > len(applied) else replace(local, passes=(*applied, name))
-        if watch is not None:
-            watch(name, local)
-    return local
 
 
 def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: Sequence[str]) -> None:

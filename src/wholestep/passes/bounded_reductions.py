@@ -14,6 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
 from ..graph.verify import is_wait
 from .base import InPlace
+from .overlap import most_in_flight
 
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
@@ -21,19 +22,29 @@ _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 @dataclass(frozen=True)
 class BoundedReductions(InPlace):
     """Before a reduce-scatter starts, the oldest along its axis are waited for until all of them read `in_flight_bytes`
-    at most, or no more than `in_flight` are left along that axis: the next hop of one keeps none from starting.
+    at most, or no more than `in_flight` are left along that axis; with None, as `SizeBuckets` decided. Stages of
+    hierarchical collectives along other axes start regardless.
 
     Without it whole gradients would be held to the end of the backward where only the update waits for them. The wire
     carries the others meanwhile, so that it is as busy as before. Bitwise the same.
     """
 
-    in_flight_bytes: int
-    in_flight: int = 1
+    in_flight_bytes: int | None = None
+    in_flight: int | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    orders: ClassVar[bool] = True
+
+    @property
+    def must_follow(self) -> tuple[str, ...]:
+        """What decides how much is in flight."""
+        return ("SizeBuckets",) if self.in_flight_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Move waits of `local` up."""
+        """Move waits of `local` up; where the end of a step is left to the next call, they are late on purpose."""
+        if local.across is not None:
+            return local
+        in_flight_bytes, in_flight = most_in_flight(local, self.in_flight_bytes, self.in_flight)
         graph = local.graph
         flying: dict[Any, dict[Node, int]] = defaultdict(dict)
         place = {node: i for i, node in enumerate(graph.nodes)}
@@ -45,7 +56,7 @@ class BoundedReductions(InPlace):
                 given = node_at(node, 0)
                 size_bytes = sum(made.size_bytes for made in meta.tensors(given) if made is not None)
                 alike = flying[node.args[-1]]
-                while len(alike) >= self.in_flight and size_bytes + _sum(flying) > self.in_flight_bytes:
+                while len(alike) >= in_flight and size_bytes + _sum(flying) > in_flight_bytes:
                     oldest = next(iter(alike))
                     del alike[oldest]
                     stays = not is_wait(given)  # waits have moved: their places are known no more

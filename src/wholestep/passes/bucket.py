@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, cast
 
@@ -37,18 +37,35 @@ class Bucket(InPlace):
     stay with what their gradients waited for. A reduction waits for the last gradient of its bucket, and no longer than
     until the first of them is needed. Gathers and reduce-scatters are bitwise the same; an all-reduce may add the ranks
     in another order. `kinds` leaves collectives of other kinds alone. Gathers and reduce-scatters of `alone_bytes` or
-    more are left alone too: they would be copied into a bucket or out of it.
+    more are left alone too: they would be copied into a bucket or out of it. Where `most_bytes` is None, sizes are
+    those that `SizeBuckets` decided.
     """
 
-    most_bytes: int = 25 << 20
+    most_bytes: int | None = 25 << 20
     first_bytes: int = 1 << 20
     kinds: tuple[str, ...] = tuple(KINDS)
     alone_bytes: int | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
+    @staticmethod
+    def sized(kind: str) -> Bucket:
+        """Of one kind, with the sizes that `SizeBuckets` decided."""
+        return Bucket(None, kinds=(kind,))
+
+    @property
+    def must_follow(self) -> tuple[str, ...]:
+        """What decides the sizes."""
+        return ("SizeBuckets",) if self.most_bytes is None else ()
+
     def change(self, local: LocalGraph) -> LocalGraph:
         """Merge the collectives of `local`: those of several hops first, then each by itself that is left."""
+        if self.most_bytes is None:
+            assert local.sizes is not None, "SizeBuckets came before"
+            sums = self.kinds == ("all_reduce",)
+            most = local.sizes.summed_bytes if sums else local.sizes.bucket_bytes
+            return replace(self, most_bytes=most, first_bytes=local.sizes.first_bytes,
+                           alone_bytes=None if sums else local.sizes.alone_bytes).change(local)  # fmt: skip
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         done = set[Node]()
         for several in (False,) if fixed else (True, False):
@@ -87,6 +104,7 @@ class Bucket(InPlace):
             group.chains.append(hops)
             group.lasts.add(hops[-1])
             group.bytes += whole_bytes
+            assert self.most_bytes is not None, "as given, or as decided"
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
             if group.bytes >= most and (group.ahead or node.target is not GATHER):
                 closed.append(open_groups.pop(key).chains)

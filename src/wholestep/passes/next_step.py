@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
@@ -13,59 +13,37 @@ from ..graph.graph import Input, LocalGraph, Output, Role, operands
 from ..graph.verify import is_collective, is_wait
 from ..layout import replicated
 from ..rules.registry import is_random
-from .base import check_order
 from .bucket import REDUCE, SCATTER
-from .overlap import parts, with_collectives_in
+from .overlap import parts
 
 _LASTING = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.CONST})
 
 
 @dataclass(frozen=True)
 class AcrossSteps:
-    """A step in three programs, in all of which parameters are updated one call late.
+    """Leaves the end of a step to the next call: reductions that are in flight then are waited for there.
 
-    `first` runs in a call that finds nothing carried, `steady` in the calls after it. Both end in reductions that are
-    on their way still. `flush` completes them when no call follows. Each takes the inputs of the whole step, then what
-    was carried; `flush` those inputs only that outlast a call.
-    """
+    Takes a functional program whose collectives are merged, and splits it at its reductions of gradients. Everything
+    that follows from such a reduction moves, unless the forward, the backward, a result or a gradient that is kept
+    needs it. A program in which nothing moves is left as it is.
 
-    first: LocalGraph
-    steady: LocalGraph
-    flush: LocalGraph
-
-    def with_steady(self, steady: LocalGraph) -> AcrossSteps:
-        """With another order of `steady`, whose collectives the other programs then have in the same one.
-
-        Those that complete the last call come before those of this one: a rank that flushes, and goes on with `first`,
-        has the same sequence as one that runs `steady`.
-        """
-        late, body = _collectives(self.flush), _collectives(self.first)
-        order = _collectives(steady)
-        late, body = [n for n in order if n in set(late)], [n for n in order if n in set(body)]
-        return AcrossSteps(
-            with_collectives_in(self.first, body),
-            with_collectives_in(steady, [*late, *body]),
-            with_collectives_in(self.flush, late),
-        )
-
-    def mapped(self, change: Callable[[LocalGraph], LocalGraph]) -> AcrossSteps:
-        """With `change` made to each program."""
-        return AcrossSteps(change(self.first), change(self.steady), change(self.flush))
-
-
-def move_to_next_step(local: LocalGraph) -> AcrossSteps | None:
-    """Split `local`, a functional program whose collectives are merged, at its reductions of gradients.
-
-    Everything that follows from such a reduction moves, unless the forward, the backward, a result or a gradient that
-    is kept needs it. None where nothing moves. One call of `first` or `steady` and then `flush` compute what `local`
-    does, with the same operations on the same numbers.
+    It makes three programs, in all of which parameters are updated one call late. The result runs in all calls but the
+    first. `across` has `first`, for a call that finds nothing carried, and `flush`, which completes the last call when
+    no call follows. Each takes the inputs of the whole step, then what was carried; `flush` those inputs only that
+    outlast a call. One call of `first` or of the result and then `flush` compute what `local` does, with the same
+    operations on the same numbers.
 
     Raises:
         GraphError: optimizers over lists were not split by bucket before, or the graph updates in place already.
     """
-    check_order(local, "move_to_next_step", ("SplitOptimizer",), ("Reinplace",))
-    work = _Work(local)
-    return work.split() if work.late else None
+
+    must_follow: ClassVar[tuple[str, ...]] = ("SplitOptimizer",)
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The steady program with the others beside it."""
+        work = _Work(local)
+        return work.split() if work.late else local
 
 
 @dataclass
@@ -124,7 +102,7 @@ class _Work:
         crossing = self._crossing(self.late)
         return [n for n in crossing if n not in at_hand], {n: at_hand[n] for n in crossing if n in at_hand}
 
-    def split(self) -> AcrossSteps:
+    def split(self) -> LocalGraph:
         """The three programs."""
         sources, at_hand = self._sources()
         carries = [self._carry(number, node) for number, node in enumerate(sources)]
@@ -148,7 +126,8 @@ class _Work:
         came = flush.take_carried(carries, sources)
         late = flush.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **came})
         programs.append(flush.end([(out, late[n]) for out, n in mine]))
-        return AcrossSteps(*programs)
+        made, steady, ended = programs
+        return replace(steady, across=(made, ended))
 
     def _carry(self, number: int, node: Node) -> Input:
         """The next call's input for what `node` makes."""
@@ -196,10 +175,6 @@ class _Writer:
         layouts = tuple(self.layouts[i.name] for i in self.inputs)
         outputs = tuple(out for out, _ in results)
         return replace(self.local, graph=self.graph, inputs=tuple(self.inputs), outputs=outputs, layouts=layouts)
-
-
-def _collectives(local: LocalGraph) -> list[str]:
-    return [n.name for n in local.graph.nodes if is_collective(n)]
 
 
 def _followers(node: Node) -> set[Node]:

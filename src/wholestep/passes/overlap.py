@@ -29,29 +29,63 @@ class Overlap(InPlace):
     """Collectives start when their last input exists, and are waited for at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
-    of their use, while no more than `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it. Of
-    what follows from complete gradients, that which another collective waits for (an update whose result is gathered)
-    runs as soon as the simulation says that nothing needs to be waited for; the rest runs at the end, in the order in
-    which it can.
-    Of reductions that are carried to the next call, that goes first whose parameters are read first there.
-    Ranks whose batches differ in size may find different orders: `with_collectives_in` gives them that of one.
+    of their use, while no more than `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it; with
+    None, as `SizeBuckets` decided. Optimizer updates that feed a parameter all-gather are issued as soon as their
+    gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the next
+    call go in the order in which that reads their parameters.
+    Ranks whose batches differ in size may find different orders: `SameOrder` gives them that of one.
     """
 
     machine: Speeds = field(default_factory=Machine)
-    in_flight_bytes: int = 64 << 20
-    in_flight: int = 1
+    in_flight_bytes: int | None = 64 << 20
+    in_flight: int | None = 1
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    orders: ClassVar[bool] = True
+
+    @property
+    def must_follow(self) -> tuple[str, ...]:
+        """What decides how much is in flight."""
+        return ("SizeBuckets",) if self.in_flight_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Put the nodes of `local` into another order."""
-        work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), {})
+        most = most_in_flight(local, self.in_flight_bytes, self.in_flight)
+        work = _Work(local, self.machine, most, {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.machine, (self.in_flight_bytes, self.in_flight), left(local, work.clock))
+            work = _Work(local, self.machine, most, left(local, work.clock))
             work.run()
         _order(local.graph, work.order)
-        return local
+        return local if local.across is None else in_one_order(local)
+
+
+@dataclass(frozen=True)
+class SameOrder:
+    """Ranks start their collectives in one order: that which `ask` gives for a program; without it, each in its own.
+
+    Ranks whose batches differ in size may be given different orders by `Overlap`, and would wait for each other.
+    """
+
+    ask: Callable[[LocalGraph], Sequence[str]] | None = None
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    orders: ClassVar[bool] = True
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The program with its collectives in that order."""
+        if self.ask is None:
+            return local
+        local = with_collectives_in(local, self.ask(local))
+        return local if local.across is None else in_one_order(local)
+
+
+def most_in_flight(local: LocalGraph, given_bytes: int | None, given: int | None) -> tuple[int, int]:
+    """Bytes that may be in flight, or how many collectives: as given, or as `SizeBuckets` decided."""
+    if given_bytes is not None:
+        return given_bytes, 1 if given is None else given
+    assert local.sizes is not None, "SizeBuckets came before"
+    return local.sizes.in_flight_bytes, local.sizes.in_flight
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
@@ -76,6 +110,26 @@ def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
         "ranks whose programs differ in sizes of the batch at most",
         "give schedule=None, or batches for which the step is the same",
     )
+
+
+def in_one_order(steady: LocalGraph) -> LocalGraph:
+    """The same with the collectives of its three programs in the order of `steady`.
+
+    Collectives that complete the last call come before those of this one: a rank that flushes and then runs `first`
+    has the same sequence as one that runs `steady`.
+    """
+    assert steady.across is not None, "the end of the step is left to the next call"
+    first, flush = steady.across
+    of_flush, of_first = set(collectives_of(flush)), set(collectives_of(first))
+    order = collectives_of(steady)
+    late, body = [n for n in order if n in of_flush], [n for n in order if n in of_first]
+    ends = with_collectives_in(first, body), with_collectives_in(flush, late)
+    return replace(with_collectives_in(steady, [*late, *body]), across=ends)
+
+
+def collectives_of(local: LocalGraph) -> list[str]:
+    """The names of its collectives, in order."""
+    return [n.name for n in local.graph.nodes if is_collective(n)]
 
 
 def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> list[Node]:

@@ -35,6 +35,9 @@ class Recompute:
         compute: values that depend on the batch may be made again.
         gathers: gathered parameters may be gathered again instead of kept.
 
+    Example:
+        >>> fitted = ws.run_passes(local, [ws.Recompute(ws.peak_memory(local).size_bytes, gathers=True)])
+
     Raises:
         PlanError: the budget cannot be met; says how far it can, and what is held there.
     """

@@ -44,6 +44,10 @@ class DataParallel:
         broadcast_buffers: every call starts from the first rank's buffers.
         input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
             that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same everywhere.
+
+    Example:
+        >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("zero1", semantics="global"))
+        >>> step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard", reshard_after_forward=True))
     """
 
     style: Style = "fully_shard"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from ..cost.speeds import Speeds
 from ..errors import LayoutError, PlanError
 from ..graph import meta
 from ..graph.graph import Role
@@ -30,7 +31,7 @@ def show_group(group: Group) -> str:
 
 
 def _factor(name: str | None) -> str:
-    return (name or "_").replace(".", "d")
+    return ("d" + name[1:] if name.startswith(".") else name.replace(".", "")) if name else "_"
 
 
 def cut_reason(group: Group, factor: str, given: Sequence[Node], states: Sequence[AxisState]) -> str:
@@ -55,22 +56,24 @@ def whole_reason(group: Group) -> str:
     return f"whole: no operand is cut where '{show_group(group)}' may be"
 
 
-def moves(given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh) -> Iterator[str]:
-    """What it takes to bring the operands together."""
+def moves(
+    given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Speeds
+) -> Iterator[str]:
+    """What it takes to bring the operands together, and the time of that on `hardware`."""
     for node, before, after in zip(given, have, want, strict=True):
         made = meta.tensor(node)
         if before != after and made is not None:
-            yield f"%{node.name} {_move(made, before, after, mesh)}"
+            yield f"%{node.name} {_move(made, before, after, mesh, hardware)}"
 
 
-def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh) -> str:
+def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Speeds) -> str:
     """A result that is resharded where it is made."""
-    return f"the result {_move(made, before, after, mesh)}, once for all readers" if made else ""
+    return f"the result {_move(made, before, after, mesh, hardware)}, once for all readers" if made else ""
 
 
-def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh) -> str:
+def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Speeds) -> str:
     try:
-        path = reshard(before, after, made.shape, made.dtype.itemsize, mesh)
+        path = reshard(before, after, made.shape, made.dtype.itemsize, mesh, hardware)
     except LayoutError:
         return f"{before.show(made.shape)} becomes {after.show(made.shape)}"
     return f"{before.show(made.shape)} becomes {after.show(made.shape)}: {_steps(path)}"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from ..cost.presets import one_host
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.expand import ROUNDS, expand, expandable
@@ -28,13 +30,23 @@ def plan(
     mesh: Mesh | str,
     parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
     placed: Mapping[str, Layout] | None = None,
+    hardware: Speeds | None = None,
 ) -> Plan:
     """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
 
     `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
     chooses; on a mesh `"auto=N"` it chooses the axes too.
 
-    `placed` names inputs that rest somewhere already (another step put them there): they stay.
+    `placed` names inputs that rest somewhere already (another step put them there): they stay. Where layouts follow
+    from what resharding takes, that is counted on `hardware`; by default on one host with as many ranks as it takes.
+    `Auto` names its hardware itself.
+
+    Example:
+        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
+
+    Example:
+        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
+        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
 
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
@@ -42,6 +54,7 @@ def plan(
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(parallel, Chooser):
         return parallel.choose(graph, mesh, placed)
+    hardware = hardware or one_host()
     strategies = compose(parallel)
     axes, options = strategies.axes(mesh), strategies.options
     strategies = solved(strategies, graph, mesh, placed)
@@ -51,7 +64,9 @@ def plan(
     resting, rest = _placed(graph, mesh, strategies, placed)
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
-    start = Situation(graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut))
+    start = Situation(
+        graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut), hardware=hardware
+    )
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
@@ -63,7 +78,7 @@ def plan(
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
-        nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload),
+        nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
     )  # fmt: skip
     made.check(graph)
     return made

@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..cost.presets import one_host
+from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.expand import expand
 from ..graph.graph import Input, Role, TrainGraph
@@ -112,8 +114,15 @@ class Plan:
     `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
     smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
     is called in the graph. `objective` is set where `Auto` chose the plan. `strategies` made it; None where they cannot
-    be read back from a file. `mixed_precision` and `offload` are those of the captured graph.
+    be read back from a file. `mixed_precision` and `offload` are those of the captured graph. Layouts and the way
+    from one to another are the cheapest on `hardware`.
     Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
+
+    Example:
+        >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
+        >>> print(plan.rest["0.weight"], plan.bytes_at_rest())
+        >>> print(plan.explain("0.weight"))
+        >>> plan.save("plan.json")
     """
 
     mesh: Mesh
@@ -131,6 +140,7 @@ class Plan:
     strategies: Strategies | None = field(default=None, compare=False)
     mixed_precision: MixedPrecision | None = None
     offload: bool = False
+    hardware: Speeds = field(default_factory=one_host)
 
     def explain(self, name: str) -> str:
         """Where an input rests and why, what reads it and at which cost; or the same of an operation.

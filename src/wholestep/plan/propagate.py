@@ -26,7 +26,7 @@ from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
-from ..rules.lookup import find_rule
+from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from .axes import in_order, reduced
@@ -142,7 +142,7 @@ class _Propagation:
         self._inherit_homes(node, given)
         if self.scout and node in self.moving and not asked:
             outputs = self._written_out(node, given, have, wanted, outputs)
-        because += moves(given, have, wanted, self.situation.mesh) if have != wanted else ()
+        because += moves(given, have, wanted, self.situation.mesh, self.situation.hardware) if have != wanted else ()
         reads = tuple(n.name for n in given)
         return Decision(tuple(wanted), tuple(outputs), why, because=tuple(because), reads=reads)
 
@@ -194,7 +194,7 @@ class _Propagation:
         if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
         home = reduced(made, self._home(node) or self._beside(node, made))
-        said = settled(meta.tensors(node)[0], made, home, self.situation.mesh)
+        said = settled(meta.tensors(node)[0], made, home, self.situation.mesh, self.situation.hardware)
         return replace(decision, settle=home, because=(*decision.because, said))
 
     def _beside(self, node: Node, made: Layout) -> Layout:
@@ -214,7 +214,7 @@ class _Propagation:
             layout = layout.put(axis, state)
         if layout == decision.outputs[0]:
             return decision
-        said = settled(meta.tensors(node)[0], decision.outputs[0], layout, self.situation.mesh)
+        said = settled(meta.tensors(node)[0], decision.outputs[0], layout, self.situation.mesh, self.situation.hardware)
         return replace(decision, settle=layout, because=(*decision.because, f"pinned: {said}"))
 
     # -- choosing one axis ---------------------------------------------------------------
@@ -347,7 +347,12 @@ class _Propagation:
     def _cost_of(self, made: TensorMeta, have: AxisState, want: AxisState, axis: str) -> float:
         plain = replicated(len(made.shape))
         return reshard(
-            plain.put(axis, have), plain.put(axis, want), made.shape, made.dtype.itemsize, self.situation.mesh
+            plain.put(axis, have),
+            plain.put(axis, want),
+            made.shape,
+            made.dtype.itemsize,
+            self.situation.mesh,
+            self.situation.hardware,
         ).cost_us
 
     # -- the end -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import operands
 from ..graph.ops import VIEWS
-from ..rules.lookup import find_rule
+from ..rules.find_rule import find_rule
 
 
 def reads(user: Node, node: Node) -> bool:

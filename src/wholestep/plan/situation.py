@@ -9,6 +9,8 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
+from ..cost.presets import one_host
+from ..cost.speeds import Speeds
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.ops import CHEAP, GRAD_READY, PRODUCTS, is_pointwise
@@ -24,7 +26,7 @@ class Situation:
 
     `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
     the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes layouts of results and
-    operands along some axes.
+    operands along some axes. Resharding costs what it takes on `hardware`.
     """
 
     graph: TrainGraph
@@ -37,6 +39,7 @@ class Situation:
     per_rank: frozenset[str] = frozenset()
     storage: frozenset[str] = frozenset()
     pins: Pins = field(default_factory=Pins)
+    hardware: Speeds = field(default_factory=one_host)
 
 
 def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:

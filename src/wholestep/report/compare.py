@@ -19,7 +19,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..passes.schedule import Schedule
+from ..passes.pipeline import pipeline
 from ..plan.make import plan
 from ..plan.strategy import compose
 
@@ -77,10 +77,10 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        plans = [plan(one, mesh, strategies) for one in graphs]
+        plans = [plan(one, mesh, strategies, hardware=machine) for one in graphs]
         made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
-            found = short.priced(layers, made, Finish(Schedule(machine)))
+            found = short.priced(layers, made, Finish(pipeline(machine)))
         else:
             found = costs(made[0][1], made[0][0], machine)
     except WholestepError as error:

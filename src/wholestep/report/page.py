@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
 from ..partition.lower import partition
-from ..passes.schedule import Schedule
+from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
 from .compare import Row
 from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
@@ -103,7 +103,7 @@ def program(plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds) -> Loca
         PlanError: `graph` is not what was planned.
     """
     if isinstance(graph, TrainGraph):
-        return Finish(Schedule(machine))(partition(graph, plan))
+        return Finish(pipeline(machine))(partition(graph, plan))
     theirs = {i.name for i in graph.inputs if i.role in (Role.PARAM, Role.STATE)}
     strange = sorted(theirs ^ {i.name for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)})
     if strange or graph.mesh != plan.mesh:

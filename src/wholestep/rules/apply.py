@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import RuleError
 from ..graph.meta import TensorMeta
 from .call import Call
-from .language import Dim, RuleText, Term
-from .rule import BoundRule, Group, PassThrough
+from .language import Dim, RuleText, Term, base, spread
+from .rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough
 from .rule import Term as BoundTerm
+
+
+def choose(cases: Sequence[RuleText], call: Call) -> RuleText:
+    """The first case whose condition holds and whose terms have as many dims as the tensors of the call.
+
+    Raises:
+        RuleError: there is none.
+    """
+    if len(cases) == 1 and cases[0].when is None:
+        return cases[0]
+    for case in cases:
+        if _holds(case, call) and _fits(case, call):
+            return case
+    shapes = ", ".join(str(list(m.shape)) for m in call.operands)
+    raise RuleError(
+        f"rule '{' | '.join(map(str, cases))}' does not fit {call.target}: it has no case for {shapes}",
+        "a case whose terms have the dims of the tensors",
+        "add one, or make the rule a function of the shapes",
+    )
+
+
+def _holds(case: RuleText, call: Call) -> bool:
+    if case.when is None:
+        return True
+    value = call.argument(case.when.argument)
+    return bool(value) if case.when.value is None else value == case.when.value
+
+
+def _fits(case: RuleText, call: Call) -> bool:
+    found = [
+        (t, call.operands[p]) for t, s in zip(inputs_of(case, call), call.slots, strict=False) for p in s.positions
+    ]
+    found += [(t, m) for t, m in zip(outputs_of(case, call), call.outputs, strict=False) if m is not None]
+    arguments = {name: call.argument(name) for name in case.arguments}
+    return all(t.opaque or t.optional or spread(t, m.shape, arguments) is not None for t, m in found)
+
+
+def inputs_of(rule: RuleText, call: Call) -> list[Term]:
+    """A term for each tensor argument; the last one of the rule for all that follow, where it repeats."""
+    return [*repeated(rule.inputs, len(call.slots))]
+
+
+def outputs_of(rule: RuleText, call: Call) -> list[Term]:
+    """A term for each output; one of a list for each of its entries."""
+    count = entries_of(rule, call)
+    terms = [t for t in rule.outputs for _ in range(count if t.is_list else 1)]
+    return [*repeated(terms, len(call.outputs))]
+
+
+def repeated(terms: Sequence[Term], count: int) -> Iterator[Term]:
+    """`terms`, the last one as often as there are tensors, where it repeats."""
+    yield from terms
+    if terms and terms[-1].repeats:
+        yield from [terms[-1]] * (count - len(terms))
+
+
+def entries_of(rule: RuleText, call: Call) -> int:
+    """How many entries its lists have."""
+    pairs = zip(rule.inputs, call.slots, strict=False)
+    return max((len(slot.positions) for term, slot in pairs if term.is_list and slot.positions), default=1)
 
 
 def apply(
@@ -26,57 +86,56 @@ def apply(
     Raises:
         RuleError: the rule does not fit the shapes of the call; names the tensor.
     """
-    where: dict[int, tuple[int, ...]] = {}
-    for i, slot in enumerate(call.slots):
-        if slot.positions and i < len(rule.inputs):
-            where[i] = slot.positions
-    count = max((len(p) for i, p in where.items() if rule.inputs[i].is_list), default=1)
+    terms = inputs_of(rule, call)
+    where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
     has_lists = any(t.is_list for t in (*rule.inputs, *rule.outputs))
-    groups = tuple(_group(rule, call, where, i, count, has_lists) for i in range(count))
+    groups = tuple(_group(rule, terms, call, where, i, has_lists) for i in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
     return BoundRule(groups, shared, sizes or {}, local or {})
 
 
 def _group(
-    rule: RuleText, call: Call, where: Mapping[int, tuple[int, ...]], entry: int, count: int, has_lists: bool
+    rule: RuleText, terms: Sequence[Term], call: Call, where: Mapping[int, tuple[int, ...]], entry: int, has_lists: bool
 ) -> Group:
     """Entry `entry` of every list, or everything where there are no lists."""
     given = {
         (p[entry] if t.is_list else p[0]): (t, i)
         for i, p in where.items()
-        if (t := rule.inputs[i]).is_list or (not has_lists)
+        if (t := terms[i]).is_list or (not has_lists)
         if entry < len(p)
     }
-    made = _outputs(rule, call, entry, count)
+    made = _outputs(rule, call, entry)
     tensors = [(t, call.operands[p], f"input {i}") for p, (t, i) in given.items()]
     tensors += [(t, m, f"output {o}") for o, (t, m) in made.items()]
     seen = _Sizes(rule, call)
     for term, found, name in tensors:
         seen.read(term, found, name)
     seen.settle()
-    operands = {p: seen.term(t, call.operands[p]) for p, (t, _) in given.items() if not t.opaque}
+    shown = {p: t for p, (t, _) in given.items() if not seen.is_opaque(t, call.shape(p))}
+    operands = {p: seen.term(t, call.operands[p]) for p, t in shown.items()}
     outputs = {o: seen.term(t, m) for o, (t, m) in made.items()}
+    opaque = frozenset(o for o, (t, m) in made.items() if seen.is_opaque(t, m.shape))
     factors = dict.fromkeys(f for term in operands.values() for f in term if f)
-    lost = [f for f in factors if any(f not in term for o, term in outputs.items() if not made[o][0].opaque)]
-    leaves = {f: rule.reduces.get("..." if f.startswith(".") else f, "sum") for f in lost}
+    lost = [f for f in factors if any(f not in term for o, term in outputs.items() if o not in opaque)]
+    leaves = {f: rule.reduces.get(base(f), "sum") for f in lost}
     reduces = {f: op for f, op in leaves.items() if op}
     by_input = {i: p for p, (_, i) in given.items()}
     partial = tuple(
-        PassThrough(frozenset(by_input[i] for i in group if i in by_input))
-        for group in rule.linear
-        if any(i in by_input for i in group)
+        PassThrough(passing, ops)
+        for groups, ops in ((rule.linear, LINEAR), (rule.moves, ANY_PARTIAL))
+        for group in groups
+        if (passing := frozenset(by_input[i] for i in group if i in by_input)) and passing <= shown.keys()
     )
     filled = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
     even = {f: seen.sizes[f] for f in seen.even}
-    opaque = frozenset(o for o, (t, _) in made.items() if t.opaque)
     return Group(operands, outputs, reduces, partial, even, filled, opaque)
 
 
-def _outputs(rule: RuleText, call: Call, entry: int, count: int) -> dict[int, tuple[Term, TensorMeta]]:
-    """Positions among the flat outputs; a list takes as many as there are entries."""
+def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:
+    """Positions among the flat outputs; of a list, that of the entry."""
     out: dict[int, tuple[Term, TensorMeta]] = {}
-    at = 0
-    for term in rule.outputs:
+    at, count = 0, entries_of(rule, call)
+    for term in repeated(rule.outputs, len(call.outputs)):
         position = at + entry if term.is_list else at
         at += count if term.is_list else 1
         found = call.outputs[position] if position < len(call.outputs) else None
@@ -85,20 +144,30 @@ def _outputs(rule: RuleText, call: Call, entry: int, count: int) -> dict[int, tu
     return out
 
 
+def _lead(dims: Iterable[Dim]) -> int:
+    """How many of them are those of `...`."""
+    return sum(base(f) == "..." for d in dims for f in d.factors)
+
+
 class _Sizes:
     """Sizes of factors, from every tensor that has them."""
 
     def __init__(self, rule: RuleText, call: Call) -> None:
         self.rule, self.call = rule, call
+        self.whole, self.loose = rule.whole, rule.loose
+        self.arguments = {name: call.argument(name) for name in rule.arguments}
         self.sizes: dict[str, int] = {}
+        self.lead = 0
         self.even: set[str] = set()
         self.stuck: set[str] = set()
         self._merged: list[tuple[Dim, int, str]] = []
 
     def read(self, term: Term, found: TensorMeta, name: str) -> None:
-        if term.opaque:
+        if term.opaque or term.optional:
             return
-        for dim, size in self._pairs(term, found.shape, name):
+        pairs = self._pairs(term, found.shape, name)
+        self.lead = max(self.lead, _lead(dim for dim, _ in pairs))
+        for dim, size in pairs:
             if len(dim.factors) == 1:
                 self._set(dim.factors[0], size, name)
             elif dim.factors:
@@ -118,9 +187,18 @@ class _Sizes:
             self.stuck |= set(inner)
             self.even |= {outer} if inner else set()
 
+    def is_opaque(self, term: Term, shape: Sequence[int]) -> bool:
+        """True for `*`, and for an optional term where the tensor has other dims."""
+        if not term.optional:
+            return term.opaque
+        dims = spread(term, shape, self.arguments)
+        if dims is None or (any(d.rest for d in term.dims) and _lead(dims) != self.lead):
+            return True
+        return any(self.sizes.get(f, n) != n for d, n in zip(dims, shape, strict=True) for f in d.factors)
+
     def term(self, term: Term, found: TensorMeta) -> BoundTerm:
         """The factor that may cut each dim."""
-        if term.opaque:
+        if self.is_opaque(term, found.shape):
             return (None,) * len(found.shape)
         return tuple(self._free(dim, size) for dim, size in self._pairs(term, found.shape, ""))
 
@@ -128,31 +206,26 @@ class _Sizes:
         merged = {f for other, _, _ in self._merged for f in other.factors}
         alone = len(dim.factors) == 1 and self.sizes.get(dim.factors[0]) == 1 == size and dim.factors[0] not in merged
         live = [f for f in dim.factors if alone or self.sizes.get(f, 1) > 1]
-        if not live or live[0] in self.stuck or live[0] in self.rule.whole or self._rest_is_whole(live[0]):
+        if not live or live[0] in self.stuck or base(live[0]) in self.whole:
             return None
         return None if len(live) == 1 and self.sizes[live[0]] != size else live[0]
 
-    def _rest_is_whole(self, factor: str) -> bool:
-        return factor.startswith(".") and "..." in self.rule.whole
-
     def _pairs(self, term: Term, shape: Sequence[int], name: str) -> list[tuple[Dim, int]]:
-        fixed = [d for d in term.dims if not d.rest]
-        spread = any(d.rest for d in term.dims)
-        extra = len(shape) - len(fixed)
-        if extra < 0 or (extra and not spread):
+        dims = spread(term, shape, self.arguments)
+        if dims is None:
             self._refuse(f"{name} has shape {list(shape)}, the rule says '{term}'")
-        dims: list[Dim] = []
-        for dim in term.dims:
-            dims += [Dim((f".{extra - i}",), dim.whole) for i in range(extra)] if dim.rest else [dim]
         return list(zip(dims, shape, strict=True))
 
     def _set(self, factor: str, size: int, name: str) -> None:
         have = self.sizes.get(factor, 1)
-        if have not in (size, 1) and size != 1:
+        if base(factor) in self.loose:
+            self.stuck |= {factor} if self.sizes.setdefault(factor, size) != size else set()
+            return
+        if have not in (size, 1) and size != 1 and not (base(factor) == "..." and "..." in self.whole):
             self._refuse(f"{name}: factor {factor} is {size} here and {have} before")
         self.sizes[factor] = max(have, size) if size else 0
 
-    def _refuse(self, found: str) -> None:
+    def _refuse(self, found: str) -> NoReturn:
         raise RuleError(
             f"rule '{self.rule}' does not fit {self.call.target}: {found}",
             "a rule whose terms have the dims of the tensors",

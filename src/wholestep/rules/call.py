@@ -131,6 +131,3 @@ def _opened(values: Sequence[Any]) -> Iterator[Any]:
             yield from _opened(cast(Sequence[Any], value))
         else:
             yield value
-
-
-Maker = Callable[[Call], Any]

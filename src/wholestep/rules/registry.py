@@ -13,12 +13,13 @@ from .. import _torch
 from ..errors import RuleError
 from ..graph import meta
 from ..graph.meta import TensorMeta
-from .apply import apply
+from .apply import apply, choose
 from .call import Call
-from .language import parse
+from .language import RuleText, base, cases
 from .rule import BoundRule, Group
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
+BUILT_IN = "built in"
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,31 @@ class Bind:
 
     text: str
     linear: str = ""
+    moves: str = ""
     reduces: Mapping[str, str] = field(default_factory=dict[str, str])
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     by_shape: frozenset[int] = frozenset()
     filled: frozenset[str] = frozenset()
 
+    def cases(self) -> tuple[RuleText, ...]:
+        """The cases of the text, parsed."""
+        return cases(self.text, self.linear, tuple(sorted(self.reduces.items())), self.moves)
+
     def on(self, call: Call) -> BoundRule:
         """These words about `call`."""
-        said: Bind = call.reword(self) if call.reword else self
-        parsed = parse(said.text, said.linear, tuple(sorted(said.reduces.items())))
-        bound = apply(parsed, call, said.sizes, said.local, said.by_shape)
+        case, said = choose(self.cases(), call), self
+        if call.reword:
+            said: Bind = call.reword(replace(self, text=str(replace(case, when=None)), reduces=case.reduces))
+            (case,) = said.cases()
+        bound = apply(case, call, said.sizes, said.local, said.by_shape)
         return bound if not said.filled else replace(bound, groups=tuple(said._fill(g, call) for g in bound.groups))
 
     def _fill(self, group: Group, call: Call) -> Group:
         terms = [(term, call.shape(i)) for i, term in group.operands.items()]
-        sizes = {f: n for term, shape in terms for f, n in zip(term, shape, strict=True) if f in self.filled}
-        return replace(group, filled={**group.filled, **{f: n for f, n in sizes.items() if f}})
+        sizes = {f: n for term, shape in terms for f, n in zip(term, shape, strict=True) if f}
+        mine = {f: n for f, n in sizes.items() if f in self.filled or base(f) in self.filled}
+        return replace(group, filled={**group.filled, **mine})
 
 
 Function = Callable[[Call], "Bind | BoundRule | str | None"]
@@ -51,12 +60,11 @@ Function = Callable[[Call], "Bind | BoundRule | str | None"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: text, or a function of the call; sample arguments for its check."""
+    """One row of the table: text, or a function of the call."""
 
     target: Any
     body: Bind | Function
-    samples: Samples | None = None
-    origin: str = "built in"
+    origin: str = BUILT_IN
 
     def bind(self, call: Call) -> BoundRule | None:
         """What the rule says about `call`; None when it has nothing to say."""
@@ -67,43 +75,74 @@ class Rule:
 
 
 RULES: dict[Any, Rule] = {}
+"""By op; by name where the op is of a library that may not be imported."""
+SAMPLES: dict[Any, Samples] = {}
+"""What makes sample arguments of an op, for the check of its rule."""
+FAMILIES: list[Callable[[Any], Function | None]] = []
+"""Each says the rule of every op of a family, by its tag or its name; None for an op that is not of the family."""
 
 
 def rule(
-    targets: Any,
+    op: Any,
     text: str = "",
     *,
     linear: str = "",
+    moves: str = "",
     reduces: Mapping[str, str] | None = None,
     sizes: Mapping[str, str] | None = None,
     local: Mapping[str, Callable[..., Any]] | None = None,
     by_shape: Iterable[int] = (),
     filled: Iterable[str] = (),
     samples: Samples | None = None,
-    origin: str = "built in",
+    origin: str = "yours",
 ) -> Callable[[Function], Function]:
-    """Give one or several ops a rule: `text`, or, as a decorator, a function of the call that returns one.
+    """Say how an op may be cut: which dims of its tensors go together. Goes before built-in rules and discovery.
 
-    The arguments are those of `yours.rule`, which users call; `origin` is where the rule comes from, as plans show it.
+    One term for each tensor argument, then one for each tensor it returns; a factor that is missing in a result is
+    summed there. `docs/rules.md` has the grammar. Used as a decorator, without `text`, on a function that is given the
+    call (`rules.call.Call`: shapes and arguments) and returns the text, or None for no rule.
+
+    Args:
+        op: an op or a list of them: a custom op, a `torch.ops` overload or packet, or a plain function in a graph; or
+            names of ATen overloads, `"sum.dim_IntList relu"`, and of ops of libraries that are imported later,
+            `"library::op.default"`.
+        text: the rule, `"m k, k n -> m n"`.
+        linear: inputs the op is linear in: `"0 | 1"` in each alone, `"0+1"` in both together.
+        moves: inputs whose values the op only moves, among zeros: any partial value passes.
+        reduces: by factor, what cutting it leaves in a result that lacks it: `sum`, `avg`, `max`, `min`, or `""` where
+            every rank makes the same.
+        sizes: arguments that hold sizes, and what they are on a rank: `out0`, `in1` or a factor.
+        local: by factor, a function that ranks run instead of the op where the factor is cut; it is given where the
+            rank's piece starts, how long it is, then the op's arguments.
+        by_shape: inputs whose values the op never reads.
+        filled: factors of which no rank may get an empty piece.
+        samples: makes tuples of arguments, for `wholestep check-rules`.
+        origin: whose rule it is, as plans show it.
 
     Raises:
-        RuleError: the text breaks the grammar.
+        RuleError: the text breaks the grammar (says where), or names an argument that the op does not have.
 
     Example:
-        >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n", linear="0 | 1")
+        >>> import torch, wholestep as ws
+        >>> @torch.library.custom_op("example::swish", mutates_args=())
+        ... def swish(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ...     return torch.nn.functional.silu(gate) * x
+        >>> _ = ws.rule(swish, "..., ... -> ...", linear="0")
+        >>> ws.check_rule(swish, torch.randn(4, 6), torch.randn(4, 6)).ok
+        True
     """
-    given: list[Any] = [*targets] if isinstance(targets, (list, tuple)) else [targets]
-    found: list[Any] = [_torch.overload_of(target) for target in given]
+    found = targets_of(op)
 
     def add(body: Bind | Function) -> None:
-        for target in found:
-            RULES[target] = Rule(target, body, samples, origin)
+        RULES.update({target: Rule(target, body, origin) for target in found})
+        SAMPLES.update(dict.fromkeys(found, samples) if samples else {})
         global _bound
         _bound = {}
 
     if text:
-        bind = Bind(text, linear, reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled))
-        parse(text, linear, tuple(sorted(bind.reduces.items())))
+        options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
+        bind = Bind(text, linear, moves, *options)
+        _check_arguments(bind, found)
         add(bind)
 
     def decorate(function: Function) -> Function:
@@ -115,6 +154,34 @@ def rule(
     return decorate
 
 
+def _check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
+    """What a rule names as an argument must be one, of some of its ops: those that lack it have its default."""
+    named = {case.when.argument for case in bind.cases() if case.when}
+    named |= {name for case in bind.cases() for name in case.arguments if name != "keepdim"}
+    ops = [target for target in targets if _torch.is_op(target)]
+    known = dict.fromkeys(given.name for op in ops for given in _torch.schema_of(op).arguments)
+    unknown = sorted(named - known.keys())
+    if ops and unknown:
+        found = f"rule {bind.text!r} names an argument {unknown[0]!r}"
+        raise RuleError(found, f"one of {ops[0]}: {', '.join(known)}", "correct the rule")
+
+
+def targets_of(op: Any) -> list[Any]:
+    """Overloads that `op` stands for: itself, those in a list, or those named, of which this torch may lack some."""
+    if isinstance(op, str):
+        return [target for name in op.split() if (target := _named(name)) is not None]
+    given: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
+    return [_torch.overload_of(one) for one in given]
+
+
+def _named(name: str) -> Any:
+    """`sum.dim_IntList`, `relu` for the default overload; `library::op.default` stays a name."""
+    if "::" in name:
+        return name.replace("::", ".")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
 def find(target: Any) -> Rule | None:
     """The row of `target`, of the op it is the in-place or out form of, or of its family."""
     if target in RULES:
@@ -122,47 +189,45 @@ def find(target: Any) -> Rule | None:
     if not _torch.is_op(target):
         return None
     plain = _torch.functional_form(target)
-    if plain is not None and plain in RULES:
-        return replace(RULES[plain], target=target)
-    from .elementwise import family
-
-    body = family(target if plain is None else plain)
+    known = RULES.get(str(target)) if plain is None else RULES.get(plain)
+    if known is not None:
+        return replace(known, target=target)
+    bodies = (family(target if plain is None else plain) for family in FAMILIES)
+    body = next((body for body in bodies if body), None)
     return Rule(target, body) if body else None
 
 
-def bind_rule(call: Call, discover: bool = False) -> BoundRule | None:
+def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
     """The rule of `call` on its shapes, or None when there is none: its inputs are then made whole.
 
-    `discover`: where the table has no rule, the op runs on small random inputs to find one (`rules.discover`).
+    `fallback` is asked where the table has no rule, as `rules.testing.discover` that runs the op on small inputs.
     """
     found = find(call.target)
-    if found is None and discover:
-        from .discover import discover as search
-
-        return search(call)
-    return found.bind(call) if found else None
+    if found is None:
+        return fallback(call) if fallback else None
+    return found.bind(call)
 
 
-def rule_for(node: Node, discover: bool = False) -> BoundRule | None:
+def rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
     """The rule of `node` on its global shapes. Calls that look alike share one."""
     known = meta.known_rule(node)
-    now = _bound, node.args, node.kwargs, discover
+    now = _bound, node.args, node.kwargs, fallback
     if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
         return known[1]
-    found = _rule_for(node, discover)
+    found = _rule_for(node, fallback)
     meta.set_known_rule(node, (now, found))
     return found
 
 
-def _rule_for(node: Node, discover: bool) -> BoundRule | None:
+def _rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None) -> BoundRule | None:
     call = Call.of(node)
-    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs, discover)
+    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs, fallback)
     try:
         return _bound[key]
     except KeyError:
-        return _bound.setdefault(key, bind_rule(call, discover))
+        return _bound.setdefault(key, bind_rule(call, fallback))
     except TypeError:  # an argument that cannot be hashed
-        return bind_rule(call, discover)
+        return bind_rule(call, fallback)
 
 
 _bound: dict[Any, BoundRule | None] = {}

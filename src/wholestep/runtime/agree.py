@@ -67,17 +67,6 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     return lines
 
 
-def order_lines(local: LocalGraph) -> list[str]:
-    """Every collective in order: its name, what it is of, over which axis."""
-    lines: list[str] = []
-    for node in local.graph.nodes:
-        if is_collective(node):
-            source = meta.tensor(node_at(node, 0))
-            shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
-            lines.append(f"{node.name} of {shape} over {node.args[-1]}")
-    return lines
-
-
 def from_first_rank(
     label: str, value: list[str], timeout_s: float, what: str = "in which order collectives run"
 ) -> list[str]:

@@ -38,7 +38,12 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was loaded: its number, what the user put beside the state, its folder."""
+    """A checkpoint that was loaded: its number, what the user put beside the state, its folder.
+
+    Example:
+        >>> checkpoint = ws.load("checkpoints", step)
+        >>> print(checkpoint.number, checkpoint.extra, checkpoint.path)
+    """
 
     number: int
     extra: dict[str, Any]

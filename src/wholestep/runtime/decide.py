@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TypeGuard
 
 from ..auto.auto import Auto, Candidates
@@ -14,6 +15,7 @@ from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import Layout
+from ..passes.pipeline import pipeline
 from ..passes.schedule import Schedule
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
@@ -32,11 +34,12 @@ _FAILED = "failed"
 @dataclass(frozen=True)
 class Decided:
     """The strategies that the first rank chose, and what it said of them. `gathers` is true where parameters that are
-    kept gathered may be gathered again to fit.
+    kept gathered may be gathered again to fit. `hardware` is what plans were compared on.
     """
 
     strategies: Strategies
     gathers: bool
+    hardware: Speeds
     objective: Objective
     notes: tuple[str, ...]
 
@@ -77,27 +80,24 @@ def decide(
     """
     finisher.choosing.look_up()
     candidates = auto.candidates(world.mesh, same_batches=True)
+    measured, schedule = finisher.finish_of(world)
     said = list(finisher.choosing.earlier.auto)
     if not said:
-        said = _searched(auto, graph, world, placed, finisher, label, timeout_s, len(candidates))
+        search = partial(_chosen, auto, graph, world, placed, measured, schedule, finisher.backend)
+        said = _searched(search, world, label, timeout_s + _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates))
     finisher.choosing.note(auto=tuple(said))
     strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
-    return Decided(strategies, keeps, Objective.of(told), tuple(said[2:]))
+    return Decided(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
 
 
-def _searched(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finisher, label: str,
-    timeout_s: float, candidates: int,
-) -> list[str]:  # fmt: skip
-    """What the first rank finds, as `_chosen` says it, on every rank."""
-    timeout_s += _SEARCH_SECONDS * len(graph.graph.nodes) * candidates
-    measured, schedule = finisher.finish_of(world)
+def _searched(search: Callable[[], list[str]], world: World, label: str, timeout_s: float) -> list[str]:
+    """What the first rank's `search` says, on every rank."""
     own: list[str] = []
     if world.rank == 0:
         try:
-            own = _chosen(auto, graph, world, placed, measured, schedule)
+            own = search()
         except Exception as error:
             from_first_rank(label, [_FAILED, f"rank 0 could not choose: {error}"], timeout_s)
             raise
@@ -120,12 +120,19 @@ def _strategies(said: str, candidates: Candidates) -> Strategies:
 
 def _chosen(
     auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Speeds,
-    schedule: Schedule | None,
+    schedule: Schedule | None, backend: str,
 ) -> list[str]:  # fmt: skip
     """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
     speeds = auto.topology or measured
     try:
-        found = auto.search(graph, world.mesh, placed, same_batches=True, machine=speeds, finish=Finish(schedule))
+        found = auto.search(
+            graph,
+            world.mesh,
+            placed,
+            same_batches=True,
+            machine=speeds,
+            finish=Finish(pipeline(schedule=schedule, backend=backend)),
+        )
     except PlanError as error:
         return [_FAILED, error.found, error.needed, error.next_step]
     best = found.best.strategies

@@ -9,26 +9,23 @@ from functools import partial
 from typing import Literal
 
 from ..cost.machine import Machine
+from ..cost.memory import PeakMemory, peak_memory
 from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..passes.base import Pass, Watch, run_passes
-from ..passes.fill import Fill
-from ..passes.flat import Flat
-from ..passes.next_step import AcrossSteps
-from ..passes.offload import Offload
-from ..passes.overlap import with_collectives_in
-from ..passes.reinplace import Reinplace
+from ..passes.base import Watch, run_passes
+from ..passes.fit_memory import FitMemory, Fitting
+from ..passes.overlap import collectives_of
+from ..passes.pipeline import in_order_of, pipeline
 from ..passes.schedule import Schedule
-from .agree import agree, from_first_rank, order_lines
+from .agree import agree, from_first_rank
 from .cached import Choosing
 from .compiled import Compiled
-from .fit import Fit
+from .fit import FirstRanksFitting, bound, refuse_larger
 from .launch import World
 from .measure import measure
 
 _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
-_Finished = tuple[LocalGraph, AcrossSteps | None]
 
 
 @dataclass
@@ -36,12 +33,14 @@ class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
     `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
-    told of each stage, and what `watch` returns of each pass. `direct`: no copies into buckets where none are needed.
-    `machine` is what was measured, `measured` the schedule for it. `choosing` knows what an earlier start chose.
+    told of each stage, and what `watch` returns of each pass.
+    `machine` is what was measured, `measured` the schedule for `hardware`, or for it. `choosing` knows what an earlier
+    start chose.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
-    direct: bool
+    backend: str
+    hardware: Speeds | None
     budget: tuple[int, bool] | None
     timeout_s: float
     watch: Callable[[], Watch | None]
@@ -50,7 +49,7 @@ class Finisher:
     measured: Schedule | None = None
     machine: Machine | None = None
     choosing: Choosing = field(default_factory=Choosing)
-    _fits: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    _fits: dict[str, FirstRanksFitting] = field(default_factory=dict[str, FirstRanksFitting])
     _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def finish(self, made: Compiled, world: World, label: str) -> Compiled:
@@ -64,7 +63,7 @@ class Finisher:
         if not isinstance(self.schedule, str):
             return self.schedule
         if world.mesh.size > 1:
-            machine = self._measure(world)
+            machine = self.hardware or self._measure(world)
             self.measured = self.measured or Schedule(machine, across_steps=self.schedule == "across_steps")
         return self.measured
 
@@ -82,72 +81,69 @@ class Finisher:
         schedule = self._schedule(world)
         if schedule is not None:
             return schedule.machine, schedule
-        return self._measure(world), None
+        return self.hardware or self._measure(world), None
 
     def _passed(self, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
-        last: list[Pass] = [Offload(), Fill(), Reinplace(), Flat()] if self.direct else [Offload(), Reinplace()]
         key = "\n".join(made.lines)
-
-        def finished(local: LocalGraph, schedule: Schedule | None) -> _Finished:
-            with self.stage("schedule"):
-                local, across = self._scheduled(local, world, schedule, label, key)
-                end = partial(run_passes, passes=last, watch=self.watch())
-                across = across.mapped(end) if across else None
-                return across.steady if across else end(local), across
-
+        ask = partial(self._order, world=world, label=label, key=key)
         if self.budget is None:
-            local, across = finished(made.local, schedule)
+            passes = pipeline(schedule=schedule, backend=self.backend)
+            with self.stage("schedule"):
+                local = run_passes(made.local, in_order_of(passes, ask), self.watch())
         else:
-            machine = schedule.machine if schedule else self._measure(world)
-            fit = Fit(*self.budget, world, machine, schedule, last)
-            local, across = self._fitted(made.local, fit, finished, label, key)
-        return replace(made, local=local, across=across)
+            machine = schedule.machine if schedule else self.hardware or self._measure(world)
+            local = self._fitted(made.local, schedule, machine, world, label, key)
+        return replace(made, local=local)
 
     def _fitted(
-        self, local: LocalGraph, fit: Fit, finished: Callable[[LocalGraph, Schedule | None], _Finished], label: str,
-        key: str,
-    ) -> _Finished:  # fmt: skip
+        self, local: LocalGraph, schedule: Schedule | None, machine: Speeds, world: World, label: str, key: str
+    ) -> LocalGraph:
         """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
-        known, failure = key in self._fits, ""
+        assert self.budget is not None, "asked where there is one"
+        (budget_bytes, gathers), failure, known = self.budget, "", key in self._fits
         timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
-        label = f"{label}/memory/{len(self._fits)}"
+        tell = partial(
+            from_first_rank, f"{label}/memory/{len(self._fits)}", timeout_s=timeout_s, what="what it rematerializes"
+        )
+        agree_on = self._fits.setdefault(key, FirstRanksFitting(world, tell))
+        plain = pipeline(
+            machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
+        )
+        fitting = plain[0]
+        assert isinstance(fitting, FitMemory), "the budget comes first"
 
-        def agreed(choose: Callable[[], list[str]]) -> list[str]:
-            if not known:
-                self.choosing.look_up()
-                own = (self.choosing.again_for(local) or choose()) if fit.world.rank == 0 else []
-                self._fits[key] = from_first_rank(label, own, timeout_s, "what is made again in the backward")
-                self.choosing.note_again(local, self._fits[key])
-            return self._fits[key]
+        def peak(made: LocalGraph) -> PeakMemory:
+            return peak_memory(bound(made, world))
 
+        fitting = replace(fitting, peak=peak, agree=partial(self._agreed, agree_on, local))
+        ask = partial(self._order, world=world, label=label, key=key)
         try:
             with self.stage("memory"):
-                local, schedule = fit(local, agreed)
-            made = finished(local, schedule)
-            fit.check(made[0])
+                local = run_passes(local, [fitting], self.watch())
+            with self.stage("schedule"):
+                made = run_passes(local, in_order_of(plain[1:], ask), self.watch())
+            refuse_larger(made, budget_bytes, world)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
             if not known:
-                agree(f"{label}/fits", {}, failure, timeout_s, self.waiting)
+                agree(f"{label}/memory/{len(self._fits) - 1}/fits", {}, failure, timeout_s, self.waiting)
         return made
 
-    def _scheduled(self, local: LocalGraph, world: World, schedule: Schedule | None, label: str, key: str) -> _Finished:
-        """Collectives merged and ordered."""
-        if schedule is None:
-            return local, None
-        across = schedule.across(local, self.watch()) if schedule.across_steps else None
-        local = across.steady if across else schedule(local, self.watch())
-        if world.mesh.size == 1:
-            return local, across
-        order = self._order(local, world, label, key)
-        local = with_collectives_in(local, [line.split(" ", 1)[0] for line in order])
-        return local, across.with_steady(local) if across else None
+    def _agreed(self, first: FirstRanksFitting, local: LocalGraph, choose: Callable[[], Fitting]) -> Fitting:
+        """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
+        if first.known is not None:
+            return first.known
+        self.choosing.look_up()
+        said = self.choosing.again_for(local)
+        found = first(lambda: Fitting(int(said[0]), tuple(said[1:])) if said else choose())
+        self.choosing.note_again(local, [str(found.way), *found.names])
+        return found
 
     def _order(self, local: LocalGraph, world: World, label: str, key: str) -> list[str]:
-        """The collectives in the order of the first rank, for ranks' batches may differ in size."""
-        own = order_lines(local)
+        """The collectives, by name, in the order of the first rank, for ranks' batches may differ in size."""
+        own = collectives_of(local)
         if world.mesh.size == 1 or self.schedule is None:
             return own
         if key not in self._orders:

@@ -10,6 +10,7 @@ from ..auto.auto import Auto
 from ..backend.build import BACKENDS
 from ..backend.cudagraphs import CudaRecorder, Recorder
 from ..capture.options import CaptureOptions
+from ..cost.speeds import Speeds
 from ..errors import BackendError, PlanError
 from ..mesh import Mesh
 from ..passes.base import Pass
@@ -39,6 +40,12 @@ class StepOptions:
     cache: Path | None = None
     plan: Plan | None = None
     check_every: int = 1000
+    hardware: Speeds | None = None
+
+    @property
+    def planned_on(self) -> Speeds | None:
+        """The hardware that layouts are priced on: that of a plan that is applied, or as given."""
+        return self.plan.hardware if self.plan is not None else self.hardware
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):

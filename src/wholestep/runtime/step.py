@@ -33,7 +33,6 @@ from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..partition.lower import partition
 from ..passes.base import Watch, run_passes
-from ..passes.next_step import AcrossSteps
 from ..passes.schedule import Schedule
 from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
@@ -72,6 +71,11 @@ class CompiledStep:
     The first call captures, plans and compiles, and moves parameters and optimizer state to where the plan says.
     Later calls run the program; a call of another kind (a batch of another shape, `model.eval()`, other options) is
     captured again. Returned tensors carry no gradient.
+
+    Example:
+        >>> step = ws.compile(train_step)
+        >>> loss = step(model, optimizer, batch)
+        >>> print(step.captures, step.plan, step.local_graph)
     """
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
@@ -95,11 +99,10 @@ class CompiledStep:
         self._check: Check | None = None
         self._progress: Progress | None = None
         self._hooked, self._dumped = False, 0
-        direct = options.backend != "inductor"
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
         self._finisher = Finisher(
-            options.schedule, direct, budget, options.agree_timeout_s, self._watch, self._stage,
-            self._tell_waiting,
+            options.schedule, options.backend, options.hardware, budget, options.agree_timeout_s, self._watch,
+            self._stage, self._tell_waiting,
         )  # fmt: skip
         self._kept = Kept(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -294,6 +297,7 @@ class CompiledStep:
         return {
             "versions": versions(), "hardware": hardware(world.device), "mesh": str(world.mesh),
             "measured machine": self._finisher.machine, "option backend": o.backend, "option schedule": o.schedule,
+            "option hardware": o.hardware,
             "option parallel": o.auto or o.parallel, "option memory_bytes": (o.memory_bytes, o.gathers_again),
             "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, world).items()},
             "constants": digest(constant_lines(captured)),
@@ -319,8 +323,9 @@ class CompiledStep:
             self.options = replace(self.options, parallel=parallel)
         options = self.options
         with self._stage("plan"):
+            on = decided.hardware if decided else options.planned_on
             parallel = choosing.earlier.solved or options.parallel
-            planned = plan(captured.graph, world.mesh, parallel, placed(captured.state, world))
+            planned = plan(captured.graph, world.mesh, parallel, placed(captured.state, world), on)
         if solves:
             choosing.note(solved=planned.strategies)
         if options.plan is not None:
@@ -359,8 +364,8 @@ class CompiledStep:
     def _finish(self, got: Compiled, world: World) -> Compiled:
         made = self._finisher.finish(got, world, self._label)
         self._dump("4-final-graph", made.local)
-        for name in ("first", "flush") if made.across else ():
-            self._dump(f"4-final-graph-{name}", getattr(made.across, name))
+        for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
+            self._dump(f"4-final-graph-{name}", program)
         return made
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
@@ -409,8 +414,8 @@ class CompiledStep:
                 return self._build(args, kwargs, sizes)
         with self._stage("backend"):
             bound = partial(bind, coordinate=world.coordinate, groups=world.groups, exchange=world.device[:3] == "cpu")
-            if made.across is not None:
-                program.run = self._carrying(made.across, program, bound)
+            if made.local.across is not None:
+                program.run = self._carrying(made.local, program, bound)
             else:
                 inputs = program.gather_inputs(call.leaves)
                 program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
@@ -422,15 +427,17 @@ class CompiledStep:
         self.programs.append(program)
         return program
 
-    def _carrying(self, across: AcrossSteps, program: Program, bound: Callable[[LocalGraph], Graph]) -> Carrying:
+    def _carrying(self, steady: LocalGraph, program: Program, bound: Callable[[LocalGraph], Graph]) -> Carrying:
         state = program.capture.state
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
             settle_before_use(modules, state.optimizers.values())
             gather_before_use(state.modules, self.options.agree_timeout_s)
             self._hooked = True
-        runs = [eager(bound(one), self._clock) for one in (across.first, across.steady, across.flush)]
-        count = sum(out.kind == "carry" for out in across.steady.outputs)
+        assert steady.across is not None, "the end of a step is left to the next call"
+        first, flush = steady.across
+        runs = [eager(bound(one), self._clock) for one in (first, steady, flush)]
+        count = sum(out.kind == "carry" for out in steady.outputs)
         return Carrying(runs[0], runs[1], runs[2], count, program.gather_lasting)
 
     def _tell_placed(self) -> None:

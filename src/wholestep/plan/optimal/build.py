@@ -14,7 +14,7 @@ from ...graph.graph import Input, Role, TrainGraph, node_at, operands
 from ...graph.meta import TensorMeta
 from ...graph.ops import GRAD_READY, VIEWS
 from ...layout import REPLICATED, AxisState
-from ...rules.lookup import find_rule
+from ...rules.find_rule import find_rule
 from ..situation import moving
 from ..strategy import Pins, States
 from .alike import classes, starred

@@ -12,7 +12,7 @@ from ...graph import meta
 from ...graph.graph import operands
 from ...graph.meta import TensorMeta
 from ...layout import REPLICATED, AxisState
-from ...rules.lookup import find_rule
+from ...rules.find_rule import find_rule
 from ...rules.rule import BoundRule, Group
 from ..ways import Way, ways
 from .prices import Prices

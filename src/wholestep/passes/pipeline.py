@@ -1,0 +1,68 @@
+"""The passes that a program goes through before it runs, as one list: compile, Auto and simulations all take this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ..cost.machine import Machine
+from ..cost.size import bytes_of
+from ..cost.speeds import Speeds
+from ..graph.graph import LocalGraph
+from .base import Pass
+from .fill import Fill
+from .fit_memory import FitMemory
+from .flat import Flat
+from .offload import Offload
+from .overlap import SameOrder
+from .reinplace import Reinplace
+from .schedule import Schedule
+
+HowScheduled = Schedule | Literal["auto", "across_steps"] | None
+
+
+def schedule_for(hardware: Speeds, schedule: HowScheduled = "auto") -> Schedule | None:
+    """The schedule of a name on `hardware`; a schedule, or None, as it is."""
+    if not isinstance(schedule, str):
+        return schedule
+    return Schedule(hardware, across_steps=schedule == "across_steps")
+
+
+def in_order_of(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
+    """`passes` with collectives in the order that `ask` gives for a program (`SameOrder`)."""
+    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
+
+
+def pipeline(
+    hardware: Speeds | None = None,
+    *,
+    schedule: HowScheduled = "auto",
+    memory_bytes: int | str | None = None,
+    gathers_again: bool = True,
+    backend: str = "eager",
+) -> tuple[Pass, ...]:
+    """The passes that a compiled step goes through after `partition`, in order. Edit the list as you like.
+
+    Args:
+        hardware: that buckets and the order of collectives are for; by default a slow CPU on a slow link.
+        schedule: as `compile` takes it; a `Schedule` names its hardware itself.
+        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`; None sets no bound.
+        gathers_again: to keep to it, gathered parameters may be gathered again too.
+        backend: as `compile` takes it. Only what calls op after op writes into buckets without a copy.
+
+    Raises:
+        PlanError: `memory_bytes` is no size.
+
+    Example:
+        >>> passes = wholestep.pipeline(wholestep.Topology.preset("dgx-h100"))
+        >>> local = wholestep.run_passes(wholestep.partition(graph, plan), passes)
+    """
+    speeds = hardware or (schedule.machine if isinstance(schedule, Schedule) else Machine())
+    scheduled = schedule_for(speeds, schedule)
+    ordered = (*scheduled.passes, SameOrder()) if scheduled is not None else ()
+    direct = backend != "inductor"
+    last: tuple[Pass, ...] = (Offload(), Fill(), Reinplace(), Flat()) if direct else (Offload(), Reinplace())
+    passes = (*ordered, *last)
+    if memory_bytes is None:
+        return passes
+    return FitMemory(bytes_of(memory_bytes), speeds, gathers_again, passes), *passes

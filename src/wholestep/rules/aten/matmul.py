@@ -1,0 +1,78 @@
+"""Matrix products. A contracted factor that is cut leaves partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..call import Call
+from ..dsl import WHOLE, rand, row, sample
+from ..registry import Bind
+from ..rule import BoundRule
+
+row("mm mm.dtype _int_mm", "m k, k n -> m n", linear="0 | 1")
+row("bmm bmm.dtype", "b m k, b k n -> b m n", linear="0 | 1")
+row("matmul", f"... m k, ... k n -> ... m n | {WHOLE}", linear="0 | 1")  # of vectors nothing is said
+row("mv", "m k, k -> m", linear="0 | 1")
+row("dot vdot", "k, k -> ()", linear="0 | 1")
+row("ger", "m, n -> m n", linear="0 | 1", samples=lambda: [(torch.randn(5), torch.randn(4))])
+sample("matmul", lambda: [(rand(2, 3, 5, 4), rand(2, 3, 4, 6)), (rand(3, 5, 4), rand(2, 1, 4, 6))])
+sample("_int_mm", lambda: [((3 * rand(5, 4)).to(torch.int8), (3 * rand(4, 6)).to(torch.int8))])
+
+# A bias is added once: with one, what is contracted stays whole.
+row("addmm addmm.dtype _addmm_activation", "{m n}, m k!, k! n -> m n")
+row("baddbmm baddbmm.dtype", "{b m n}, b m k!, b k! n -> b m n")
+row("addbmm", "{m n}, b! m k!, b! k! n -> m n")
+row("addmv", "{m}, m k!, k! -> m", filled=["m"])
+row("addr", "{m n}, m, n -> m n")
+sample(
+    "_addmm_activation",
+    lambda: [(rand(6), rand(5, 4), rand(4, 6)), (rand(6), rand(5, 4), rand(4, 6), {"use_gelu": True})],
+)
+
+# Ops of transformers.
+row("transformers::grouped_mm_fallback.default", "t! k, e! k n, e! -> t! n", linear="0 | 1")
+row("transformers::grouped_mm_fallback_backward.default", "t! k, e! k n, e!, t! n -> t! k, e! k n", linear="3")
+
+
+def _scales() -> Iterator[tuple[Any, ...]]:
+    small, wide = rand(8, 32).to(torch.float8_e4m3fn), rand(16, 32, seed=1).to(torch.float8_e4m3fn).t()
+    yield small, wide, torch.tensor(0.5), torch.tensor(2.0), None, None, torch.float32
+    yield small, wide, rand(8, 1).abs().float(), rand(1, 16).abs().float(), None, None, torch.float32
+
+
+@row("_scaled_mm", samples=_scales)
+def scaled(call: Call) -> str | None:
+    """A product of numbers of 8 bits, with a scale for all, or for each row and column."""
+    (m, n), sizes = call.made(), [call.operands[s.positions[0]].numel for s in call.slots[2:4] if s.positions]
+    if len(sizes) != 2 or sizes[0] not in (1, m) or sizes[1] not in (1, n):
+        return None
+    return "m k!, k! n, {m k!}, {k! n}, n, * -> m n"
+
+
+def _groups() -> Iterator[tuple[Any, ...]]:
+    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
+    yield rand(8, 16).float(), rand(3, 16, 24).float(), ends
+    yield rand(3, 16, 24).float(), rand(3, 24, 16).float()
+
+
+@row("_grouped_mm", samples=_groups)
+def grouped(call: Call) -> BoundRule | None:
+    """Products of groups of rows, or of columns, or of matrices: `offsets` say where each group ends.
+
+    The kernel wants rows of a multiple of 16 bytes: pieces are as long.
+    """
+    if call.slots[3].positions:
+        return None
+    cases = (
+        "t! k, e! k n, e!, * -> t! n | e! m k, k t!, e!, * -> m t! | m t!, t! n, e!, * -> e m n"
+        " | e m k, e k n, *, * -> e m n"
+    )
+    bound = Bind(cases, "0 | 1").on(call)
+    group, size = bound.groups[0], call.operands[0].dtype.itemsize
+    lengths = {f: n for i, t in group.operands.items() for f, n in zip(t, call.shape(i), strict=True) if f}
+    even = {f: n * size // 16 for f, n in lengths.items() if f != "e"}
+    return replace(bound, groups=(replace(group, even=even),))

@@ -1,0 +1,181 @@
+"""Parts of tensors and tensors from parts: slice, select, split, cat, repeat, flip, diagonal, windows.
+
+All of them move values, and zeros: any partial value passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ...graph.storage import shares
+from ..call import Call
+from ..dsl import WHOLE, aten, dims_of, rand, row, sample, term, text
+from ..registry import Bind
+from ..rule import ANY_PARTIAL, BoundRule, Group, PassThrough, Term
+
+_BACK = {"input_sizes": "out0"}
+
+# -- slice, select: a dim of which all is taken keeps its place ----------------------------
+row("slice.Tensor", "... x[dim]? -> ... x[dim]?", moves="0")
+row("slice_backward", "... x[dim]? -> ... x[dim]?", moves="0", sizes=_BACK)
+row("slice_scatter", "... x[dim]?, ... x[dim]? -> ... x[dim]?", moves="0+1")
+row("select.int", "... x[dim]! -> ...", moves="0")
+row("select_backward", "... -> ... x[dim]", moves="0", sizes=_BACK)
+row("select_scatter", "... x[dim]!, ... -> ... x[dim]!", moves="0+1")
+sample(
+    "slice.Tensor", lambda: [(rand(5, 7), 1, 2, 6), (rand(5, 7), 0), (rand(5, 7), 1, 0, 7), (rand(5, 7), 1, 0, 7, 2)]
+)
+sample("slice_backward", lambda: [(rand(5, 4), [5, 7], 1, 2, 6, 1), (rand(5, 7), [5, 7], 1, 0, 7, 1)])
+sample("slice_scatter", lambda: [(rand(5, 7), rand(5, 4), 1, 2, 6), (rand(5, 7), rand(5, 7, seed=1), 1, 0, 7)])
+sample("select.int", lambda: [(rand(5, 7, 6), 1, 3), (rand(5, 7), -1, -2)])
+sample("select_backward", lambda: [(rand(5, 6), [5, 7, 6], 1, 3)])
+sample("select_scatter", lambda: [(rand(5, 7, 6), rand(5, 6), 1, 3)])
+
+# -- split, cat ---------------------------------------------------------------------------
+row(
+    "split.Tensor unsafe_split.Tensor chunk unsafe_chunk split_with_sizes unsafe_split_with_sizes",
+    "... x[dim]! -> ... s[dim]?+", moves="0",
+)  # fmt: skip
+row("unbind.int", "... x[dim]! -> ...+", moves="0", samples=lambda: [(rand(5, 3, 6), 1), (rand(2, 7),)])
+sample("split.Tensor unsafe_split.Tensor chunk unsafe_chunk", lambda: [(rand(5, 7, 6), 3, 1), (rand(6, 5), 2, 0)])
+sample("split_with_sizes unsafe_split_with_sizes", lambda: [(rand(5, 7, 6), [3, 4], 1)])
+
+
+@row(
+    "cat",
+    samples=lambda: [([rand(5, 2, 6), rand(5, 3, 6)], 1), ([rand(0), rand(5, 3)], -1), ([rand(5, 3), rand(5, 3)],)],
+)
+def cat(call: Call) -> BoundRule:
+    """Tensors end to end along one dim, which stays whole; cut alike along others. Empty 1-d tensors add nothing."""
+    made = call.made()
+    at = call.argument("dim") % max(len(made), 1)
+    line: Term = tuple(None if i == at or size == 1 else f"d{i}" for i, size in enumerate(made))
+    positions = [i for i, m in enumerate(call.operands) if len(m.shape) == len(made)]
+    through = PassThrough(frozenset(positions), ANY_PARTIAL, mixed=True)
+    return BoundRule((Group(dict.fromkeys(positions, line), {0: line}, partial=(through,)),))
+
+
+# -- repeat, flip, roll ---------------------------------------------------------------------
+row("repeat", "...? -> ...?", moves="0", samples=lambda: [(rand(5, 7), [2, 1, 3]), (rand(5, 1), [1, 4])])
+row("flip", "dims: ... x[dims]! -> ... x[dims]! | ... -> ...", moves="0")
+row("roll", "... x[dims]! -> ... x[dims]!", moves="0", samples=lambda: [(rand(5, 7), [2], [1]), (rand(5, 7), [3])])
+sample("flip", lambda: [(rand(5, 7, 6), [0, 2]), (rand(5, 7), []), (rand(), [0])])
+row("rot90", "... x[dims]! -> ... y[dims]", moves="0", samples=lambda: [(rand(5, 4, 3), 1, [0, 1])])
+
+# -- triangles, diagonals, windows ------------------------------------------------------------
+_PAIR = "a[dim1]! b[dim2]!"
+row("tril triu", "... a! b! -> ... a! b!", moves="0", samples=lambda: [(rand(5, 7, 6),), (rand(3, 5, 6), 1)])
+row("diagonal", f"... {_PAIR} -> ... s", moves="0")
+row("diagonal_backward", f"... s! -> ... {_PAIR}", moves="0", sizes=_BACK)
+row("diagonal_scatter", f"... {_PAIR}, ... s! -> ... {_PAIR}", moves="0+1")
+row("diag_embed", f"... s! -> ... {_PAIR}", moves="0", samples=lambda: [(rand(5, 6),), (rand(5, 6), 1, 0, 2)])
+row("unfold", "... x[dimension]! -> ... s[dimension] w", moves="0", samples=lambda: [(rand(5, 7, 6), 1, 3, 2)])
+row("unfold_backward", "... s[dim]! w! -> ... x[dim]", linear="0", sizes=_BACK)  # windows overlap
+sample("diagonal", lambda: [(rand(5, 7, 6), 1, 0, 2), (rand(5, 6, 6), 0, -2, -1)])
+sample("diagonal_backward", lambda: [(rand(7, 4), [5, 7, 6], 2, 0, 2)])
+sample("diagonal_scatter", lambda: [(rand(5, 7, 6), rand(7, 5), 0, 0, 2)])
+sample("unfold_backward", lambda: [(rand(5, 3, 6, 3), [5, 7, 6], 1, 3, 2)])
+
+
+@row("constant_pad_nd", samples=lambda: [(rand(5, 7, 6), [1, 2]), (rand(5, 7, 6), [0, 0, 1, -2], 1.5)])
+def constant_pad(call: Call) -> Bind:
+    """Dims that are padded stay whole."""
+    dims, pad = dims_of(call), call.argument("pad")
+    padded = [d for i, d in enumerate(reversed(dims)) if any(pad[2 * i : 2 * i + 2])]
+    out = [f"p{i}" if d in padded else d for i, d in enumerate(dims)]
+    return Bind(text([term(dims, padded)], [term(out)]), moves="" if call.argument("value", 0) else "0")
+
+
+# -- by strides -----------------------------------------------------------------------------
+@shares("view")
+def _rows_piece(start: int, length: int, have: Tensor, size: list[int], stride: list[int], *rest: Any) -> Tensor:
+    return aten.as_strided.default(have.contiguous(), [length, *size[1:]], stride)
+
+
+@shares("view")
+def _view_piece(start: int, length: int, have: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return have.reshape([-1, *size[1:]])
+
+
+def _written_piece(start: int, length: int, have: Tensor, new: Tensor, *rest: Any) -> Tensor:
+    return new.reshape(have.shape).clone()
+
+
+def _stays_inside(call: Call) -> bool:
+    """True where strides count from the first element and read what lies in the tensor, which has no gaps."""
+    have, size, stride = call.operands[0], call.argument("size"), call.argument("stride")
+    reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    filled = 1 + sum((n - 1) * step for n, step in zip(have.shape, have.stride, strict=True)) == have.numel
+    return call.argument("storage_offset") is None and reach <= have.numel and (filled or not reach)
+
+
+def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
+    """True where strides read each row of a tensor by itself, as it lies in memory."""
+    size, stride = call.argument("size"), call.argument("stride")
+    have = call.operands[0]
+    if not have.is_contiguous or not size or not shape or size[0] != shape[0]:
+        return False
+    row = prod(shape[1:])
+    reach = sum((n - 1) * step for n, step in zip(size[1:], stride[1:], strict=True))
+    return row > 0 and stride[0] == row and reach < row
+
+
+def _in_order(call: Call) -> tuple[str, str] | None:
+    """Terms of a tensor and of a view of all of it in memory order, whose rows may be cut; None for other strides."""
+    have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
+    plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
+    whole_of_it = plain and have.is_contiguous and prod(size) == have.numel
+    if not whole_of_it or len(size) < 2 or not have.numel or size[0] == 1:
+        return None
+    dims, given = dims_of(call), [f"m{i}" for i in range(1, len(size))]
+    view = term(["n", *given], given)
+    if have.shape[0] == size[0]:
+        return term(["n", *dims[1:]], dims[1:]), view
+    return (f"(n {' '.join(given)})", view) if len(dims) == 1 else None
+
+
+@row(
+    "as_strided",
+    samples=lambda: [
+        (rand(5, 6), [5, 3, 4], [6, 1, 1]), (rand(5, 6), [6, 5], [1, 6]), (rand(30), [5, 3], [6, 1]),
+        (rand(30), [5, 6, 1], [6, 1, 1]), (rand(5, 6), [5, 3, 2], [6, 2, 1]), (rand(60), [12, 5], [5, 1]),
+    ],
+)  # fmt: skip
+def as_strided(call: Call) -> Bind | None:
+    """Reads memory, not dims: whole, but for rows that are read apart or in order.
+
+    Captured steps have none that leave their tensor or count from the start of memory (`capture.strides`).
+    """
+    if not _stays_inside(call):
+        return None
+    in_order = _in_order(call)
+    if in_order:
+        return Bind(text([in_order[0]], [in_order[1]]), moves="0", local={"n": _view_piece})
+    dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
+    if not _rows_apart(call, call.shape(0)):
+        return Bind(text([term(dims, dims)], [term(made)]), moves="0")
+    given = term(["n", *dims[1:]], dims[1:])
+    made = text([given], [term(["n", *made[1:]])])
+    return Bind(made, moves="0", local={"n": _rows_piece}, filled=frozenset("n"))
+
+
+@row(
+    "as_strided_scatter",
+    samples=lambda: [
+        (rand(30), rand(5, 6, seed=1), [5, 6], [6, 1]), (rand(5, 6), rand(5, 3, 2, seed=1), [5, 3, 2], [6, 2, 1]),
+        (rand(5, 6), rand(3, 4, seed=1), [3, 4], [6, 1]), (rand(60), rand(12, 5, seed=1), [12, 5], [5, 1]),
+    ],
+)  # fmt: skip
+def as_strided_scatter(call: Call) -> Bind | None:
+    """Writes memory, not dims: whole, but where all of it is written in order."""
+    if not _stays_inside(call):
+        return None
+    in_order = _in_order(call)
+    if not in_order:
+        return Bind(WHOLE)
+    left, right = in_order
+    return Bind(text([left, right], [left]), moves="0+1", local={"n": _written_piece})

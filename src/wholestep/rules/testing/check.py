@@ -1,0 +1,449 @@
+"""Checks a rule against the real op: cut real tensors by hand, run every piece, put the results together, compare."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+from ...errors import RuleError, WholestepError
+from ...graph.ops import goes_by_memory
+from ...layout import AxisState, Layout, replicated, resolve
+from ...mesh import Mesh
+from ..call import Call
+from ..localize import VIEWS_OF_PIECES, localize
+from ..registry import bind_rule
+from ..rule import BoundRule, Group, PassThrough
+from .harness import FORMS, assemble, differs, laid, other_values, parts_of, piece, with_tensors
+
+ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
+TWO_AXES = Mesh("a=2,b=2")
+
+_MEMORY = "operands"
+_AS_VIEWS = ", pieces that are views"
+
+Binder = Callable[[Call], "BoundRule | None"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments to run an op on."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A place where the rule and the op disagree. `factor` may be a set of partial operands."""
+
+    op: str
+    factor: str
+    cut: str
+    place: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.factor} {self.cut}: {self.place} {self.found}, expected {self.expected}"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check covered: (op, factor) pairs, partial values that pass, samples; `shapes_only` for random ops.
+
+    Example:
+        >>> found = ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5))
+        >>> found.ok, found.factors
+        (True, ('m', 'k', 'n'))
+    """
+
+    op: str
+    samples: int = 0
+    factors: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    shapes_only: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing failed."""
+        return not self.failures
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(op, factor) for each factor that was cut."""
+        return tuple((self.op, factor) for factor in self.factors)
+
+    def __add__(self, other: CheckResult) -> CheckResult:
+        return CheckResult(
+            self.op,
+            self.samples + other.samples,
+            tuple(dict.fromkeys((*self.factors, *other.factors))),
+            tuple(dict.fromkeys((*self.passes, *other.passes))),
+            (*self.failures, *other.failures),
+            self.shapes_only or other.shapes_only,
+        )
+
+    def __str__(self) -> str:
+        how = ", shapes only" if self.shapes_only else ""
+        state = "holds" if self.ok else f"{len(self.failures)} failures"
+        return f"{self.op}: {state}; factors {' '.join(self.factors) or 'none'}; {self.samples} samples{how}"
+
+
+def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
+    """Check the rule of `op` on one set of arguments.
+
+    Each factor is cut into 2, 3 and 4 parts (uneven and empty ones included) and into 2 x 2; operands that may hold
+    partial values are split into parts. Pieces are views: at an offset in more memory, and, for ops of torch, with
+    gaps and in another order. Use small float64 tensors with dims greater than one.
+
+    Raises:
+        RuleError: `op` has no rule, or the rule is wrong: names the factor and the difference.
+
+    Example:
+        >>> import torch, wholestep as ws
+        >>> ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5)).factors
+        ('m', 'k', 'n')
+    """
+    target = _torch.overload_of(op)
+    result = check_sample(target, Sample(args, kwargs))
+    if result is None:
+        raise RuleError(
+            f"{target} has no rule for these arguments",
+            "a rule to check",
+            "write one with @ws.rule, or leave the op to discovery",
+        )
+    if result.failures:
+        first = result.failures[0]
+        raise RuleError(
+            f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
+            f"{first.expected}; {first.place} {first.found}",
+            "correct the rule: " + _mend(first),
+        )
+    return result
+
+
+def _mend(failure: Failure) -> str:
+    if failure.factor == _MEMORY or failure.cut.endswith(_AS_VIEWS):
+        return "read operands by index, not by their place in memory: a piece is a view of more"
+    if failure.factor.startswith("factor"):
+        return "mark a factor that must stay whole with '!'"
+    return "linear= names inputs that may stay partial, by_shape= those that are never read"
+
+
+def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+    """Everything the rule says about one call; None where it says nothing.
+
+    Raises:
+        RuleError: the rule cannot be bound to this call.
+    """
+    return check_case(case_of(target, sample), bind, two_axes)
+
+
+def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+    """The same, for a call that has been run as a whole.
+
+    Raises:
+        RuleError: the rule cannot be bound to this call.
+    """
+    bound = bind(case.call)
+    if bound is None:
+        return None
+    factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
+    passes: dict[str, None] = {}
+    failures = [named for way in ways(case, bound, two_axes) if (named := _check_way(case, bound, way))]
+    failures += _check_memory(case)
+    for group in bound.groups:
+        for through in group.partial if not case.random else ():
+            for op in sorted(through.ops):
+                found = check_pass(case, group, through, op)
+                failures += found or ()
+                passes |= {} if found is None else {_pass_name(through, op): None}
+    if bound.by_shape and not case.random:
+        failures += _check_unread(case, bound)
+    return CheckResult(case.name, 1, tuple(factors), tuple(passes), tuple(failures), case.random)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, its arguments, what it makes of them as a whole."""
+
+    target: Any
+    sample: Sample
+    call: Call
+    tensors: tuple[Tensor, ...]
+    whole: tuple[Tensor | None, ...]
+    draws: bool = False
+    """True where the op gave other values when it was run again."""
+
+    @property
+    def name(self) -> str:
+        """The op's name."""
+        return str(self.target)
+
+    @property
+    def random(self) -> bool:
+        """True where the op's values mean nothing: random numbers and memory that nobody wrote."""
+        return self.draws or "empty" in str(self.target)
+
+    def run(self, tensors: Sequence[Tensor], form: int = 0) -> tuple[Tensor | None, ...]:
+        """The outputs on other tensors in the places of the operands, which lie in memory as `laid_out` says."""
+        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, laid_out(self.target, tensors, form))
+        return outputs_of(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
+
+
+def cases_of(target: Any, samples: Iterable[Sample]) -> list[Case]:
+    """The op run as a whole on each sample; those it refuses (made for another overload) are left out."""
+    found: list[Case] = []
+    for sample in samples:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            found.append(case_of(target, sample))
+    return found
+
+
+def case_of(target: Any, sample: Sample) -> Case:
+    """Run the op as a whole."""
+    tensors = tuple(_tensors([*sample.args, *sample.kwargs.values()]))
+    args, kwargs = with_tensors(sample.args, sample.kwargs, laid_out(target, tensors))
+    with torch.no_grad():
+        made = target(*args, **kwargs)
+    call = Call.on(target, args, kwargs, made)
+    case = Case(target, sample, call, tensors, _flat(made))
+    if not _torch.is_op(target) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return case
+    pairs = (pair for _ in range(8) for pair in zip(case.whole, case.run(tensors), strict=True))
+    return replace(case, draws=any(a is not None and b is not None and differs(a, b) for a, b in pairs))
+
+
+def laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tensor]:
+    """Copies that an op may write into: the first in memory as `FORMS[form]` says, the others in the next forms.
+
+    With 0 all are as they are. What goes by memory, and an op that is not torch's own, is given tensors that lie as
+    they do on one device, at an offset: partitioning sees to that.
+    """
+    forms = _forms(target)
+    return [laid(t, (form + i) % forms if form else 0) for i, t in enumerate(tensors)]
+
+
+def _forms(target: Any) -> int:
+    torchs = _torch.is_op(target) and target.namespace == "aten"
+    return len(FORMS) if torchs and not goes_by_memory(target) else 2
+
+
+def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Flat outputs of an op."""
+    with torch.no_grad(), _unwritten_is_nan():
+        return _flat(target(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _unwritten_is_nan() -> Generator[None]:
+    """Memory that an op returns unwritten holds NaN instead of what was there: it differs on every run, not on some."""
+    before = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+def _flat(made: Any) -> tuple[Tensor | None, ...]:
+    opened: list[Any] = [x for item in _items(made) for x in _items(item)]
+    return tuple(torch.tensor(x) if isinstance(x, (bool, int, float)) else _tensor(x) for x in opened)
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(cast(Sequence[Any], value))
+
+
+# -- cutting a factor --------------------------------------------------------------------
+@dataclass(frozen=True)
+class Way:
+    """One thing a rule claims: a factor of a group may be cut by the axes of a mesh."""
+
+    number: int
+    factor: str
+    mesh: Mesh
+    takes: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+
+
+def ways(case: Case, bound: BoundRule, two_axes: bool = True) -> Iterator[Way]:
+    """Everything a rule claims may be cut."""
+    for number, group in enumerate(bound.groups):
+        for factor in claimed_factors(bound, group):
+            for mesh in (*ONE_AXIS, TWO_AXES) if two_axes else ONE_AXIS:
+                if group.splits(factor, mesh.size):
+                    yield Way(number, factor, mesh, *layouts(case, group, factor, mesh))
+
+
+def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
+    """Factors of operands. Those of outputs alone where there are no operands, or an op of its own for ranks."""
+    made = dict.fromkeys(f for term in group.outputs.values() for f in term if f)
+    return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
+
+
+def check_way(case: Case, bound: BoundRule, way: Way, views: bool = True) -> Failure | None:
+    """Cut, run every rank, put together, compare: the first difference. With `views`, pieces lie anyhow in memory."""
+    problem = _cut(case, bound, way, views)
+    if problem is None:
+        return None
+    parts = "x".join(str(axis.size) for axis in way.mesh.axes)
+    return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
+
+
+def _check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
+    """The same; what is wrong of views alone says so."""
+    found = check_way(case, bound, way)
+    if found is None:
+        return None
+    return check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS)
+
+
+def _check_memory(case: Case) -> list[Failure]:
+    """Whole operands that lie in memory in other ways make the same: ranks hold them as views of what they gathered."""
+    for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
+        try:
+            made = case.run(case.tensors, form)
+        except Exception as error:
+            problem: Problem | None = ("a rank", f"raises {_first_line(error)}", "a result")
+        else:
+            pairs = zip(made, case.whole, strict=True)
+            found = next((d for a, b in pairs if a is not None and b is not None and (d := differs(a, b))), None)
+            problem = ("the output", *found) if found else None
+        if problem:
+            return [Failure(case.name, _MEMORY, FORMS[form], *problem)]
+    return []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """What the op takes and gives where every axis of `mesh` cuts `factor`."""
+    takes = [replicated(t.ndim) for t in case.tensors]
+    gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
+    left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else AxisState("R")
+    for axis in mesh.names:
+        for i, term in group.operands.items():
+            takes[i] = takes[i].put(axis, _at(term, factor, AxisState("R")))
+        for o, term in group.outputs.items():
+            gives[o] = gives[o].put(axis, _at(term, factor, left))
+    return tuple(takes), tuple(gives)
+
+
+def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
+    return AxisState("S", list(term).index(factor)) if factor in term else other
+
+
+Problem = tuple[str, str, str]
+
+
+def _cut(case: Case, bound: BoundRule, way: Way, views: bool) -> Problem | None:
+    """Place, found, expected of the first difference."""
+    mesh, takes, gives = way.mesh, way.takes, way.gives
+    made: list[tuple[Tensor | None, ...]] = []
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        own = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
+        own = laid_out(case.target, own, rank + 1 if views else 0)
+        args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, own)
+        try:
+            local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
+            target = VIEWS_OF_PIECES.get(local.target, local.target)
+            kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
+            made.append(outputs_of(target, resolve(local.args, at), kwargs))
+        except WholestepError:
+            raise
+        except Exception as error:
+            return f"rank {rank}", f"raises {_first_line(error)}", "a result"
+    return _compared(case, bound.groups[way.number], gives, mesh, made)
+
+
+def _compared(
+    case: Case, group: Group, gives: Sequence[Layout], mesh: Mesh, made: Sequence[Sequence[Tensor | None]]
+) -> Problem | None:
+    for o, (whole, layout) in enumerate(zip(case.whole, gives, strict=True)):
+        if whole is None or o in group.opaque or (len(case.call.outputs) > 1 and o not in group.outputs):
+            continue
+        for rank, outputs in enumerate(made):
+            local = outputs[o] if o < len(outputs) else None
+            want = layout.local_shape(whole.shape, mesh, mesh.coordinate(rank))
+            if local is None or tuple(local.shape) != want:
+                have = "no tensor" if local is None else f"has shape {list(local.shape)}"
+                return f"output {o} on rank {rank}", have, f"shape {list(want)}"
+        if case.random:
+            continue
+        pieces = [outputs[o] for outputs in made]
+        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
+        if problem is None and not layout.axes:
+            problem = next((d for p in pieces if p is not None and (d := differs(p, whole))), None)
+        if problem:
+            return f"output {o}", *problem
+    return None
+
+
+# -- partial values and values that are never read --------------------------------------------
+def _pass_name(through: PassThrough, op: str) -> str:
+    return f"{op}({'+'.join(map(str, sorted(through.operands)))})"
+
+
+def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
+    """Split partial operands into two ranks' parts, run both, combine; None where they cannot be split."""
+    splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
+    if any(parts is None for parts in splits.values()) or all(case.tensors[i].numel() < 2 for i in splits):
+        return None  # booleans, nan: not values that are partial in this way; too few to tell
+    wholes = list(case.tensors)
+    both = [list(case.tensors), list(case.tensors)]
+    for i, parts in splits.items():
+        assert parts is not None, "looked at above"
+        wholes[i] = parts[2]
+        both[0][i], both[1][i] = parts[0], parts[1]
+    name = f"partial {op} in operands {', '.join(map(str, sorted(through.operands)))}"
+    try:
+        expected, *made = (case.run(tensors, form) for form, tensors in enumerate((wholes, *both)))
+    except Exception as error:
+        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {_first_line(error)}", "a result")]
+    mesh = Mesh("a=2")
+    for o in group.outputs:
+        whole, pieces = expected[o], [outputs[o] for outputs in made]
+        if whole is None or o in group.opaque or any(p is None for p in pieces) or not whole.numel():
+            continue
+        layout = replicated(whole.ndim).put("a", AxisState("P", op=op))
+        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
+        if problem:
+            return [Failure(case.name, name, "in 2 parts", f"output {o}", *problem)]
+    return []
+
+
+def _check_unread(case: Case, bound: BoundRule) -> list[Failure]:
+    """Other values in operands that are never read change nothing."""
+    tensors = [other_values(t) if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
+    for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
+        problem = differs(other, whole) if whole is not None and other is not None else None
+        if problem:
+            name = f"operands {', '.join(map(str, sorted(bound.by_shape)))}, never read,"
+            return [Failure(case.name, name, "given other values", f"output {o}", *problem)]
+    return []

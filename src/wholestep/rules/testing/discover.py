@@ -1,0 +1,220 @@
+"""Proposes a rule for an op that nobody has written one for, by running it on pieces of small random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+from ...graph.meta import TensorMeta
+from ..call import Call
+from ..rule import BoundRule, Group, PassThrough, Term
+from .check import Case, Sample, Way, case_of, check_pass, check_way, ways
+
+DISCOVERED = "discovered"
+_SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that stand for sizes of the call, largest tensors first
+_SEEDS = 3
+_TRIES = 512  # sets of dims tried for one size
+_LEFT = ("sum", "", "max", "min")  # what a factor missing in an output may leave there
+
+
+def discover(call: Call) -> BoundRule | None:
+    """The factors that `call` may be cut by, and the operands it is linear in; None where nothing was found.
+
+    The op runs on inputs of the same ranks and types, small sizes in the places of large ones, random values. A set of
+    equal dims is a factor when every way to cut it recombines on several samples. Never raises.
+    """
+    if not callable(call.target) or not call.operands or any(0 in m.shape for m in call.operands):
+        return None
+    if _torch.is_op(call.target) and (call.target.namespace in ("aten", "prims") or _is_impure(call.target)):
+        return None
+    try:
+        key: Any = (call.target, _key(call.args), _key(tuple(call.kwargs.items())), call.outputs)
+        if key not in _known:
+            _known[key] = _search(call)
+        return _known[key]
+    except Exception:  # the op is not ours: whatever it does, the answer is that nothing is known about it
+        return None
+
+
+_known: dict[Any, BoundRule | None] = {}
+
+
+def _is_impure(target: Any) -> bool:
+    return _torch.schema_of(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(v) for v in cast(Sequence[Any], value))
+    return value if isinstance(value, TensorMeta) else (type(value), value)
+
+
+def _search(call: Call) -> BoundRule | None:
+    with torch.random.fork_rng(devices=[]):
+        cases = _cases(call)
+    if not cases:
+        return None
+    group = Group(
+        {i: (None,) * len(m.shape) for i, m in enumerate(call.operands)},
+        {o: (None,) * len(m.shape) for o, m in enumerate(call.outputs) if m is not None},
+    )
+    number = 0
+    for guess in _guesses(cases[0]):
+        if not _is_free(group, guess):
+            continue
+        found = _accepted(cases, _with(group, f"f{number}", guess), f"f{number}")
+        if found:
+            group, number = found, number + 1
+    group = replace(group, partial=tuple(_linear(cases, group)))
+    if not number and not group.partial:
+        return None
+    return BoundRule((_scaled(group, call),), origin=DISCOVERED)
+
+
+# -- small calls -------------------------------------------------------------------------
+def _cases(call: Call) -> list[Case]:
+    """The op on small random inputs of one shape, at least two; none where it refuses them or makes other shapes."""
+    for sizes in _small_sizes(call):
+        for wide in (True, False):
+            cases = [case for seed in range(_SEEDS) if (case := _case(call, sizes, wide, seed)) is not None]
+            if len(cases) == _SEEDS and not any(case.random for case in cases):
+                return cases
+    return []
+
+
+def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
+    """Sizes of the call to small ones: all different, then the real ones where they are small enough."""
+    found = dict.fromkeys(n for m in (*call.operands, *filter(None, call.outputs)) for n in m.shape if n > 1)
+    for turn in range(2):
+        names = _SMALL[turn:] + _SMALL[:turn]
+        if len(found) <= len(names):
+            yield dict(zip(found, names, strict=False))
+    if all(m.numel <= 1 << 16 for m in call.operands):
+        yield {n: n for n in found}
+
+
+def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> Case | None:
+    source = torch.Generator().manual_seed(seed)
+
+    def make(value: Any) -> Any:
+        if isinstance(value, TensorMeta):
+            return _random(value, sizes, wide, source)
+        if isinstance(value, (list, tuple)):
+            return cast(Any, type(cast(Any, value)))(make(v) for v in cast(Sequence[Any], value))
+        return value
+
+    sample = Sample(tuple(make(a) for a in call.args), {k: make(v) for k, v in call.kwargs.items()})
+    try:
+        case = case_of(call.target, sample)
+    except Exception:  # the op refuses these sizes or types
+        return None
+    pairs = list(zip(case.whole, call.outputs, strict=True)) if len(case.whole) == len(call.outputs) else []
+    fits = all(w is None or m is None or _shape(m, sizes) == tuple(w.shape) for w, m in pairs)
+    live = all(w is None or bool(w.any()) for w, _ in pairs)  # about zeros everything is true
+    again = case.run(case.tensors)
+    same = all(w is None or (a is not None and torch.equal(w, a)) for w, a in zip(case.whole, again, strict=True))
+    return case if pairs and fits and live and same else None
+
+
+def _shape(meta: TensorMeta, sizes: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(sizes.get(n, n) for n in meta.shape)
+
+
+def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torch.Generator) -> Tensor:
+    """Random values; whole numbers from 0 to below the smallest size, for they may be indices."""
+    shape = _shape(meta, sizes)
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
+        dtype = torch.float64 if wide and meta.dtype.is_floating_point else meta.dtype
+        made = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+    else:
+        high = 2 if meta.dtype == torch.bool else max(2, min(sizes.values(), default=2))
+        made = torch.randint(0, high, shape, generator=source).to(meta.dtype)
+    return made.to(meta.device)
+
+
+# -- factors -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Guess:
+    """Dims of one size that may be one factor: for each operand and output a dim or None."""
+
+    operands: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+def _guesses(case: Case) -> Iterator[_Guess]:
+    """Sets of dims of one size, larger sets and equal numbers of dims first."""
+    operands = [tuple(t.shape) for t in case.tensors]
+    outputs = [tuple(w.shape) if w is not None else () for w in case.whole]
+    for size in dict.fromkeys(n for shape in operands for n in shape if n > 1):
+        choices = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in (*operands, *outputs)]
+        tried = sorted(islice(product(*choices), _TRIES), key=_order)
+        for dims in tried:
+            guess = _Guess(dims[: len(operands)], dims[len(operands) :])
+            if any(d is not None for d in guess.operands):
+                yield guess
+
+
+def _order(dims: Sequence[int | None]) -> tuple[int, int]:
+    found = [d for d in dims if d is not None]
+    return -len(found), len(set(found))
+
+
+def _is_free(group: Group, guess: _Guess) -> bool:
+    taken = [group.operands[i][d] for i, d in enumerate(guess.operands) if d is not None]
+    taken += [group.outputs[o][d] for o, d in enumerate(guess.outputs) if d is not None]
+    return not any(taken)
+
+
+def _with(group: Group, factor: str, guess: _Guess) -> Group:
+    def put(terms: Mapping[int, Term], dims: Sequence[int | None]) -> dict[int, Term]:
+        return {i: tuple(factor if d == dims[i] else f for d, f in enumerate(term)) for i, term in terms.items()}
+
+    return replace(group, operands=put(group.operands, guess.operands), outputs=put(group.outputs, guess.outputs))
+
+
+def _accepted(cases: Sequence[Case], group: Group, factor: str) -> Group | None:
+    """The group with what makes `factor` hold on every sample: a reduction, equal pieces; None where nothing does."""
+    size = next(
+        cases[0].tensors[i].shape[list(term).index(factor)] for i, term in group.operands.items() if factor in term
+    )
+    missing = any(factor not in term for term in group.outputs.values())
+    for left in _LEFT if missing else ("",):
+        reduced = replace(group, reduces={**group.reduces, factor: left}) if left else group
+        for strict in (reduced, replace(reduced, even={**group.even, factor: size})):
+            if all(_holds(case, strict, factor) for case in cases):
+                return strict
+    return None
+
+
+def _holds(case: Case, group: Group, factor: str) -> bool:
+    bound = BoundRule((group,))
+    mine: list[Way] = [way for way in ways(case, bound) if way.factor == factor]
+    return bool(mine) and all(check_way(case, bound, way) is None for way in mine)
+
+
+def _linear(cases: Sequence[Case], group: Group) -> Iterator[PassThrough]:
+    """Operands the op is linear in, each alone; failing that, all together."""
+    singles = [PassThrough(frozenset({i})) for i in group.operands]
+    found = [through for through in singles if _passes(cases, group, through)]
+    together = PassThrough(frozenset(group.operands))
+    if not found and len(singles) > 1 and _passes(cases, group, together):
+        found = [together]
+    yield from found
+
+
+def _passes(cases: Sequence[Case], group: Group, through: PassThrough) -> bool:
+    return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
+
+
+def _scaled(group: Group, call: Call) -> Group:
+    """The group with the sizes of the call, not those of the small ones."""
+    real = {
+        f: n for i, term in group.operands.items() for f, n in zip(term, call.shape(i), strict=True) if f is not None
+    }
+    return replace(group, even={f: real[f] for f in group.even})

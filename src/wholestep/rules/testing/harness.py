@@ -1,0 +1,168 @@
+"""Real tensors cut into pieces as a layout says, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...graph.meta import overlaps
+from ...layout import Layout, chunk_range
+from ...mesh import Mesh
+
+FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
+"""How the pieces that a rank is given lie in memory; every rule must hold in each."""
+_BEFORE, _AFTER = 3, 2  # elements around a view
+
+
+def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    """The arguments with `tensors` in the places of the tensors in them, in order, lists opened."""
+    left = iter(tensors)
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(left)
+        if isinstance(value, (list, tuple)):
+            kind = cast(Any, list if isinstance(value, list) else tuple)
+            return kind(swap(v) for v in cast(Sequence[Any], value))
+        return value
+
+    new = tuple(swap(a) for a in args)
+    return new, {k: swap(v) for k, v in kwargs.items()}
+
+
+def laid(tensor: Tensor, form: int) -> Tensor:
+    """A copy that an op may write into, in memory as `FORMS[form]` says; around it and between lies what is not it."""
+    tensor = tensor.detach()
+    shape = tuple(tensor.shape)
+    if form == 0:
+        return tensor.clone()
+    if form == 1 or not shape:
+        return _at_an_offset(tensor)
+    if form == 2 and len(shape) > 1:
+        made = _junk((*shape[:-1], shape[-1] + _BEFORE), tensor).narrow(-1, 1, shape[-1])
+    else:
+        made = _junk((*shape[::-1], 2), tensor)[..., 1].permute(*range(len(shape) - 1, -1, -1))
+    return made.copy_(tensor)
+
+
+def _at_an_offset(tensor: Tensor) -> Tensor:
+    """A copy with the strides of `tensor`, in the middle of more memory."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _junk((_BEFORE + max(extent, 0) + _AFTER,), tensor)
+    made = memory.as_strided(tensor.shape, tensor.stride(), _BEFORE)
+    if not overlaps(tensor.shape, tensor.stride()):
+        return made.copy_(tensor)
+    places = torch.arange(_BEFORE, _BEFORE + extent).as_strided(tensor.shape, tensor.stride())
+    memory.index_put_((places,), tensor)
+    return made
+
+
+def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory that no op may read: not a number, or a number that is no index."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 77
+    return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+
+
+def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
+    """What the rank at a position holds of a tensor that is cut as `layout` says."""
+    out = whole
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            start, length = chunk_range(out.shape[dim], mesh.axis_size(axis), at[axis])
+            out = out.narrow(dim, start, length)
+    return out.contiguous() if layout.is_sharded else out
+
+
+def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
+    """One tensor from every rank's piece: put in its place, reduced, or that of rank 0 where all are the same."""
+    if layout.partial:
+        return reduce_parts(pieces, layout.partial[0][1])
+    if not layout.is_sharded:
+        return pieces[0]
+    out = pieces[0].new_zeros(whole.shape)
+    for rank, part in enumerate(pieces):
+        place = out
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                start, length = chunk_range(place.shape[dim], mesh.axis_size(axis), mesh.coordinate(rank)[axis])
+                place = place.narrow(dim, start, length)
+        place.copy_(part)
+    return out
+
+
+def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
+    """What a reduction over ranks makes of their partial values."""
+    stacked = torch.stack(list(parts))
+    if stacked.dtype == torch.bool and op not in ("max", "min"):
+        stacked = stacked.long()  # booleans have no sums: the type tells
+    if op == "sum" or op == "norm1":
+        return stacked.sum(0, dtype=stacked.dtype)
+    if op == "avg":
+        return stacked.to(torch.promote_types(stacked.dtype, torch.float64)).mean(0).to(stacked.dtype)
+    if op == "norm2":
+        return stacked.square().sum(0).sqrt()
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Two random parts and what they reduce to by `op`; None for a tensor that cannot be partial in this way.
+
+    Norms are never negative, so the third is `whole` without its signs there.
+    """
+    exact = not whole.is_floating_point() and not whole.is_complex()
+    tiny = whole.is_floating_point() and whole.dtype.itemsize == 1
+    if whole.dtype == torch.bool or tiny or (op in ("avg", "norm2") and exact) or (op != "sum" and whole.is_complex()):
+        return None
+    if not bool(torch.isfinite(whole).all()):
+        return None
+    source = torch.Generator().manual_seed(seed)
+    if exact:
+        noise = torch.randint(0, 5, whole.shape, generator=source).to(whole.dtype)
+    else:
+        noise = torch.randn(whole.shape, generator=source, dtype=torch.float64).to(whole.dtype)
+        noise = noise * (1 + whole.abs().max()) if whole.numel() else noise
+    first = torch.randint(0, 2, whole.shape, generator=source).bool()
+    if op in ("max", "min"):
+        other = whole - noise.abs() if op == "max" else whole + noise.abs()
+        return torch.where(first, whole, other), torch.where(first, other, whole), whole
+    if op == "norm2":
+        size = whole.abs()
+        return size * noise.cos(), size * noise.sin(), size
+    if op == "norm1":
+        size = whole.abs()
+        return torch.where(first, size, 0 * size), torch.where(first, 0 * size, size), size
+    scale = 2 if op == "avg" else 1
+    return noise, scale * whole - noise, whole
+
+
+def other_values(tensor: Tensor) -> Tensor:
+    """A tensor like `tensor` with a different value in every place."""
+    return ~tensor if tensor.dtype == torch.bool else tensor + 1
+
+
+def differs(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    """(found, expected) where two tensors differ in shape, dtype or value; None where they agree."""
+    if found.shape != expected.shape:
+        return f"has shape {list(found.shape)}", f"shape {list(expected.shape)}"
+    if found.dtype != expected.dtype:
+        return f"is {found.dtype}", str(expected.dtype)
+    exact = not expected.is_floating_point() and not expected.is_complex()
+    if exact:
+        close = found == expected
+    else:
+        tight = expected.dtype in (torch.float64, torch.complex128)
+        rtol = 1e-8 if tight else 1e-4 if expected.dtype.itemsize >= 4 else 2e-2
+        close = torch.isclose(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
+    if bool(close.all()):
+        return None
+    where = [int(i) for i in (~close).nonzero()[0]]
+    here, there = found[tuple(where)].item(), expected[tuple(where)].item()
+    share = f"{int((~close).sum())} of {close.numel()} values"
+    return f"differs in {share}, the first at {where}: {_number(here)}", _number(there)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

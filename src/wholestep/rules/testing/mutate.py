@@ -1,0 +1,331 @@
+"""Changes rules in small ways: a check that is worth something fails on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import RuleError
+from ...graph.meta import TensorMeta
+from ..apply import entries_of, inputs_of, repeated
+from ..call import Call
+from ..language import Dim, RuleText, Term, base, parse, spread
+from ..registry import Bind, find
+from ..rule import BoundRule, Group
+from .check import Case, Way, check_pass, check_way, ways
+
+_OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one rule, and whether the check failed on it.
+
+    `verdict`: `caught`; else `could be cut` for a '!', `could stay partial` for a claim of linearity and `could do
+    without` for local sizes, where the op can do more than its rule says, which costs communication and nothing else;
+    or `survived`.
+    """
+
+    op: str
+    rule: str
+    change: str
+    caught: bool
+    verdict: str
+
+
+Reword = Callable[[Bind], Bind]
+Rebind = Callable[[BoundRule], BoundRule]
+
+
+@dataclass(frozen=True)
+class _Mutant:
+    """A rule changed in its words, or after it was bound."""
+
+    change: str
+    rule: str
+    reword: Reword | None = None
+    rebind: Rebind | None = None
+    partial: bool = False
+    careful: str = ""
+
+    def bind(self, call: Call) -> BoundRule | None:
+        bound = bind_reworded(call, self.reword)
+        return self.rebind(bound) if self.rebind and bound else bound
+
+
+def bind_reworded(call: Call, reword: Reword | None) -> BoundRule | None:
+    """The rule of a call, its words changed on the way."""
+    known = find(call.target)
+    return known.bind(replace(call, reword=reword)) if known else None
+
+
+Key = tuple[str, str]
+"""Text of a rule, and the change."""
+
+
+def mutate_op(
+    cases: Sequence[Case], crashing: Collection[Key] = (), starts: Callable[[Key], None] = lambda key: None
+) -> list[Mutation]:
+    """Every mutation of the rule of one op, on the samples in `cases`; those that change nothing are left out.
+
+    Ops that trust their shapes may end the process on a changed rule: `starts` is told before each try, and what is
+    known as `crashing` counts as caught.
+    """
+    found: dict[Key, Mutation] = {}
+    for case in cases:
+        words: list[Bind] = []
+        try:
+            bound = bind_reworded(case.call, lambda bind, seen=words: seen.append(bind) or bind)
+        except RuleError:
+            continue
+        if bound is None:
+            continue
+        for mutant in _mutants(case.call, bound, words):
+            key = (mutant.rule, mutant.change)
+            if key in found and found[key].caught:
+                continue
+            if key not in crashing:
+                starts(key)
+            caught = key in crashing or _fails(case, bound, mutant)
+            if caught is not None:
+                verdict = "caught" if caught else mutant.careful or "survived"
+                found[key] = Mutation(case.name, mutant.rule, mutant.change, caught, verdict)
+    return list(found.values())
+
+
+def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
+    """True when the check of the changed rule fails; None when it claims nothing new about this sample."""
+    try:
+        changed = mutant.bind(case.call)
+    except Exception:  # a rule that cannot be bound is caught before any check, however it fails
+        return True
+    if changed is None or not any(w is not None and bool(w.any()) for w in case.whole):
+        return None  # about zeros everything is true
+    if mutant.partial:
+        old = {(g, through) for g, group in enumerate(bound.groups) for through in group.partial}
+        new = [(g, t) for g, group in enumerate(changed.groups) for t in group.partial if (g, t) not in old]
+        tried = [check_pass(case, changed.groups[g], t, op) for g, t in new for op in sorted(t.ops)]
+        return None if case.random or all(t is None for t in tried) else any(tried)
+    known = {_claim(case, bound, way) for way in ways(case, bound, two_axes=False)}
+    new = [way for way in ways(case, changed, two_axes=False) if _claim(case, changed, way) not in known]
+    claimed = [way for way in new if _is_cut(case, way)]
+    return any(check_way(case, changed, way) for way in claimed) if claimed else None
+
+
+def _is_cut(case: Case, way: Way) -> bool:
+    """False where all that is cut is of size one: of the pieces one has everything, whichever dim it was."""
+    shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.whole]
+    pairs = zip((*way.takes, *way.gives), shapes, strict=True)
+    return any(size > 1 for layout, shape in pairs for axes, size in zip(layout.dims, shape, strict=True) if axes)
+
+
+def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
+    """What is claimed, whatever the factor is called; where an output is all zeros, no claim about it can be wrong."""
+    sizes = tuple(sorted(bound.sizes.items()))
+    gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.whole, way.gives, strict=True)]
+    return way.mesh, way.takes, tuple(gives), sizes, bound.instead, way.factor in bound.local
+
+
+# -- what to change ---------------------------------------------------------------------------
+def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
+    text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
+    for w in words[:1]:
+        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
+        text = str(rule)
+        for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
+            careful = "could be cut" if "!" in change else ""
+            yield _Mutant(change, text, reword=_saying(new, names), careful=careful)
+        for change, new in _linear(rule):
+            careful = "" if change.startswith("take out") else "could stay partial"
+            yield _Mutant(change, text, reword=_saying(new, names), partial=True, careful=careful)
+    yield from _rebound(bound, text, by_hand=not words)
+
+
+def _by_hand(bound: BoundRule) -> str:
+    """Text of a rule that was made without any."""
+
+    def show(terms: Mapping[int, tuple[str | None, ...]]) -> str:
+        return ", ".join(" ".join(f or "1" for f in term) or "()" for _, term in sorted(terms.items()))
+
+    return "; ".join(f"{show(g.operands)} -> {show(g.outputs)}" for g in bound.groups)
+
+
+def _saying(rule: RuleText, names: Mapping[str, str]) -> Reword:
+    def sets(found: Sequence[frozenset[int]]) -> str:
+        return " | ".join("+".join(map(str, sorted(group))) for group in found)
+
+    reduces = {f: op for f, op in rule.reduces.items() if f in rule.factors}
+
+    def say(bind: Bind) -> Bind:
+        filled = bind.filled | {name for name, f in names.items() if f in bind.filled or base(f) in bind.filled}
+        return replace(
+            bind, text=str(rule), linear=sets(rule.linear), moves=sets(rule.moves), reduces=reduces, filled=filled
+        )
+
+    return say
+
+
+def _expanded(rule: RuleText, call: Call, bound: BoundRule) -> tuple[RuleText, dict[str, str]]:
+    """The rule with a name for every dim, and what each stands for, where that is the same in every entry of a list."""
+    arguments = {name: call.argument(name) for name in rule.arguments}
+    names: dict[str, str] = {}
+    terms: list[Term] = []
+    inputs, outputs = _given(rule, call, bound), _made(rule, call, bound)
+    for term, found in (*inputs, *outputs):
+        ways = [None if term.opaque else spread(term, m.shape, arguments) for m in found]
+        if not ways or ways[0] is None:
+            terms.append(replace(term, repeats=False))
+            continue
+        if any(way != ways[0] for way in ways):
+            return rule, {}
+        names |= {_plain(f): f for d in ways[0] for f in d.factors}
+        dims = tuple(replace(d, factors=tuple(map(_plain, d.factors))) for d in ways[0])
+        terms.append(Term(dims, term.is_list))
+    reduces = {**rule.reduces, **{n: rule.reduces[base(f)] for n, f in names.items() if base(f) in rule.reduces}}
+    count = len(inputs)
+    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]), reduces=reduces), names
+
+
+Terms = list[tuple[Term, list[TensorMeta]]]
+
+
+def _given(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
+    """A term for each tensor argument, with its tensors; one that was left out is opaque."""
+    seen = {p for group in bound.groups for p in group.operands}
+    places = [slot.positions for slot in call.slots]
+    out: Terms = []
+    for i, term in enumerate(inputs_of(rule, call)):
+        mine = places[i] if i < len(places) else ()
+        lost = term.optional and not seen.issuperset(mine)
+        out.append((Term(opaque=True) if lost else term, [call.operands[p] for p in mine]))
+    return out
+
+
+def _made(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
+    """The same for the outputs."""
+    unseen = {o for group in bound.groups for o in group.opaque}
+    lists = entries_of(rule, call)
+    at, out = 0, Terms()
+    for term in repeated(rule.outputs, len(call.outputs)):
+        mine = range(at, min(at + (lists if term.is_list else 1), len(call.outputs)))
+        lost = term.optional and not unseen.isdisjoint(mine)
+        out.append((Term(opaque=True) if lost else term, [m for o in mine if (m := call.outputs[o]) is not None]))
+        at += lists if term.is_list else 1
+    return out
+
+
+def _plain(factor: str) -> str:
+    """A name that can be written: `e2` for `.2`, `x_1` for `x.1`."""
+    return f"e{factor[1:]}" if factor.startswith(".") else factor.replace(".", "_")
+
+
+def _terms(rule: RuleText) -> tuple[Term, ...]:
+    return (*rule.inputs, *rule.outputs)
+
+
+def _with(rule: RuleText, terms: Sequence[Term]) -> RuleText:
+    count = len(rule.inputs)
+    return replace(rule, inputs=tuple(terms[:count]), outputs=tuple(terms[count:]))
+
+
+def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
+    terms = list(_terms(rule))
+    terms[at] = replace(terms[at], dims=tuple(dims))
+    return _with(rule, terms)
+
+
+def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Each `!` and `?` dropped, wherever its factor stands."""
+    for factor in sorted(rule.whole):
+        yield f"drop ! of {factor}", _each(rule, factor, whole=False)
+    for factor in sorted(rule.loose - rule.whole):
+        yield f"drop ? of {factor}", _each(rule, factor, loose=False)
+
+
+def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
+    terms = [
+        replace(t, dims=tuple(replace(d, **change) if factor in d.names else d for d in t.dims)) for t in _terms(rule)
+    ]
+    return _with(rule, terms)
+
+
+def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Factors in each other's places, in a term that does not have them, in another order in a merged dim."""
+    whole = rule.whole
+    for at, term in enumerate(_terms(rule)):
+        name = f"input {at}" if at < len(rule.inputs) else f"output {at - len(rule.inputs)}"
+        for i, dim in enumerate(term.dims):
+            free = [f for f in dim.factors if f not in whole]
+            for j in range(i + 1, len(term.dims)):
+                other = term.dims[j]
+                if not (dim.rest or other.rest) and (free or any(f not in whole for f in other.factors)):
+                    dims = list(term.dims)
+                    dims[i], dims[j] = other, dim
+                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims)
+            for factor in free:
+                renamed = replace(dim, factors=tuple("other" if f == factor else f for f in dim.factors))
+                dims = [*term.dims[:i], renamed, *term.dims[i + 1 :]]
+                yield f"rename {factor} in {name}", _put(rule, at, dims)
+            if len(free) > 1:
+                dims = [*term.dims[:i], replace(dim, factors=dim.factors[::-1]), *term.dims[i + 1 :]]
+                yield f"turn {dim} round in {name}", _put(rule, at, dims)
+
+
+def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """What cutting a missing factor leaves: nothing, or something else."""
+    for factor in rule.factors:
+        missing = any(not t.opaque and not any(factor in d.names for d in t.dims) for t in rule.outputs)
+        if missing and factor not in rule.whole:
+            op = rule.reduces.get(factor, "sum")
+            for other in dict.fromkeys(("", _OTHER.get(op, "sum"))):
+                if other != op:
+                    what = f"{other or 'the same on all ranks'} for {op or 'the same on all ranks'} of {factor}"
+                    yield what, replace(rule, reduces={**rule.reduces, factor: other})
+
+
+def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Inputs that are not said to be linear; sets taken apart, and put together."""
+    known = set(rule.linear)
+    every = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
+    singles = [single for single in every if single not in rule.moves]
+    for single in singles:
+        joint = [group for group in known if single < group]
+        if single not in known:
+            what = "take out" if joint else "claim"
+            yield f"{what} linear in {min(single)}", replace(rule, linear=(*(known - set(joint)), single))
+    for a in singles:
+        for b in singles:
+            if min(a) < min(b) and a | b not in known and (a in known or b in known):
+                yield f"linear in {min(a)} and {min(b)} together", replace(rule, linear=(*known, a | b))
+
+
+def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
+    """Changes that no words can make: uneven and empty pieces allowed, local shapes and local ops forgotten."""
+
+    def each(change: Callable[[Group], Group]) -> Rebind:
+        return lambda b: replace(b, groups=tuple(map(change, b.groups)))
+
+    nothing: Mapping[str, int] = {}
+    if any(g.even for g in bound.groups):
+        yield _Mutant("uneven pieces of merged dims", text, rebind=each(lambda g: replace(g, even=nothing)))
+    if any(g.filled for g in bound.groups):
+        emptied = each(lambda g: replace(g, filled=nothing))
+        yield _Mutant("empty pieces", text, rebind=emptied, careful="could be cut")
+    if bound.sizes:
+        bare: Rebind = lambda b: replace(b, sizes={}, instead=None)  # noqa: E731
+        yield _Mutant("global sizes on ranks", text, rebind=bare, careful="could do without")
+    if bound.local:
+        yield _Mutant("the op itself on ranks", text, rebind=lambda b: replace(b, local={}))
+    if by_hand:
+        if any(g.reduces for g in bound.groups):
+            yield _Mutant("nothing to reduce", text, rebind=each(lambda g: replace(g, reduces={})))
+            other = each(lambda g: replace(g, reduces={f: _OTHER.get(op, "sum") for f, op in g.reduces.items()}))
+            yield _Mutant("reduced in another way", text, rebind=other)
+        yield _Mutant("turn outputs round", text, rebind=each(lambda g: replace(g, outputs=_turned(g))))
+
+
+def _turned(group: Group) -> Mapping[int, tuple[str | None, ...]]:
+    return {o: term[::-1] for o, term in group.outputs.items()}

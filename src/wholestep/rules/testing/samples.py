@@ -1,0 +1,241 @@
+"""Arguments to check rules on: recorded from PyTorch's own test samples, the rules' own, or made from a schema."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from itertools import islice, product
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import _torch
+from ..registry import RULES, SAMPLES, find
+from .check import Sample
+from .harness import with_tensors
+
+EACH_OP = 10  # samples kept for an op
+_EACH_INFO = 16  # samples taken of one entry of PyTorch's database
+_LARGEST = 2500  # elements of all tensors of a sample
+_KINDS = 40
+
+Progress = Callable[[float], None]
+
+
+def table(pattern: str = "*") -> list[Any]:
+    """Ops that have a rule: those in the table, and ATen's members of whole families; `pattern` is a glob."""
+    found = dict.fromkeys(target for target in RULES if not isinstance(target, str))
+    for target in _torch.overloads("aten"):
+        if not _torch.schema_of(target).is_mutable and find(target):
+            found[target] = None
+    named = {str(target): target for target in found}
+    return [named[name] for name in sorted(named) if fnmatch(name, pattern) or fnmatch(name, f"aten.{pattern}")]
+
+
+def samples_of(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
+    """Samples for each op: its rule's own, then what PyTorch's samples call it with, else some made from its schema."""
+    targets = list(targets)
+    out: dict[Any, list[Sample]] = {}
+    recorded = record(targets, progress)
+    for target in targets:
+        own = [as_sample(given) for given in SAMPLES[target]()] if target in SAMPLES else []
+        out[target] = [*own, *recorded.get(target, [])][: max(EACH_OP, len(own))]
+        if not out[target] and target not in RULES:
+            out[target] = from_schema(target)
+    return out
+
+
+def as_sample(given: Sequence[Any]) -> Sample:
+    """A tuple of arguments; a dict at its end holds keyword arguments."""
+    if given and isinstance(given[-1], dict):
+        return Sample(tuple(given[:-1]), cast(Mapping[str, Any], given[-1]))
+    return Sample(tuple(given), {})
+
+
+# -- recording ----------------------------------------------------------------------------
+@dataclass
+class _Recording:
+    """The best sample of each kind of call: the same ranks, types and other arguments."""
+
+    wanted: frozenset[Any]
+    kinds: dict[Any, dict[Any, tuple[int, Sample]]] = field(default_factory=dict[Any, "dict[Any, tuple[int, Sample]]"])
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call; keep its arguments where they are a sample of a wanted op."""
+        found = self._sample(target, args, kwargs)
+        made = target(*args, **kwargs)
+        if found and all(_torch.is_plain(t) and bool(t.isfinite().all()) for t in tensors_in([made])):
+            plain, kind, new = found
+            self.kinds.setdefault(plain, {})[kind] = new
+        return made
+
+    def _sample(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target not in self.wanted:
+            target = _torch.functional_form(target) if _torch.is_op(target) and not kwargs.get("out") else None
+            if target not in self.wanted:
+                return None
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
+            return None
+        kinds = self.kinds.get(target, {})
+        kind = (tuple((t.ndim, t.dtype) for t in tensors), _others(args), _others(tuple(kwargs.items())))
+        score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
+        if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
+            return None
+        return target, kind, (score, Sample(*with_tensors(args, kwargs, [_lively(t.detach()) for t in tensors])))
+
+    def best(self) -> dict[Any, list[Sample]]:
+        out: dict[Any, list[Sample]] = {}
+        for target, kinds in self.kinds.items():
+            ranked = sorted(kinds.values(), key=lambda found: found[0] <= 0)
+            out[target] = [sample for _, sample in ranked[:EACH_OP]]
+        return out
+
+
+def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
+    """What PyTorch's sample functions call `targets` with, forward and backward, on small tensors in float64.
+
+    Raises:
+        RuleError: PyTorch's database cannot be imported.
+    """
+    recording = _Recording(frozenset(t for t in targets if _torch.is_op(t) and t.namespace == "aten"))
+    if recording.wanted:
+        # each entry of the database looks at the whole stack: that of a new thread is short
+        with ThreadPoolExecutor(1) as short:
+            short.submit(_record, recording, progress).result()
+    return recording.best()
+
+
+def _record(recording: _Recording, progress: Progress) -> None:
+    infos = _torch.op_infos()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        for number, info in enumerate(infos):
+            with contextlib.suppress(Exception):  # an op that this build or this machine lacks
+                for sample in _samples(info):
+                    _run(info, sample, recording)
+            progress((number + 1) / len(infos))
+
+
+def _lively(tensor: Tensor) -> Tensor:
+    """A copy; zeros, which hide most mistakes, become random numbers."""
+    if tensor.is_floating_point() and tensor.numel() > 1 and not bool(tensor.any()):
+        return torch.randn_like(tensor)
+    return tensor.clone()
+
+
+def _samples(info: Any) -> Iterator[Any]:
+    dtype = next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
+    if dtype is None:
+        return
+    grad = dtype == torch.float64 and info.supports_autograd
+    yield from islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _EACH_INFO)
+
+
+def _run(info: Any, sample: Any, recording: _Recording) -> None:
+    given = list(tensors_in([sample.input, sample.args, tuple(sample.kwargs.values())]))
+    if sum(t.numel() for t in given) > _LARGEST:
+        return
+    with _torch.Recorder(recording.call):
+        made = info.op(sample.input, *sample.args, **sample.kwargs)
+        outputs = [t for t in tensors_in([made]) if t.requires_grad]
+        inputs = [t for t in given if t.requires_grad]
+        if outputs and inputs:
+            torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among values, lists opened."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(cast(Sequence[Any], value))
+
+
+def _others(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "T"
+    if isinstance(value, (list, tuple)):
+        return f"({' '.join(map(_others, cast(Sequence[Any], value)))})"
+    return repr(value)
+
+
+# -- from a schema ------------------------------------------------------------------------
+_SHAPES = ([(4, 5), (3,), ()], [(5, 3), (6, 5)])
+
+
+def from_schema(target: Any) -> list[Sample]:
+    """Samples of an op that treats elements alike: tensors of one shape, lists of tensors of several ranks."""
+    found: list[Sample] = []
+    for shapes in _SHAPES:
+        singles: list[tuple[int, ...]] = [shapes[0], (), (len(shapes),)]
+        choices = product(singles, (torch.float64, torch.int64), (False, True))
+        made = (_filled(target, shapes, single, dtype, every) for single, dtype, every in choices)
+        found += islice((sample for sample in made if sample and _runs(target, sample)), 1)
+    return found
+
+
+def _filled(
+    target: Any, shapes: Sequence[tuple[int, ...]], single: tuple[int, ...], dtype: torch.dtype, every: bool
+) -> Sample | None:
+    """Values for the arguments of the schema, `every`: also for those that have a default; None for unknown types."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for number, given in enumerate(_torch.schema_of(target).arguments):
+        kind = str(given.type)
+        if given.has_default_value() and "List[Tensor]" not in kind and not (every and kind in _OPTIONAL):
+            if not given.kwarg_only:
+                args.append(given.default_value)
+            continue
+        source = torch.Generator().manual_seed(number)
+        value: Any = None
+        if "List[Tensor]" in kind:
+            step, unused = "step" in given.name, given.name.startswith("max_") and not _amsgrad(shapes)
+            value = [
+                torch.ones(()) if step else _uniform(shape, dtype, source) for shape in shapes[: 0 if unused else None]
+            ]
+        elif kind in ("Tensor", "Optional[Tensor]"):
+            value = _uniform(single, dtype, source)
+        elif kind in _NUMBERS:
+            value = _amsgrad(shapes) if given.name == "amsgrad" else _NUMBERS[kind]
+        elif kind == "List[number]":
+            value = [0.5 + i for i in range(len(shapes))]
+        elif not kind.startswith("Optional"):
+            return None
+        if given.kwarg_only:
+            kwargs[given.name] = value
+        else:
+            args.append(value)
+    return Sample(tuple(args), kwargs)
+
+
+_OPTIONAL = ("number", "Optional[number]", "Optional[Tensor]")
+_NUMBERS: dict[str, Any] = {"number": 2, "Optional[number]": 2, "float": 0.1, "bool": False, "int": 1}
+
+
+def _amsgrad(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """With and without the third state of Adam."""
+    return len(shapes) > 2
+
+
+def _uniform(shape: tuple[int, ...], dtype: torch.dtype, source: torch.Generator) -> Tensor:
+    if dtype == torch.int64:
+        return torch.randint(1, 9, shape, generator=source)
+    return torch.rand(shape, dtype=dtype, generator=source) + 0.5
+
+
+def _runs(target: Any, sample: Sample) -> bool:
+    tensors = tensors_in([*sample.args, *sample.kwargs.values()])
+    try:
+        args, kwargs = with_tensors(sample.args, sample.kwargs, [t.clone() for t in tensors])
+        target(*args, **kwargs)
+    except Exception:  # ops refuse samples in many ways
+        return False
+    return True
