@@ -117,8 +117,9 @@ def compile(
         hardware: what plans and schedules are made for. By default layouts are priced on one host, so that every start
             makes the same program, and the schedule on the machine as it is measured.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
-        cache: a folder for compiled programs: a later start of the same step reads its program there in place of
-            capturing and planning, and ranks take the first one's. By default what WHOLESTEP_CACHE says; "" for none.
+        cache: a folder for what the first call measures and searches for: the speed of the machine, what `Auto`
+            chooses, layouts that are solved for, what a budget has made again. A later start of the same step finds it
+            there. By default what WHOLESTEP_CACHE says; "" for none.
 
     Example:
         >>> step = wholestep.compile(train_step, parallel=wholestep.DataParallel("fully_shard"))

@@ -77,7 +77,7 @@ class CheckpointError(WholestepError):
 
 
 class CacheError(WholestepError):
-    """The folder of the compile cache cannot be used, or a program in it is not what the step compiles to."""
+    """The folder of the compile cache cannot be used."""
 
 
 class RankMismatchError(WholestepError):

@@ -84,7 +84,6 @@ from .dynamo import (
 from .held import (
     ALL_MODULES,
     TreeSpec,
-    attribute,
     buffers_of,
     children_of,
     hook_tables,
@@ -113,7 +112,6 @@ from .host import (
 )
 from .ops import (
     GETITEM,
-    OP_TYPES,
     SUBTRACTIONS,
     OpOverload,
     Recorder,
@@ -162,8 +160,8 @@ from .tracing import (
 )
 
 __all__ = [
-    "ALL_MODULES", "DATA_DEPENDENT", "GETITEM", "OP_TYPES", "SCALER_TENSORS", "SUBTRACTIONS", "OpOverload",
-    "PartContext", "Recorder", "TreeSpec", "accumulation_hooks", "attribute", "behind", "buckets_are_settled",
+    "ALL_MODULES", "DATA_DEPENDENT", "GETITEM", "SCALER_TENSORS", "SUBTRACTIONS", "OpOverload",
+    "PartContext", "Recorder", "TreeSpec", "accumulation_hooks", "behind", "buckets_are_settled",
     "buffers_of", "changes_shape", "children_of", "count_our_collectives", "ddp_in_use", "default_store",
     "dtensor", "dynamo_backend", "fake_mode", "first_bucket_bytes", "forget_shardings", "functional_form",
     "functionalize", "give_origin", "graph_module", "hook_count", "hook_tables", "in_dynamo", "inductor_compile",

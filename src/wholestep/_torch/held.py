@@ -76,14 +76,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout == torch.strided and not odd
 
 
-def attribute(module: torch.nn.Module, target: str) -> Any:
-    """What a `get_attr` node of a module's graph stands for."""
-    found: Any = module
-    for name in target.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The parameters a module holds itself, to read and to replace."""
     return module._parameters

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import GraphError, RuleError
 
 OpOverload = torch._ops.OpOverload
-OP_TYPES: tuple[type, ...] = (OpOverload, torch._ops.OpOverloadPacket)
 SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add,
     torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,

@@ -1,1 +1,1 @@
-"""Compiled programs kept in a folder, found again by all that they follow from."""
+"""What the first call of a step measured and searched for, kept in a folder under a key of all that it follows from."""

@@ -1,25 +1,23 @@
-"""The folder that programs are kept in: a file for each, written aside and renamed, with a checksum of its own.
+"""The folder of the compile cache: a JSON file for each key, written aside and renamed, with a checksum of its own.
 
 Several ranks and jobs may use one folder at once; it may be deleted at any time.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from .key import FORMAT
-from .ran import Witness
+from .choices import Choices
+from .key import Key, digest
 
-MAGIC = f"wholestep-program {FORMAT} ".encode()
-ENDING = ".program"
-MOST_OF_A_KEY = 8
+FORMAT, VERSION = "wholestep.choices", 3
+ENDING = ".choices.json"
+MOST_FILES = 256
 _LOOKED_AT = 16
 
 
@@ -27,86 +25,89 @@ class DamagedError(Exception):
     """A file that is no whole entry of this version."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One program in a file: its key part by part, what else must be as it was, the bytes of `cache.program`."""
-
-    parts: Mapping[str, str]
-    witness: Witness
-    baked: str
-    program: bytes
-
-    def to_bytes(self) -> bytes:
-        """The content of the file."""
-        head = {"parts": list(self.parts.items()), "witness": self.witness.to_json(), "baked": self.baked}
-        rest = json.dumps(head).encode() + b"\n" + self.program
-        return MAGIC + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Entry:
-        """Inverse of `to_bytes`.
-
-        Raises:
-            DamagedError: it is cut short, changed, of another version, or nothing of ours.
-        """
-        first, _, rest = data.partition(b"\n")
-        if not first.startswith(MAGIC):
-            other = first.startswith(MAGIC.split()[0])
-            raise DamagedError("is of another version" if other else "is no program of wholestep")
-        if first[len(MAGIC) :] != hashlib.sha256(rest).hexdigest().encode():
-            raise DamagedError("is cut short or changed")
-        head, _, program = rest.partition(b"\n")
-        try:
-            found: dict[str, Any] = json.loads(head)
-            return Entry(dict(found["parts"]), Witness.from_json(found["witness"]), found["baked"], program)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(f"cannot be read ({error})") from error
+def path_of(folder: Path, key: Key) -> Path:
+    """The file of a key."""
+    return folder / f"{key.text}{ENDING}"
 
 
-def name_of(key: str, entry: Entry, reads: str) -> str:
-    """The name of an entry's file. Programs of one key differ in what else they follow from, as `reads` of a batch."""
-    variant = hashlib.sha256(json.dumps([entry.witness.to_json(), entry.baked, reads]).encode()).hexdigest()[:16]
-    return f"{key}-{variant}{ENDING}"
+def read(folder: Path, key: Key) -> Choices | None:
+    """The choices that are kept under a key; None where there is no file.
+
+    Raises:
+        DamagedError: the file is cut short, changed, of another version, or no entry.
+        OSError: it cannot be read.
+    """
+    try:
+        data = path_of(folder, key).read_bytes()
+    except FileNotFoundError:
+        return None
+    found = _opened(data)
+    if found["key"] != dict(key.parts):
+        raise DamagedError("is the entry of another key")
+    try:
+        return Choices.from_json(found["choices"])
+    except Exception as error:
+        raise DamagedError(f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def files_of(folder: Path, key: str) -> list[Path]:
-    """The files of a key, the newest first."""
-    return sorted(folder.glob(f"{key}-*{ENDING}"), key=_age, reverse=True)
-
-
-def write(folder: Path, key: str, name: str, data: bytes) -> None:
-    """Put a file into the folder as one act; the oldest of its key go when there are many.
+def write(folder: Path, key: Key, choices: Choices) -> None:
+    """Put an entry into the folder as one act; the oldest go where there are many.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    body = {"key": dict(key.parts), "choices": choices.to_json()}
+    entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key[:8]}-", suffix=".tmp")
+    handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key.text[:8]}-", suffix=".tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(entry, file, indent=1)
         os.chmod(aside, 0o644)  # it was made for this user alone
-        os.replace(aside, folder / name)
+        os.replace(aside, path_of(folder, key))
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
-    for old in files_of(folder, key)[MOST_OF_A_KEY:]:
+    for old in _newest(folder)[MOST_FILES:]:
         old.unlink(missing_ok=True)
 
 
-def nearest(folder: Path, parts: Mapping[str, str]) -> str:
-    """What differs from the entry that differs least, of the newest ones; empty where there is none."""
+def nearest(folder: Path, key: Key) -> list[str]:
+    """The parts in which the entry differs that differs least, of the newest ones; empty where there is none."""
     best: list[str] = []
-    for path in sorted(folder.glob(f"*{ENDING}"), key=_age, reverse=True)[:_LOOKED_AT]:
+    for path in _newest(folder)[:_LOOKED_AT]:
         try:
-            theirs = Entry.from_bytes(path.read_bytes()).parts
+            differing = key.differing(_opened(path.read_bytes())["key"])
         except (OSError, DamagedError):
             continue
-        differing = [name for name in {**parts, **theirs} if parts.get(name) != theirs.get(name)]
         if differing and (not best or len(differing) < len(best)):
             best = differing
-    inner = [name for name in best if best and name.startswith(f"module {best[0]}")]
-    return max(inner, key=lambda name: name.count(".")) if inner else best[0] if best else ""
+    return best
+
+
+def _opened(data: bytes) -> Mapping[str, Any]:
+    """The content of a file, which is as it was written."""
+    try:
+        found: Any = json.loads(data)
+    except ValueError as error:
+        raise DamagedError("is no JSON") from error
+    entry: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    if entry.get("format") != FORMAT:
+        raise DamagedError("is no entry of wholestep's compile cache")
+    if entry.get("version") != VERSION:
+        raise DamagedError("is of another version")
+    body = {"key": entry.get("key"), "choices": entry.get("choices")}
+    if entry.get("sum") != _sum_of(body):
+        raise DamagedError("was changed")
+    return body
+
+
+def _sum_of(body: Mapping[str, Any]) -> str:
+    return digest([json.dumps(body, sort_keys=True)])
+
+
+def _newest(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{ENDING}"), key=_age, reverse=True)
 
 
 def _age(path: Path) -> float:

@@ -14,7 +14,6 @@ import torch
 
 from ..graph.meta import meta_of
 from .places import MISSING, SIMPLE, Place, shown
-from .reach import Container
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -115,34 +114,6 @@ def _same_item(a: Any, b: Any) -> bool:
 def size(path: str, holder: Any) -> Expected:
     """That a container holds as many items again."""
     return Expected(Place(path, holder, None), "size", len(holder))
-
-
-def rows(expected: Sequence[Expected]) -> list[list[str]]:
-    """Where values are looked up and how they are compared, as `looked_up` reads it back."""
-    return [[e.place.path, "absent" if e.value is MISSING else e.kind] for e in expected]
-
-
-def looked_up(written: Sequence[Sequence[str]], containers: Sequence[Container]) -> tuple[Expected, ...]:
-    """What is expected of the places of `rows`, with the values that are there now.
-
-    Raises:
-        KeyError: a place is not among those of `containers`; names it.
-    """
-    entries = {c.path_of(key): (c, key) for c in reversed(containers) for key in c.before}
-    objects = {c.path: c for c in reversed(containers) if c.owner is not None}
-    wholes = {(c.path, c.style == "modules"): c for c in containers if c.style in ("item", "modules")}
-    out: list[Expected] = []
-    for path, kind in written:
-        if kind in ("content", "size"):
-            holder = wholes[path, kind == "size"].holder
-            out += held(holder, path, {}) if kind == "content" else [size(path, holder)]
-        elif kind == "absent":
-            of, _, name = path.rpartition(".")
-            out.append(Expected(objects[of].place_of(name), "is", MISSING))
-        else:
-            container, key = entries[path]
-            out.append(expect(container.place_of(key), container.before[key]))
-    return tuple(out)
 
 
 def given_away(functions: Sequence[Callable[..., Any]]) -> set[int]:

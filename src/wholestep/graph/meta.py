@@ -314,16 +314,6 @@ def copy(source: Node, target: Node) -> None:
     target.meta.pop("rule", None)
 
 
-def notes(node: Node) -> dict[str, Any]:
-    """All that stages of wholestep recorded about `node`, by name: what a file has to keep."""
-    return {key: note for key, note in node.meta.items() if key in ("val", "custom") or key.startswith("wholestep_")}
-
-
-def set_notes(node: Node, found: dict[str, Any]) -> None:
-    """Record what `notes` gave for another node."""
-    node.meta.update(found)
-
-
 def example(node: Node) -> Any:
     """What dynamo recorded that a node of its graph makes: a fake tensor, a number that may be symbolic, or None."""
     return node.meta.get("example_value")

@@ -45,7 +45,7 @@ class FitMemory:
         gathers: gathered parameters may be gathered again instead of kept.
         after: the passes that follow it.
         peak: the peak of a program as it runs in the end; by default that of any rank.
-        agree: gives every rank what the first rank's call of the function it is given returned.
+        agree: gives every rank what the first rank's call of the function it is given returned, for that program.
 
     Raises:
         PlanError: the budget cannot be met; says how far it can, and what is held there.
@@ -56,13 +56,13 @@ class FitMemory:
     gathers: bool = True
     after: tuple[Pass, ...] = ()
     peak: Peak = peak_memory
-    agree: Callable[[Callable[[], Fitting]], Fitting] | None = None
+    agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting] | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """`local` as it is if it fits, else with tensors rematerialized; ranks whose batch asks for more do more."""
-        found = self.agree(lambda: self.choose(local)) if self.agree else self.choose(local)
+        found = self.agree(lambda: self.choose(local), local) if self.agree else self.choose(local)
         after = tighter(self.after)[found.way]
         local = self.applied(local, found)
         saved, peak = Saved(local, gathers=False), self._peak_after(after)
@@ -123,7 +123,7 @@ class FitMemory:
 
 
 def fitted_with(
-    passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting]], Fitting]
+    passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting]
 ) -> tuple[Pass, ...]:
     """`passes` with another measure of the peak, and ranks that agree; each budget counts what then follows it."""
     found = list(passes)

@@ -7,24 +7,23 @@ the step once more, for the first rank's call, so that what is compared is the f
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..cache.program import read_structure, write_structure
-from ..cache.ran import unwatched
 from ..capture.capture import Capture
-from ..capture.find import put_together
+from ..capture.find import Structure, put_together
 from . import alike
 from .agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
 from .alike import Given, Told, told_of
-from .obtain import Offer
+from .compiled import Compiled
 from .options import StepOptions
 
 _MOST_BYTES = 4 << 20  # of a call's integers, which another rank may need to capture the step for it
@@ -60,7 +59,7 @@ class Agreement:
             self._agreed.add(section.print)
 
     def program(
-        self, made: Offer, given: Given, options: StepOptions, cached: bool, recapture: Callable[[Any, Any], Capture]
+        self, made: Compiled, given: Given, options: StepOptions, cached: bool, recapture: Callable[[Any, Any], Capture]
     ) -> None:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
@@ -70,9 +69,8 @@ class Agreement:
         Raises:
             RankMismatchError: on every rank, naming what differs.
         """
-        state = made.state
-        carried = made.capture.effects.group_options() if made.made is not None else ()
-        baked, numbers = alike.option_lines(state, made.live, carried)
+        state = made.capture.state
+        baked, numbers = alike.option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
             alike.VERSIONS: Section.of(alike.versions()),
             alike.STEP: Section.of(alike.step_lines(options, cached)),
@@ -82,7 +80,7 @@ class Agreement:
         key = " ".join(section.print for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        told = made.told or told_of(made.capture, given)
+        told = told_of(made.capture, given)
         said = {
             **lasting,
             alike.OPTIMIZERS: Section.of(baked),
@@ -101,7 +99,7 @@ class Agreement:
             return agree(f"{self.label}/{self.round}", said, failure, self.timeout_s, self.waiting, call)
 
     def _for_one_call(
-        self, told: Told, is_alike: bool, given: Given, made: Offer, recapture: Callable[[Any, Any], Capture]
+        self, told: Told, is_alike: bool, given: Given, made: Compiled, recapture: Callable[[Any, Any], Capture]
     ) -> None:
         """Compare the graphs that all ranks have for the first rank's call."""
         key, store = f"{self.label}/{self.round}/call", _torch.default_store()
@@ -110,7 +108,7 @@ class Agreement:
         said = told.sections
         if not is_alike:
             wait_for(store, key, self.timeout_s)
-            with self.stage("capture for the first rank's batch"), unwatched():
+            with self.stage("capture for the first rank's batch"):
                 said = _recaptured(store.get(key), given, recapture)
         self._compare(said, "")
 
@@ -133,7 +131,7 @@ def _written(given: Given, reads: bool) -> bytes:
             leaves.append(["plain", leaf])
     data = io.BytesIO()
     try:
-        torch.save({"structure": write_structure(given.structure), "leaves": leaves}, data)
+        torch.save({"structure": _write_structure(given.structure), "leaves": leaves}, data)
         torch.load(io.BytesIO(data.getvalue()), weights_only=True)
     except Exception:  # a container or a value of a kind that torch does not write
         return _CANNOT
@@ -149,7 +147,7 @@ def _recaptured(call: bytes, given: Given, recapture: Callable[[Any, Any], Captu
         said = torch.load(io.BytesIO(call), weights_only=True)
         own = dict(zip(given.names, given.leaves, strict=True))
         leaves = [_leaf(one, own, given.device) for one in said["leaves"]]
-        args, kwargs = put_together(read_structure(said["structure"]), leaves)
+        args, kwargs = put_together(_read_structure(said["structure"]), leaves)
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return unknown
@@ -167,3 +165,22 @@ def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
     else:
         made.copy_(values)
     return made.requires_grad_(requires_grad)
+
+
+def _write_structure(structure: Structure) -> dict[str, Any]:
+    opened = [
+        [i, kind.__module__, kind.__qualname__, list(names), _write_structure(inner)]
+        for i, kind, names, inner in structure.opened
+    ]
+    return {"spec": _torch.write_spec(structure.spec), "opened": opened}
+
+
+def _read_structure(data: Mapping[str, Any]) -> Structure:
+    """Inverse of `_write_structure`. Classes are looked up among those that are imported already."""
+    opened: list[tuple[int, type, tuple[str, ...], Structure]] = []
+    for i, module, name, names, inner in cast(Sequence[Any], data["opened"]):
+        kind = getattr(sys.modules.get(module), name, None)
+        if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, Mapping)):
+            raise LookupError(f"the class {module}.{name} is not here")
+        opened.append((i, cast(type, kind), tuple(names), _read_structure(inner)))
+    return Structure(_torch.read_spec(data["spec"]), tuple(opened))

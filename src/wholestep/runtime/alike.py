@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..cache.origin import own_source
+from ..cache.key import own_source
 from ..capture.capture import Capture
 from ..capture.find import Structure
 from ..capture.state import Hyper, StepState
@@ -70,8 +70,13 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
         f"mixed_precision{SAYS}{options.capture.mixed_precision}",
         f"module_overrides{SAYS}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
         f"passes{SAYS}{_name(options.passes)}",
-        f"compile cache{SAYS}{'compile cache on' if cached else 'off'}",
+        said_of_cache(cached),
     ]
+
+
+def said_of_cache(cached: bool) -> str:
+    """Whether the compile cache is on."""
+    return f"compile cache{SAYS}{'compile cache on' if cached else 'off'}"
 
 
 def option_lines(
@@ -166,41 +171,27 @@ class Given:
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank says of the graph that it captured. `call` is the fingerprint of what the graph was captured for.
-
-    `constants` has a line for each, and the name that a live tensor has in the cache's key.
-    """
+    """What a rank says of the graph that it captured. `call` is the fingerprint of what the graph was captured for."""
 
     call: str
     graph: Section
-    constants: tuple[tuple[str, str], ...]
+    constants: Section
 
     @property
     def sections(self) -> dict[str, Section]:
         """As `agree` takes them."""
-        return {CONSTANTS: Section.of([line for line, _ in self.constants]), GRAPH: self.graph}
-
-    def to_json(self) -> dict[str, Any]:
-        """For ranks that take the program as it is."""
-        return {"call": self.call, "graph": self.graph.print, "constants": [list(one) for one in self.constants]}
-
-    @classmethod
-    def of_json(cls, said: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> Told:
-        """What the first rank said, with this rank's own tensors in place of its live ones."""
-        own = [
-            (f"{line.split(SAYS, 1)[0]}{SAYS}{show_tensor(live[name])}" if name in live else line, name)
-            for line, name in said["constants"]
-        ]
-        return cls(said["call"], Section(said["graph"]), tuple(own))
+        return {CONSTANTS: self.constants, GRAPH: self.graph}
 
 
-def told_of(capture: Capture, given: Given, live: Mapping[str, torch.Tensor] | None = None) -> Told:
+def told_of(capture: Capture, given: Given) -> Told:
     """What this rank says of a capture."""
-    names = {id(tensor): name for name, tensor in (live or {}).items()}
-    constants = capture.graph.constants
-    lines = tuple((f"{name}{SAYS}{show_tensor(t)}", names.get(id(t), "")) for name, t in constants.items())
     graph = Section.of(graph_lines(capture, given.device), partial(_source_of, capture.graph))
-    return Told(call_print(given, capture), graph, lines)
+    return Told(call_print(given, capture), graph, Section.of(constant_lines(capture)))
+
+
+def constant_lines(capture: Capture) -> list[str]:
+    """Each constant of the captured graph: its type, shape, first values and a fingerprint of all."""
+    return [f"{name}{SAYS}{show_tensor(tensor)}" for name, tensor in capture.graph.constants.items()]
 
 
 def _source_of(train: TrainGraph, line: str) -> str:

@@ -1,30 +1,28 @@
-"""The compile cache of one step: finds its program in a folder, and keeps there what was compiled."""
+"""The compile cache of one step: the first rank looks up what an earlier start chose, and tells the others."""
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..cache import folder as files
-from ..cache.folder import DamagedError, Entry
-from ..cache.key import Key, Situation, baked, key_of
-from ..cache.program import Compiled, content, read, write
-from ..cache.ran import Ran, Witness
-from ..cache.values import UnknownValueError, Values
-from ..capture.reach import reach
-from ..capture.state import Hyper
+from ..cache.choices import Choices
+from ..cache.folder import DamagedError
+from ..cache.key import Key, UnknownValueError, digest
 from ..errors import CacheError
-from ..graph.file import StoreError
+from ..graph.graph import LocalGraph
+from .agree import from_first_rank
 
-Say = Callable[[str], None]
-NO_KEY = ""
+HIT = "hit"
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that programs are kept in: the option's, or that of WHOLESTEP_CACHE; None for no cache.
+    """The folder of the cache: the option's, or that of WHOLESTEP_CACHE; None for no cache.
 
     Raises:
         CacheError: there is a file in its place.
@@ -39,183 +37,116 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
 
 
 @dataclass
-class Search:
-    """What the cache knows about one call: its key, or why it has none; the program, if it was found."""
-
-    now: Situation
-    key: Key | None = None
-    unknown: str = ""
-    found: Compiled | None = None
-    file: str = ""
-    data: bytes = b""
-    ran: Ran | None = None
-    witness: Witness | None = None
-    baked: str = ""
-    reads: str = ""
-    damaged: list[Path] = field(default_factory=list[Path])
-
-    @property
-    def text(self) -> str:
-        """The key as text; empty without one."""
-        return self.key.text if self.key else NO_KEY
-
-
-@dataclass
 class Kept:
-    """The programs of one step in `folder`. `log` says what happened at each compile, `say` tells it as it happens."""
+    """The entries of one step in `folder`. `log` says what happened at each compile, `say` tells it as it happens."""
 
     folder: Path
-    say: Say
-    loud: bool = True
+    say: Callable[[str], None]
     log: list[str] = field(default_factory=list[str])
-    _told: set[str] = field(default_factory=set[str])
+    _warned: set[str] = field(default_factory=set[str])
 
     def tell(self, text: str) -> None:
         """Note what the cache did."""
         self.log.append(text)
         self.say(text)
 
-    def search(self, now: Situation) -> Search:
-        """The key of a call."""
+    def find(self, key: Key) -> tuple[str, Choices, str]:
+        """What to log, the choices of an earlier start (empty without an entry), and what to warn of."""
         try:
-            return Search(now, key_of(now))
-        except UnknownValueError as error:
-            search = Search(now, unknown=str(error))
-            self.refuse(search.unknown)
-            return search
-
-    def find(self, search: Search) -> Compiled | None:
-        """The program of a call, read from the folder; says why there is none."""
-        if search.key is None:
-            return None
-        why = ""
-        for path in files.files_of(self.folder, search.text):
-            try:
-                entry = Entry.from_bytes(path.read_bytes())
-                other, found = self._open(entry, search)
-            except (DamagedError, StoreError) as error:
-                warnings.warn(f"compile cache: {path} {error}: it is not used, and written again", stacklevel=2)
-                other, found = "the entry cannot be read", None
-                search.damaged.append(path)
-            except OSError as error:
-                other, found = f"the entry cannot be read: {error}", None
-            else:
-                search.file, search.data, search.found = path.name, entry.program, found
-                search.witness, search.baked = entry.witness, entry.baked
-            if found is not None:
-                self.tell("hit")
-                return found
-            why = why or other
-        if not why:
-            nearest = files.nearest(self.folder, search.key.parts)
-            why = f"{nearest} is another one" if nearest else "no entry"
-        self.tell(f"miss: {why}")
-        return None
-
-    def _open(self, entry: Entry, search: Search) -> tuple[str, Compiled | None]:
-        """The program, or why it is not that of this call."""
-        assert search.key is not None, "an entry is looked up by key"
-        changed = entry.witness.changed(search.key.values)
-        if changed:
-            return changed, None
-        made = self.decode(entry.program, search)
-        if self.baked(search, made.capture.hypers) != entry.baked:
-            return "an option of the optimizer is another one", None
-        given = dict(zip(search.now.names, search.now.leaves, strict=True))
-        where = made.capture.values.changed(given) if made.capture.values else ""
-        return (f"the value that the step reads at {where} is another one", None) if where else ("", made)
-
-    def baked(self, search: Search, live: Sequence[Hyper]) -> str:
-        """The fingerprint of the options that a program with these scheduled numbers holds as they are."""
-        assert search.key is not None, "asked of calls that have a key"
-        return baked(search.now.state, live, search.key.values)
-
-    def decode(self, program: bytes, search: Search) -> Compiled:
-        """A program for what the step holds here.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        assert search.key is not None, "programs are exchanged by key"
-        now = search.now
-        found = reach(now.fn, dict(zip(now.names, now.leaves, strict=True)), now.state)
-        return read(program, now.device, search.key.values.tensors, now.state, found)
-
-    def compiled(self, search: Search, compile: Callable[[], Compiled]) -> Compiled:
-        """The program, compiled now, and watched so that it can be kept."""
-        search.found = None
-        if search.key is None:
-            return compile()
-        ran = Ran(search.key.values)
-        with ran.watching():
-            made = compile()
-        try:
-            search.witness = ran.witness(search.key.values.codes)
-            search.baked = self.baked(search, made.capture.hypers)
-            read = made.capture.values.reads if made.capture.values else ()
-            search.reads = Values().digest("values read", [r.expected for r in read])
-        except UnknownValueError as error:
-            self.give_up(search, str(error))
-        return made
-
-    def encode(self, search: Search, made: Compiled) -> bytes:
-        """The program as bytes; empty if it cannot be kept, which is told."""
-        if search.key is None:
-            return b""
-        try:
-            return write(made, search.now.device, search.key.values.tensors)
-        except StoreError as error:
-            self.give_up(search, str(error))
-            return b""
-
-    def keep(self, search: Search, program: bytes) -> None:
-        """Write a program that was compiled into the folder; one that cannot be kept is empty."""
-        if search.key is None or search.witness is None or not program:
-            return
-        entry = Entry(search.key.parts, search.witness, search.baked, program)
-        try:
-            for path in search.damaged:
-                path.unlink(missing_ok=True)
-            search.file = files.name_of(search.text, entry, search.reads)
-            files.write(self.folder, search.text, search.file, entry.to_bytes())
+            found = files.read(self.folder, key)
+        except DamagedError as error:
+            path = files.path_of(self.folder, key)
+            warning = f"compile cache: {path} {error}: it is not used, and written again"
+            return "miss: the entry cannot be read", Choices(), warning
         except OSError as error:
-            self._warn(f"the compile cache {self.folder} cannot be written: {error}")
+            return f"miss: the entry cannot be read: {error}", Choices(), ""
+        if found is not None:
+            return HIT, found, ""
+        *others, last = files.nearest(self.folder, key) or [""]
+        names = f"{', '.join(others)} and {last}" if others else last
+        return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
 
-    def give_up(self, search: Search, why: str) -> None:
-        """The program of this call is not kept, nor taken from elsewhere."""
-        search.key, search.unknown = None, why
-        self.refuse(why)
+    def keep(self, key: Key, choices: Choices) -> None:
+        """Write an entry."""
+        try:
+            files.write(self.folder, key, choices)
+        except OSError as error:
+            self.warn(f"the compile cache {self.folder} cannot be written: {error}")
 
-    def refuse(self, why: str) -> None:
-        """Say that a program is not kept, and why: once as a warning."""
-        self.tell(f"off: {why}")
-        self._warn(
-            f"this step is not kept in the compile cache: {why}. A program is kept only where all that it may "
-            "depend on can be compared with what another process has"
-        )
-
-    def _warn(self, text: str) -> None:
-        if self.loud and text not in self._told:
-            self._told.add(text)
+    def warn(self, text: str) -> None:
+        """Once for each text."""
+        if text and text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def compare(self, search: Search, fresh: Compiled, lines: Sequence[str]) -> None:
-        """Raise CacheError when the program that was found is not the one that was compiled just now."""
-        found, device = search.found, search.now.device
-        assert found is not None, "there is something to compare"
-        again = self.decode(write(fresh, device, search.key.values.tensors if search.key else {}), search)
-        ours, theirs = content(found, device), content(again, device)
-        differing = [name for name, text in theirs.items() if ours[name] != text]
-        if list(found.lines) != list(lines):
-            differing.append("collectives")
-        if differing:
-            raise CacheError(
-                f"the program in {self.folder / search.file} is not what this step compiles to: other {differing[0]}",
-                "a step that follows from its code, arguments, modules, optimizers and globals alone",
-                "look for what else it reads (an environment variable, a file, the time), and delete the file",
-            )
 
+@dataclass
+class Choosing:
+    """What is chosen during one compile. `earlier` is what an earlier start of the same step chose, `now` what this one
+    did. Without `kept`, nothing is looked up.
 
-def verifying() -> bool:
-    """True when WHOLESTEP_CACHE_VERIFY asks to compile all the same and compare."""
-    return os.environ.get("WHOLESTEP_CACHE_VERIFY", "") not in ("", "0")
+    All ranks call `look_up` at the same point, before they measure or search: the first one reads the entry.
+    """
+
+    kept: Kept | None = None
+    values: Callable[[], Mapping[str, object]] = dict[str, object]
+    label: str = ""
+    rank: int = 0
+    timeout_s: float = 0.0
+    earlier: Choices = field(default_factory=Choices)
+    now: Choices = field(default_factory=Choices)
+    _looked: bool = False
+    _key: Key | None = None
+
+    def look_up(self) -> None:
+        """Know `earlier` from now on.
+
+        Raises:
+            RankMismatchError: the first rank does not say in time what it found.
+        """
+        if self.kept is None or self._looked:
+            return
+        self._looked = True
+        log, warning, own = "", "", list[str]()
+        if self.rank == 0:
+            log, self.earlier, warning = self._found(self.kept)
+            own = [log, json.dumps(self.earlier.to_json())]
+        said = from_first_rank(f"{self.label}/choices", own, self.timeout_s, "what an earlier start chose (cache=)")
+        if self.rank != 0:
+            log = "from rank 0" if said[0] == HIT else said[0]
+            self.earlier = Choices.from_json(json.loads(said[1]))
+        self.kept.tell(log)
+        self.kept.warn(warning)
+
+    def _found(self, kept: Kept) -> tuple[str, Choices, str]:
+        try:
+            self._key = Key.of(self.values())
+        except UnknownValueError as error:
+            return f"off: {error}", Choices(), f"nothing of this step is kept in the compile cache: {error}"
+        return kept.find(self._key)
+
+    def note(self, **chosen: Any) -> None:
+        """Remember fields of `Choices` for a later start."""
+        self.now = replace(self.now, **chosen)
+
+    def again_for(self, local: LocalGraph) -> list[str]:
+        """How an earlier start fitted this program into its budget; empty where it fitted another one."""
+        if not self.earlier.again or self.earlier.fitted == digest([str(local)]):
+            return list(self.earlier.again)
+        if self.kept is not None:
+            self.kept.tell("miss: what is made again was chosen for another program")
+        return []
+
+    def note_again(self, local: LocalGraph, said: list[str]) -> None:
+        """Remember how `local` is fitted into its budget."""
+        if self.kept is not None:
+            self.note(again=tuple(said), fitted=digest([str(local)]))
+
+    def keep(self) -> None:
+        """Write what was chosen, where an earlier start chose something else, or there was none."""
+        if self.kept is None:
+            return
+        if not self._looked:
+            self.kept.tell("nothing to choose")
+        elif self._key is not None and self.now.to_json() != self.earlier.to_json():
+            self.kept.keep(self._key, self.now)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TypeGuard
 
 from ..auto.auto import Auto, Candidates
@@ -47,6 +48,11 @@ class Decided:
         return replace(plan, objective=self.objective).with_notes(*self.notes)
 
 
+def is_open(strategies: Strategies) -> bool:
+    """True where layouts are to be solved for."""
+    return any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts)
+
+
 def lacks_machine(strategies: Strategies) -> bool:
     """True where layouts are to be solved for, and nobody says on which machine."""
     return any(map(_lacks_machine, strategies.parts))
@@ -72,23 +78,33 @@ def decide(
         PlanError: nothing fits, by the first rank's search.
         RankMismatchError: the first rank did not choose in time.
     """
+    finisher.choosing.look_up()
     candidates = auto.candidates(world.mesh, same_batches=True)
-    timeout_s += _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates)
     measured, schedule = finisher.finish_of(world)
+    said = list(finisher.choosing.earlier.auto)
+    if not said:
+        search = partial(_chosen, auto, graph, world, placed, measured, schedule, finisher.backend)
+        said = _searched(search, world, label, timeout_s + _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates))
+    finisher.choosing.note(auto=tuple(said))
+    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
+    data = strategies.data
+    keeps = data is not None and data.reshard_after_forward is False
+    return Decided(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
+
+
+def _searched(search: Callable[[], list[str]], world: World, label: str, timeout_s: float) -> list[str]:
+    """What the first rank's `search` says, on every rank."""
     own: list[str] = []
     if world.rank == 0:
         try:
-            own = _chosen(auto, graph, world, placed, measured, schedule, finisher.backend)
+            own = search()
         except Exception as error:
             from_first_rank(label, [_FAILED, f"rank 0 could not choose: {error}"], timeout_s)
             raise
     said = from_first_rank(label, own, timeout_s, "which plan it chose")
     if said[0] == _FAILED:
         raise PlanError(*said[1:])
-    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
-    data = strategies.data
-    keeps = data is not None and data.reshard_after_forward is False
-    return Decided(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
+    return said
 
 
 def _strategies(said: str, candidates: Candidates) -> Strategies:

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from ..cache.program import Compiled
 from ..cost.machine import Machine
 from ..cost.memory import PeakMemory, peak_memory
 from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..passes.base import Pass, Watch, run_passes
-from ..passes.fit_memory import fitted_with
+from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.pipeline import Edit, in_order_of, pipeline
 from ..passes.schedule import Schedule
 from .agree import agree, from_first_rank
+from .cached import Choosing
+from .compiled import Compiled
 from .fit import FirstRanksFitting, bound, refuse_larger
 from .launch import World
 from .measure import measure
-from .obtain import Offer
 
 _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
 
@@ -32,9 +32,11 @@ _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fi
 class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
-    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `edit` is
-    what the user makes of the list of passes. `stage` is told of each stage, and what `watch` returns of each pass.
-    `measured` is the schedule for `hardware`, or for this machine, where that was measured.
+    `edit` is what the user makes of the list of passes.
+    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
+    told of each stage, and what `watch` returns of each pass.
+    `machine` is what was measured, `measured` the schedule for `hardware`, or for it. `choosing` knows what an earlier
+    start chose.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
@@ -47,54 +49,52 @@ class Finisher:
     stage: Callable[[str], AbstractContextManager[None]]
     waiting: Callable[[list[int]], None]
     measured: Schedule | None = None
+    machine: Machine | None = None
+    choosing: Choosing = field(default_factory=Choosing)
     _fits: dict[str, FirstRanksFitting] = field(default_factory=dict[str, FirstRanksFitting])
     _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    def finish(self, got: Offer, world: World, label: str) -> Compiled:
-        """The program that this rank runs; it is kept in the cache, and handed to other ranks."""
-        key = "\n".join(got.lines)
-        try:
-            schedule = self._schedule(got.machine, world)
-            made = got.made or got.receive()
-            if got.is_final and self._order(made.local, world, label, key) != collectives_of(made.local):
-                made = got.anew()
-            compiled = not got.is_final
-            made = self._passed(got, made, world, label, schedule) if compiled else made
-            got.settle(made, compiled)
-        except Exception as error:
-            got.fail(error)
-            raise
+    def finish(self, made: Compiled, world: World, label: str) -> Compiled:
+        """The program that this rank runs. What was chosen on the way is kept in the compile cache."""
+        made = self._passed(made, world, label, self._schedule(world))
+        self.choosing.keep()
         return made
 
-    def _schedule(self, known: Machine | None, world: World) -> Schedule | None:
+    def _schedule(self, world: World) -> Schedule | None:
         """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
         if not isinstance(self.schedule, str):
             return self.schedule
-        if world.mesh.size > 1 and self.measured is None:
-            self.measured = Schedule(
-                known or self.hardware or measure(world), across_steps=self.schedule == "across_steps"
-            )
+        if world.mesh.size > 1:
+            machine = self.hardware or self._measure(world)
+            self.measured = self.measured or Schedule(machine, across_steps=self.schedule == "across_steps")
         return self.measured
+
+    def _measure(self, world: World) -> Machine:
+        """How fast the machine is, as an earlier start measured it, or as all ranks measure it now: once."""
+        if self.machine is None:
+            self.choosing.look_up()
+            with self.stage("measure"):
+                self.machine = self.choosing.earlier.machine or measure(world)
+        self.choosing.note(machine=self.machine)
+        return self.machine
 
     def finish_of(self, world: World) -> tuple[Speeds, Schedule | None]:
         """How fast the machine is, measured where nobody says, and how programs are scheduled on it."""
-        schedule = self._schedule(None, world)
+        schedule = self._schedule(world)
         if schedule is not None:
             return schedule.machine, schedule
-        return self.hardware or measure(world), None
+        return self.hardware or self._measure(world), None
 
-    def _passed(self, got: Offer, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
-        key = "\n".join(got.lines)
-        machine = schedule.machine if schedule else self.hardware
+    def _passed(self, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
+        key = "\n".join(made.lines)
         if self.budget is None:
             passes = self._passes(pipeline(schedule=schedule, backend=self.backend), world, label, key)
             with self.stage("schedule"):
                 local = run_passes(made.local, passes, self.watch())
         else:
-            local = self._fitted(made.local, schedule, machine or measure(world), world, label, key)
-        known = self.measured.machine if self.measured else None
-        machine = known if isinstance(known, Machine) else None
-        return replace(made, local=local, lines=tuple(got.lines), machine=machine)
+            machine = schedule.machine if schedule else self.hardware or self._measure(world)
+            local = self._fitted(made.local, schedule, machine, world, label, key)
+        return replace(made, local=local)
 
     def _passes(self, passes: tuple[Pass, ...], world: World, label: str, key: str) -> tuple[Pass, ...]:
         """`passes` as the user edits them; collectives run in the order of the first rank."""
@@ -110,7 +110,7 @@ class Finisher:
         timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
         label_of_fit = f"{label}/memory/{len(self._fits)}"
         tell = partial(from_first_rank, label_of_fit, timeout_s=timeout_s, what="what it rematerializes")
-        agree_on = self._fits.setdefault(key, FirstRanksFitting(world, tell))
+        first = self._fits.setdefault(key, FirstRanksFitting(world, tell))
 
         def peak(made: LocalGraph) -> PeakMemory:
             return peak_memory(bound(made, world))
@@ -118,9 +118,7 @@ class Finisher:
         plain = pipeline(
             machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
         )
-        plain = tuple(self.edit(plain)) if self.edit else plain
-        passes = fitted_with(plain, peak, agree_on)
-        passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
+        passes = fitted_with(self._passes(plain, world, label, key), peak, partial(self._agreed, first))
         try:
             with self.stage("memory"):
                 made = run_passes(local, passes, self.watch())
@@ -132,6 +130,16 @@ class Finisher:
             if not known:
                 agree(f"{label_of_fit}/fits", {}, failure, timeout_s, self.waiting)
         return made
+
+    def _agreed(self, first: FirstRanksFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
+        """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
+        if first.known is not None:
+            return first.known
+        self.choosing.look_up()
+        said = self.choosing.again_for(local)
+        found = first(lambda: Fitting(int(said[0]), tuple(said[1:])) if said else choose())
+        self.choosing.note_again(local, [str(found.way), *found.names])
+        return found
 
     def _order(self, local: LocalGraph, world: World, label: str, key: str) -> list[str]:
         """The collectives, by name, in the order of the first rank, for ranks' batches may differ in size."""

@@ -22,15 +22,12 @@ from .. import _torch
 from ..backend.bind import bind
 from ..backend.build import Backend
 from ..backend.eager import WaitClock, eager
-from ..cache.key import Situation
-from ..cache.program import Compiled
-from ..cache.ran import unwatched
+from ..cache.key import digest, hardware, metas_of, versions
 from ..capture.capture import Capture, capture_step, device_of, find_state
 from ..capture.effects import Promoted
 from ..capture.find import Call, Structure, leaf_names, take_apart
 from ..capture.scheduled import note_changed, scheduled
 from ..capture.state import StepState
-from ..capture.wrappers import switches
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -41,20 +38,20 @@ from ..plan.diff import refuse_other_parameters
 from ..plan.make import plan
 from ..plan.plan import Plan
 from . import random_state
+from .agree import program_lines
 from .agreement import Agreement
-from .alike import Given
+from .alike import Given, constant_lines, graph_lines, said_of_cache
 from .batches import Dealer, Sizes, dealer
 from .between import gather_before_use
-from .cached import Kept
+from .cached import Choosing, Kept
 from .carry import Carrying, settle, settle_before_use
 from .checksum import Check, meets_all
-from .decide import Decided, decide, lacks_machine, with_machine
+from .compiled import Compiled
+from .decide import Decided, decide, is_open, lacks_machine, with_machine
 from .finish import Finisher
 from .guards import Missed, ambient, guards_of
-from .handed import Handed
 from .launch import World, join
 from .notice import notice
-from .obtain import Offer, obtain
 from .options import StepOptions
 from .place import gather_before_eager_step, place, placed
 from .program import Program
@@ -241,7 +238,9 @@ class CompiledStep:
 
     @property
     def cache_log(self) -> list[str]:
-        """What the compile cache did at each compile: `hit`, `miss: why`, `from rank 0`, `off: why`."""
+        """What the compile cache did at each compile: `hit`, `from rank 0`, `miss: why`, `off: why`, or
+        `nothing to choose`.
+        """
         return list(self._kept.log) if self._kept else []
 
     # -- compiling -----------------------------------------------------------------------
@@ -252,7 +251,7 @@ class CompiledStep:
             state, *_ = find_state(self.fn, args, kwargs, self.options.capture.extra)
             world = self.world or self._join(state)
             self._agreement.label = self._label or _next_label(world, self.__name__)
-            made = self._obtain(args, kwargs, world, sizes)
+            made = self._compile(args, kwargs, world, sizes)
         except WholestepError as error:
             failure = str(error).splitlines()[0]
             raise
@@ -286,43 +285,24 @@ class CompiledStep:
     def _tell_waiting(self, ranks: list[int]) -> None:
         self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
-    def _obtain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Offer:
-        compile = partial(self._compile, args, kwargs, world, sizes)
-        several = world.mesh.size > 1 and self._agreement.is_new  # later, ranks may compile when others do not
-        handed = (
-            Handed(f"{self._label}/cache/{self._agreement.round}", self.options.agree_timeout_s) if several else None
-        )
-        kept = self._kept
-        if kept and self.options.memory_bytes is not None and world.mesh.size > 1:
-            kept.refuse("memory_bytes= on several ranks, which choose together")
-            kept = None
-        if kept and self.options.auto is not None:
-            kept.refuse("parallel=Auto, which chooses by what it measures")
-            kept = None
-        elif kept and world.mesh.size > 1 and lacks_machine(self.options.parallel):
-            kept.refuse('TensorParallel("auto") without topology=, which is solved for what it measures')
-            kept = None
-        return obtain(kept, partial(self._situation, args, kwargs, world, sizes), compile, handed)
+    def _choosing(self, captured: Capture, world: World) -> Choosing:
+        """What is chosen for a program, and what an earlier start chose."""
+        label = f"{self._label}/{self._agreement.round}"
+        situation = partial(self._situation, captured, world)
+        return Choosing(self._kept, situation, label, world.rank, self.options.agree_timeout_s)
 
-    def _situation(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
-    ) -> Situation:
-        """What the program of a call follows from."""
-        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
-        o, live = self.options, self._scheduled(state)
-        options = {
-            "memory_bytes": (o.memory_bytes, o.gathers_again),  # it changes how parameters are gathered, in parallel
-            "parallel": o.parallel, "mesh": str(world.mesh), "backend": o.backend, "capture": o.capture,
-            "passes": o.passes, "schedule": o.schedule,
-            "plan": o.plan.to_json() if o.plan is not None else "", "hardware": o.hardware,
-            "home": torch.device(world.home), "scheduled numbers": live,
-            "switches": [(key, getattr(holder, key)) for holder, key in switches(state.wrappers)],
+    def _situation(self, captured: Capture, world: World) -> dict[str, object]:
+        """What choices follow from."""
+        o = self.options
+        return {
+            "versions": versions(), "hardware": hardware(world.device), "mesh": str(world.mesh),
+            "measured machine": self._finisher.machine, "option backend": o.backend, "option schedule": o.schedule,
+            "option hardware": o.hardware,
+            "option parallel": o.auto or o.parallel, "option memory_bytes": (o.memory_bytes, o.gathers_again),
+            "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, world).items()},
+            "constants": digest(constant_lines(captured)),
+            "captured graph": digest([*graph_lines(captured, world.device), *metas_of(captured.graph)]),
         }  # fmt: skip
-        now = ambient(world.device, sizes)
-        return Situation(
-            self.fn, structure, leaves, names, state, world.device, options, now, placed(state, world),
-            live, self._whole(leaves, sizes),
-        )  # fmt: skip
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
         options = self.options
@@ -332,15 +312,22 @@ class CompiledStep:
         self._carried |= captured.effects.carried
         self._dumped = 0
         self._dump("1-train-graph", captured.graph)
+        choosing = self._finisher.choosing = self._choosing(captured, world)
         decided = self._decide(captured, world) if options.auto is not None else None
+        solves = world.mesh.size > 1 and is_open(self.options.parallel)
+        if solves and self._agreement.is_new:
+            self._meet(self.options.parallel.describe(world.mesh))
+            choosing.look_up()
         if lacks_machine(self.options.parallel) and world.mesh.size > 1:
-            self._agreement.lines([self.options.parallel.describe(world.mesh)])
             parallel = with_machine(self.options.parallel, self._finisher.finish_of(world)[0])
             self.options = replace(self.options, parallel=parallel)
         options = self.options
         with self._stage("plan"):
-            hardware = decided.hardware if decided else options.planned_on
-            planned = plan(captured.graph, world.mesh, options.parallel, placed(captured.state, world), hardware)
+            on = decided.hardware if decided else options.planned_on
+            parallel = choosing.earlier.solved or options.parallel
+            planned = plan(captured.graph, world.mesh, parallel, placed(captured.state, world), on)
+        if solves:
+            choosing.note(solved=planned.strategies)
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         if not self.programs:
@@ -350,7 +337,11 @@ class CompiledStep:
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-        return Compiled(captured, planned, local)
+        return Compiled(captured, planned, local, tuple(program_lines(local, planned)))
+
+    def _meet(self, chooses: str) -> None:
+        """Before the first rank chooses for all, ranks that failed until here stop all."""
+        self._agreement.lines([chooses, said_of_cache(self._kept is not None)])
 
     def _decide(self, captured: Capture, world: World) -> Decided:
         """What `Auto` chooses: at the first compile, the first rank, for all; ranks that failed until here stop all."""
@@ -358,7 +349,7 @@ class CompiledStep:
         assert options.auto is not None, "asked where there is something to choose"
         if self._decided is None:
             if world.mesh.size > 1:
-                self._agreement.lines([options.auto.describe(world.mesh)])
+                self._meet(options.auto.describe(world.mesh))
             with self._stage("choose"):
                 self._decided = decide(
                     options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
@@ -369,7 +360,7 @@ class CompiledStep:
                 self._finisher.budget = options.memory_bytes, self._decided.gathers
         return self._decided
 
-    def _finish(self, got: Offer, world: World) -> Compiled:
+    def _finish(self, got: Compiled, world: World) -> Compiled:
         made = self._finisher.finish(got, world, self._label)
         self._dump("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
@@ -474,8 +465,7 @@ class CompiledStep:
 
     def _tell(self, stage: str, what: str, seconds: float) -> None:
         if self._progress:
-            with unwatched():
-                self._progress(stage, what, seconds)
+            self._progress(stage, what, seconds)
 
     def _say(self, text: str) -> None:
         self._tell(f"cache: {text}", "done", 0.0)

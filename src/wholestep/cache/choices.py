@@ -1,0 +1,60 @@
+"""What a first call finds out by measuring and searching, as a value that JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..cost.machine import Machine
+from ..plan import strategy_file
+from ..plan.strategy import Strategies
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices among programs that compute the same. None of them is a program: each start captures, plans and
+    partitions, so an entry that is wrong makes a step slow, and not wrong.
+
+    Args:
+        machine: how fast the job computes and communicates, as it was measured.
+        auto: what `Auto` chose, as the first rank says it (`runtime.decide`).
+        solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
+        again: how the step was fitted into its budget, as the first rank says it (`runtime.fit`).
+        fitted: a fingerprint of the program that `again` is for; names of its nodes mean nothing in another one.
+
+    Example:
+        >>> Choices.from_json(Choices(auto=("0", "{}")).to_json()).auto
+        ('0', '{}')
+    """
+
+    machine: Machine | None = None
+    auto: tuple[str, ...] = ()
+    solved: Strategies | None = None
+    again: tuple[str, ...] = ()
+    fitted: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values. Strategies that are not wholestep's own are left out."""
+        return {
+            "machine": None if self.machine is None else asdict(self.machine),
+            "auto": list(self.auto),
+            "solved": strategy_file.encode(self.solved),
+            "again": list(self.again),
+            "fitted": self.fitted,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Choices:
+        """Inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError, ValueError: not what `to_json` writes.
+        """
+        return Choices(
+            None if data["machine"] is None else Machine.of(data["machine"]),
+            tuple(map(str, data["auto"])),
+            strategy_file.decode(data["solved"]),
+            tuple(map(str, data["again"])),
+            str(data["fitted"]),
+        )
