@@ -33,7 +33,9 @@ class WholestepError(Exception):
 
 
 class CaptureError(WholestepError):
-    """The step cannot be captured as one graph."""
+    """The step cannot be captured as one graph. `reads_value`: it needs a value that only running it gives."""
+
+    reads_value = False
 
 
 class MeshError(WholestepError):

@@ -187,7 +187,7 @@ def fails(rank: int, world: int, folder: str, failing: int, auto: bool) -> tuple
 def test_a_rank_that_cannot_compile_is_an_error_on_all(failing: int, auto: bool, tmp_path: Path) -> None:
     found = run_ranks(fails, 2, str(tmp_path), failing, auto, timeout=25)
     (kind, text), (other_kind, other_text) = found[failing], found[1 - failing]
-    assert (kind, other_kind) == ("ValueReadError", "RankMismatchError")
+    assert (kind, other_kind) == ("CaptureError", "RankMismatchError")
     assert other_text.splitlines()[0] == f"rank {failing} could not compile its step: {text.splitlines()[0]}"
     assert not list(tmp_path.iterdir())
 

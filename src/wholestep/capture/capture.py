@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.quiet import collector_paused
-from .effects import CALLBACK, Effects, Promoted, RefusedError, ValueReadError
+from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .find import Structure, held_by, leaf_names, take_apart
 from .normalize import changed_constants, normalize
 from .options import CaptureOptions
@@ -120,7 +120,7 @@ def capture_step(
                 return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted)
         except CaptureError as failed:
             first = first or failed
-            if not (changing and at == 0) and not isinstance(failed, ValueReadError) and not _is_optimizers(failed):
+            if not (changing and at == 0) and not failed.reads_value and not _is_optimizers(failed):
                 break
     assert first is not None, "a capture returned or raised"
     raise first

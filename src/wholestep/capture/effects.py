@@ -110,10 +110,6 @@ class Effects:
         return "the step does work on the host" if self.program.needed or self.program.decisions else ""
 
 
-class ValueReadError(CaptureError):
-    """The step needs a value that only running it gives."""
-
-
 class RefusedError(CaptureError):
     """A change that no call could make again; `path` says of what."""
 

@@ -20,7 +20,7 @@ from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .chance import Chance
 from .counts import Counts
-from .effects import Promoted, RefusedError, ValueReadError
+from .effects import Promoted, RefusedError
 from .find import Structure, put_together, take_apart
 from .fixed_sizes import Known, fixed_sizes
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
@@ -359,7 +359,7 @@ class _Watch(TorchFunctionMode):
             if value is not None:
                 with _torch.outside_of_trace():
                     return func(value, *args[1:], **(kwargs or {}))
-            raise ValueReadError(
+            raise _reads_value(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
                 ONE_GRAPH,
@@ -470,12 +470,18 @@ def _user_frame(error: BaseException) -> str:
     return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
 
 
+def _reads_value(found: str, needed: str, next_step: str, where: str = "") -> CaptureError:
+    error = CaptureError(found, needed, next_step, where)
+    error.reads_value = True
+    return error
+
+
 def _explain(error: Exception) -> CaptureError:
     """A CaptureError for what torch could not trace, or what the user's own code raised."""
     where = _user_frame(error)
     if isinstance(error, _torch.DATA_DEPENDENT):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ValueReadError(
+        return _reads_value(
             f"the step has an operation whose result depends on values: {text}",
             ONE_GRAPH,
             "use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside the step",
