@@ -222,7 +222,7 @@ def test_the_plan_says_why() -> None:
 def test_the_plan_is_that_of_the_template() -> None:
     found = ws.Auto(topology=SLOW).search(GRAPHS["wide"], "dp=8")
     assert found.best.strategies is not None
-    assert found.plan == ws.plan(GRAPHS["wide"], "dp=8", found.best.strategies)
+    assert found.plan == ws.plan(GRAPHS["wide"], "dp=8", found.best.strategies, hardware=SLOW)
 
 
 def test_styles_limit_the_choice() -> None:

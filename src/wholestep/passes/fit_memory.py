@@ -103,6 +103,9 @@ class FitMemory:
             if found and not found[-1][2]:
                 break
         if not found:
+            least, peak_bytes = self.least(local)
+            if peak_bytes <= self.budget_bytes:
+                return least
             raise too_small(saved, path, self.budget_bytes, self._peak_after(ways[-1]))
         if self.gathers and local.mesh.size > 1 and min(found)[2]:
             attempt(min(found)[1], choices(saved, held, self.hardware, _HIDDEN))
