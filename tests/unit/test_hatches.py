@@ -8,6 +8,8 @@ from torch import nn
 
 import wholestep as ws
 from wholestep.graph.graph import copy_graph
+from wholestep.passes.overlap import SameOrder
+from wholestep.passes.pipeline import edited
 
 
 def train_step(model, optimizer, x):
@@ -101,6 +103,21 @@ def test_a_transformation_that_breaks_the_graph_is_named():
             ws.compile(train_step, passes=lambda passes, broken=broken: [broken, *passes])(
                 model, optimizer, torch.randn(6, 4)
             )
+
+
+def test_lists_of_passes_that_cannot_run_are_refused():
+    given = ws.pipeline(ws.Machine())
+    assert edited(given, None) == given
+    for edit, message in (
+        (lambda passes: None, r"passes= gives None\n  needed: a list of passes"),
+        (lambda passes: [*passes, "Bucket"], "passes= gives 'Bucket'"),
+        (lambda passes: [one for one in passes if not isinstance(one, SameOrder)], "passes= leaves out SameOrder"),
+    ):
+        with pytest.raises(ws.PlanError, match=message):
+            edited(given, edit)
+    model, optimizer = make()
+    with pytest.raises(ws.PlanError, match="passes= gives None"):
+        ws.compile(train_step, passes=lambda passes: None)(model, optimizer, torch.randn(6, 4))
 
 
 def test_every_stage_is_dumped(tmp_path, monkeypatch):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from ..cost.machine import Machine
 from ..cost.size import bytes_of
 from ..cost.speeds import Speeds
+from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from .base import Pass
 from .fill import Fill
@@ -33,6 +34,30 @@ def schedule_for(hardware: Speeds, schedule: HowScheduled = "auto") -> Schedule 
 def in_order_of(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` with collectives in the order that `ask` gives for a program (`SameOrder`)."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
+
+
+def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
+    """`passes` as `edit` makes them.
+
+    Raises:
+        PlanError: it gives something else than passes, or leaves out what keeps ranks in one order.
+    """
+    made: object = passes if edit is None else edit(passes)
+    found = cast("tuple[object, ...]", tuple(made)) if isinstance(made, (list, tuple)) else (made,)
+    wrong = [one for one in found if not callable(one)]
+    if wrong:
+        raise PlanError(
+            f"passes= gives {wrong[0]!r}",
+            "a list of passes: functions from LocalGraph to LocalGraph",
+            "return the list that it is given, with what you add or leave out",
+        )
+    if any(isinstance(one, SameOrder) for one in passes) and not any(isinstance(one, SameOrder) for one in found):
+        raise PlanError(
+            "passes= leaves out SameOrder",
+            "one order of collectives on all ranks: else ranks wait for each other for ever",
+            "keep SameOrder behind the passes that order collectives",
+        )
+    return cast("tuple[Pass, ...]", found)
 
 
 def pipeline(

@@ -16,7 +16,7 @@ from ..graph.graph import LocalGraph
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
-from ..passes.pipeline import Edit, in_order_of, pipeline
+from ..passes.pipeline import Edit, edited, in_order_of, pipeline
 from ..passes.schedule import Schedule
 from .agree import agree, from_first_rank
 from .cached import Choosing
@@ -32,11 +32,10 @@ _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fi
 class Finisher:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
-    `edit` is what the user makes of the list of passes.
-    `budget` is what a rank's tensors may take in bytes, and whether gathering again is a way to keep to it. `stage` is
-    told of each stage, and what `watch` returns of each pass.
-    `machine` is what was measured, `measured` the schedule for `hardware`, or for it. `choosing` knows what an earlier
-    start chose.
+    `edit` is what the user makes of the list of passes. `budget` is what a rank's tensors may take in bytes, and
+    whether gathering again is a way to keep to it. `stage` is told of each stage, and what `watch` returns of each
+    pass. `machine` is what was measured, `measured` the schedule for `hardware`, or for what was measured. `choosing`
+    knows what an earlier start chose.
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
@@ -98,8 +97,7 @@ class Finisher:
 
     def _passes(self, passes: tuple[Pass, ...], world: World, label: str, key: str) -> tuple[Pass, ...]:
         """`passes` as the user edits them; collectives run in the order of the first rank."""
-        passes = tuple(self.edit(passes)) if self.edit else passes
-        return in_order_of(passes, partial(self._order, world=world, label=label, key=key))
+        return in_order_of(edited(passes, self.edit), partial(self._order, world=world, label=label, key=key))
 
     def _fitted(
         self, local: LocalGraph, schedule: Schedule | None, machine: Speeds, world: World, label: str, key: str
