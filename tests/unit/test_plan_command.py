@@ -255,6 +255,8 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
         (["FILE:four", "--layers", "2"], "--layers without --hf: a function that returns the step decides that itself"),
         (["FILE:four", "--compare", "--style", "zero1"], "--style with --compare: that is about one plan"),
         (["FILE:four", "--compare", "--program"], "--program with --compare"),
+        (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
+        (["FILE:four", "--program", "--stop-after", "Join"], "--stop-after Join: needed one of SizeBuckets, LateWaits"),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
         (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential carries no tensor-parallel plan"),
         (["--hf", "llama-9"], "the models known by name are gpt2, llama-3-405b, llama-3-70b, llama-3-8b, mixtral-8x7b"),
@@ -391,3 +393,19 @@ def test_choices_that_cannot_be_made(step: str, options: list[str], said: str):
     code, text = run(f"{step}:four", "--mesh", "dp=4", *options)
     assert code != 0
     assert said in " ".join(text.split())
+
+
+# -- passes ---------------------------------------------------------------------------------
+def test_passes_are_listed_with_what_they_do():
+    done = CliRunner().invoke(app, ["passes", "--across-steps", "--memory", "1GiB", "--topology", "dgx-h100"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split(None, 1)[1] for line in done.output.splitlines()]
+    given = ws.pipeline(ws.Topology.preset("dgx-h100"), schedule="across_steps", memory_bytes="1GiB")
+    assert [row.split()[0] for row in rows] == [type(one).__name__ for one in given]
+    assert all(len(row.split("  ", 1)[1].strip()) > 20 for row in rows), "each says what it does"
+
+
+def test_the_program_is_shown_after_a_pass(step: str):
+    texts = [run(f"{step}:four", "--program", *more)[1] for more in ((), ("--stop-after", "Bucket"))]
+    assert "join_rows" not in texts[0]
+    assert "join_rows" in texts[1], "gradients in a bucket"

@@ -12,6 +12,7 @@ import typer
 from .calibrate import calibrate
 from .check_rules import check_rules
 from .diff import diff
+from .passes import passes
 from .plan import plan
 from .simulate import simulate
 
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command()(loaded(plan))
 app.command()(loaded(simulate))
 app.command()(loaded(diff))
+app.command()(loaded(passes))
 app.command()(loaded(calibrate))
 app.command("check-rules")(loaded(check_rules))
 

@@ -82,6 +82,9 @@ def plan(
     whole: _Whole = None,
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
+    stop_after: Annotated[
+        str | None, typer.Option(help="With --program: print it after this pass (`wholestep passes` lists them).")
+    ] = None,
     topology: Annotated[
         str | None, typer.Option(help="Predict for this machine: a preset, or a file of wholestep calibrate.")
     ] = None,
@@ -104,6 +107,8 @@ def plan(
     _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
     timed = topology is None or bool(auto or compare or explain or html or trace or what_if)
     _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
+    if stop_after and not show:
+        refuse("--stop-after without --program: nothing would be printed by it")
     output.check(json=out, html=html, trace=trace)
     with working() as shown:
         check_mesh(mesh)
@@ -111,7 +116,9 @@ def plan(
         machine, wanted = machine_of(topology), _wanted(hf, given)
         found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
         tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
-        asked = Asked(found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show)
+        asked = Asked(
+            found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show, stop_after
+        )
         if compare:
             done = planning.compared(shown, asked)
         elif auto:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wholestep.cost.topology import Topology
     from wholestep.errors import WholestepError
     from wholestep.graph.graph import TrainGraph
+    from wholestep.passes.base import Pass
     from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
     from wholestep.report.compare import Row
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Asked:
     """A step, where it is to run and what is to be said of it. Layouts are priced on `hardware`, where that was named.
-    `tensor` splits layers on `tp_axis`; an error says why the model cannot.
+    `tensor` splits layers on `tp_axis`; an error says why the model cannot. The program is shown
+    after the pass `stop_after`.
     """
 
     target: Target
@@ -40,6 +42,7 @@ class Asked:
     tp_axis: str
     explain: Sequence[str] = ()
     program: bool = False
+    stop_after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,19 @@ def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: Asked) -> lis
     parts = [f"\n{plan.explain(name)}" for name in asked.explain]
     if asked.program:
         with staged(shown, "partition"):
-            parts.append(f"\n{ws.partition(graph, plan)}")
+            local = ws.partition(graph, plan)
+            if asked.stop_after:
+                local = ws.run_passes(local, _until(asked.stop_after, ws.pipeline(asked.machine)))
+            parts.append(f"\n{local}")
     return parts
+
+
+def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
+    """Those up to the last one of that name."""
+    names = [type(one).__name__ for one in passes]
+    if name not in names:
+        refuse(f"--stop-after {name}: needed one of {', '.join(dict.fromkeys(names))}")
+    return passes[: len(names) - names[::-1].index(name)]
 
 
 def _strategies(asked: Asked, style: Style) -> list[Strategy]:

@@ -21,7 +21,9 @@ _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 @dataclass(frozen=True)
 class BoundedReductions(InPlace):
-    """Before a reduce-scatter starts, the oldest along its axis are waited for until all of them read `in_flight_bytes`
+    """Limits the gradients that are in flight.
+
+    Before a reduce-scatter starts, the oldest along its axis are waited for until all of them read `in_flight_bytes`
     at most, or no more than `in_flight` are left along that axis; with None, as `SizeBuckets` decided. Stages of
     hierarchical collectives along other axes start regardless.
 

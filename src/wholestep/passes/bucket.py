@@ -29,7 +29,8 @@ SUMS = (SCATTER, REDUCE)
 
 @dataclass(frozen=True)
 class Bucket(InPlace):
-    """Gathers of what rests on the rank, reduce-scatters and all-reduces, those of one kind along one axis, merged.
+    """Merges all-gathers of stored tensors, reduce-scatters and all-reduces, those of one kind along one axis.
+
     Hierarchical collectives are bucketed stage by stage: the second stage reuses the first stage's bucket.
 
     A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire

@@ -22,8 +22,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Fill(InPlace):
-    """Gradients that are products of matrices, which nearly all bytes of a model's are, become part of an all-reduce's
-    bucket without a copy. The other pieces are copied once all are there.
+    """Computes gradients that are matrix products in their all-reduce's bucket, without a copy.
+
+    Nearly all bytes of a model's gradients are such. The other pieces are copied once all are there.
 
     An average over ranks is a sum of parts: products and copies are scaled as they are made, where a backend that sums
     and then divides passes over the bucket once more. That is done where parts are exact, a power of two of any but

@@ -34,8 +34,9 @@ class Fitting:
 
 @dataclass(frozen=True)
 class FitMemory:
-    """Rematerializes tensors until what the passes `after` it make of the program holds `budget_bytes` at most.
+    """Rematerializes tensors until the program holds `budget_bytes` at most.
 
+    What counts is what the passes `after` it make of the program.
     Of all that fits it takes the shortest step by simulation. Where nothing fits with the sizes of `SizeBuckets`,
     buckets are made smaller, and less is in flight. Bitwise the same.
 

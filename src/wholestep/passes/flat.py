@@ -19,7 +19,9 @@ from .bucket import GATHER, join_rows
 
 @dataclass(frozen=True)
 class Flat(InPlace):
-    """Shards that are gathered together rest side by side, where `runtime.flat` puts them: the bucket is their memory.
+    """Gathers shards that lie side by side in memory from there, without a copy into a bucket.
+
+    `runtime.flat` puts them there.
 
     Every parameter is of one bucket, the first that gathers it; other buckets are copied together as before. So are
     those of which a part is updated while the gather may still read it. Bitwise the same. It goes last, for it has to

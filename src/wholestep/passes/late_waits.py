@@ -15,7 +15,7 @@ from .base import InPlace
 
 @dataclass(frozen=True)
 class LateWaits(InPlace):
-    """Arithmetic that stands between a wait and its first reader runs before the wait. Bitwise the same.
+    """Moves waits behind arithmetic that does not read their results. Bitwise the same.
 
     A view reads nothing: it stays behind the wait, as the cut from what was padded to be gathered. So does the sum with
     a gradient that a call before left: it would end the bucket that the reduction goes into.

@@ -23,7 +23,7 @@ _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 
 @dataclass(frozen=True)
 class Offload(InPlace):
-    """Takes a LocalGraph with `offload`; gives one whose parameters, state and updates are on the host. Others stay.
+    """Moves parameters, state and updates to host memory, in a program with `offload`. Others stay as they are.
 
     On the CPU host and device are one, and the copies are the tensors themselves.
     """

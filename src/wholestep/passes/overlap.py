@@ -26,7 +26,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Overlap(InPlace):
-    """Collectives start when their last input exists, and are waited for at the last moment. Bitwise the same.
+    """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
     of their use, while no more than `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it; with
@@ -62,7 +62,7 @@ class Overlap(InPlace):
 
 @dataclass(frozen=True)
 class SameOrder:
-    """Ranks start their collectives in one order: that which `ask` gives for a program; without it, each in its own.
+    """Gives all ranks one order of collectives: that which `ask` gives for a program; without it, each keeps its own.
 
     Ranks whose batches differ in size may be given different orders by `Overlap`, and would wait for each other.
     """

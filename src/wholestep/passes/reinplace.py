@@ -31,7 +31,10 @@ GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 @dataclass(frozen=True)
 class Reinplace(InPlace):
-    """Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates."""
+    """Updates parameters and state in place, and lets other ops write over what nothing reads any more.
+
+    Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates.
+    """
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Let the ops of `local` write in place."""

@@ -22,7 +22,7 @@ _MOST_SUMMED = 64 << 20
 
 @dataclass(frozen=True)
 class SizeBuckets:
-    """Decides how large buckets are and how much is in flight; passes that bucket and order collectives follow it.
+    """Decides how large buckets are and how much is in flight.
 
     Args:
         hardware: how fast a rank computes, and its links.
@@ -32,7 +32,7 @@ class SizeBuckets:
             buckets each if None, and two tensors each however large.
         whole: what the step carries; counted in the graph if None: right unless that is part of a step.
 
-    A graph that has sizes keeps them.
+    Passes that bucket and order collectives follow it. A graph that has sizes keeps them.
     """
 
     hardware: Speeds = field(default_factory=Machine)

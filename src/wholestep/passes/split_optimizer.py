@@ -20,7 +20,7 @@ Waits = frozenset[Node]
 
 @dataclass(frozen=True)
 class SplitOptimizer(InPlace):
-    """`_fused_*` and `_foreach_*` ops become one op for each set of collectives that their tensors wait for.
+    """Splits fused and foreach optimizers: one op for each set of collectives that their gradients wait for.
 
     `by` names gradients, as nodes, to be kept apart from all others instead: exactly two groups. Bitwise the same.
 
