@@ -389,4 +389,4 @@ def test_the_command_shows_alternatives(tmp_path: Path) -> None:
 def test_a_machine_without_a_time_is_refused(tmp_path: Path) -> None:
     code, text = run("my_step.py:build", "--topology", "dgx-h100")
     assert code == 2
-    assert "--topology without --auto, --compare, --html or --trace" in text
+    assert "--topology without --auto, --compare, --explain, --html or --trace" in text

@@ -23,7 +23,7 @@ from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, Carried, add_call, join_rows, made_by
 from wholestep.passes.fill import Fill, multiply_into, part_of_average, put_pieces
 from wholestep.passes.late_waits import LateWaits
-from wholestep.passes.next_step import move_to_next_step
+from wholestep.passes.next_step import AcrossSteps
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
 from wholestep.passes.schedule import Schedule
@@ -330,7 +330,7 @@ def test_passes_are_named_in_what_they_made() -> None:
     [
         ([SplitOptimizer()], "pass SplitOptimizer must be applied after Bucket; applied so far: none"),
         ([Reinplace(), Bucket()], "pass Bucket must be applied before Reinplace; applied so far: Reinplace"),
-        ([Reinplace(), Schedule(SLOW)], "pass LateWaits must be applied before Reinplace"),
+        ([Reinplace(), Schedule(SLOW)], "pass SizeBuckets must be applied before Reinplace"),
     ],
 )
 def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
@@ -339,8 +339,8 @@ def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
 
 
 def test_moving_needs_split_optimizers() -> None:
-    with pytest.raises(ws.GraphError, match="move_to_next_step must be applied after SplitOptimizer"):
-        move_to_next_step(layers(2, 16))
+    with pytest.raises(ws.GraphError, match="pass AcrossSteps must be applied after SplitOptimizer"):
+        ws.run_passes(layers(2, 16), [AcrossSteps()])
 
 
 @pytest.mark.parametrize("fused", [True, False])

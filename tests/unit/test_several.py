@@ -137,7 +137,7 @@ def test_the_fastest_for_each_sequence_wins() -> None:
     assert len({*alone.values()}) == 3
     assert found.found.best.batch_s / found.batch == min(alone.values())
     assert [i.meta.shape[0] for i in found.graph.inputs if i.meta.shape == (64 * found.batch, 256)]
-    assert found.found.plan == ws.plan(wide(found.batch), "dp=4", found.found.best.strategies)
+    assert found.found.plan == ws.plan(wide(found.batch), "dp=4", found.found.best.strategies, hardware=ws.Machine())
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -23,7 +23,9 @@ aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-UNSAID = frozenset({aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default})
+UNSAID = frozenset(
+    {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
+)
 """Views whose schema says that they are none."""
 _COPIES_AT_NEED = frozenset({aten.reshape.default, aten.contiguous.default})
 _SHARING: dict[Any, Sharing] = {meta.with_stride: "if alike"}
