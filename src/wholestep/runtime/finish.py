@@ -13,7 +13,7 @@ from ..cost.memory import PeakMemory, peak_memory
 from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..passes.base import Pass, Watch, run_passes
+from ..passes.base import Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.pipeline import Edit, edited, in_order_of, pipeline
@@ -87,17 +87,14 @@ class Finisher:
     def _passed(self, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
         key = "\n".join(made.lines)
         if self.budget is None:
-            passes = self._passes(pipeline(schedule=schedule, backend=self.backend), world, label, key)
+            passes = edited(pipeline(schedule=schedule, backend=self.backend), self.edit)
+            passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
             with self.stage("schedule"):
                 local = run_passes(made.local, passes, self.watch())
         else:
             machine = schedule.machine if schedule else self.hardware or self._measure(world)
             local = self._fitted(made.local, schedule, machine, world, label, key)
         return replace(made, local=local)
-
-    def _passes(self, passes: tuple[Pass, ...], world: World, label: str, key: str) -> tuple[Pass, ...]:
-        """`passes` as the user edits them; collectives run in the order of the first rank."""
-        return in_order_of(edited(passes, self.edit), partial(self._order, world=world, label=label, key=key))
 
     def _fitted(
         self, local: LocalGraph, schedule: Schedule | None, machine: Speeds, world: World, label: str, key: str
@@ -116,7 +113,8 @@ class Finisher:
         plain = pipeline(
             machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
         )
-        passes = fitted_with(self._passes(plain, world, label, key), peak, partial(self._agreed, first))
+        passes = fitted_with(edited(plain, self.edit), peak, partial(self._agreed, first))  # it tries orders of its own
+        passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
         try:
             with self.stage("memory"):
                 made = run_passes(local, passes, self.watch())
