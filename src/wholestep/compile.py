@@ -100,9 +100,9 @@ def compile(
             in a fraction of a second; `"across_steps"` does too, and leaves the end of a step to the next call, or to
             `step.flush()`; `Schedule(...)` says how fast they are, or sets sizes; None leaves each collective where the
             partition puts it.
-        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`: as much as must is computed or
-            gathered again in the backward, whatever costs the least time. It takes the place of `keep_gathered_bytes`;
-            what `reshard_after_forward` says is done. None sets no bound.
+        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`. To keep to it, the backward
+            rematerializes activations and gathers parameters a second time, whichever costs less time. It replaces
+            `keep_gathered_bytes`; an explicit `reshard_after_forward` is followed. None sets no bound.
         mixed_precision: dtypes in which modules compute and gradients are reduced.
         offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
             go to the device to be gathered. On the CPU only the program changes.
@@ -118,8 +118,8 @@ def compile(
             makes the same program, and the schedule on the machine as it is measured.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
         cache: a folder for what the first call measures and searches for: the speed of the machine, what `Auto`
-            chooses, layouts that are solved for, what a budget has made again. A later start of the same step finds it
-            there. By default what WHOLESTEP_CACHE says; "" for none.
+            chooses, layouts that are solved for, tensors that a budget rematerializes. A later start of the same step
+            reads them. By default what WHOLESTEP_CACHE says; "" for none.
 
     Example:
         >>> step = wholestep.compile(train_step, parallel=wholestep.DataParallel("fully_shard"))
@@ -197,8 +197,8 @@ def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
 def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None = None, **kwargs: Any) -> TrainGraph:
     """The graph of `fn(*args, **kwargs)` on one device; nothing real is computed or changed.
 
-    `options` is all that decides which graph that is beside `fn` and its arguments. With those that `compile` is
-    given, what `plan`, `partition` and `simulate` make of the graph is what runs.
+    The graph depends on `fn`, its arguments and `options`, on nothing else. With the options that `compile` is given,
+    `plan`, `partition` and `pipeline` make the program that runs.
 
     Example:
         >>> options = wholestep.CaptureOptions(offload="cpu")

@@ -127,8 +127,8 @@ class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
     The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
-    `passes` names those that it came through. With `across`, the end of a step is left to the next call: this is what
-    runs in all calls but the first, `across` are the program of the first call and the one that completes the last.
+    `passes` names the passes that were applied. With `across`, the end of a step is left to the next call: this program
+    runs in all calls but the first, `across` holds that of the first call and the one that completes the last call.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
     carried to the next call; no dead node.
 

@@ -74,7 +74,7 @@ def pipeline(
         hardware: that buckets and the order of collectives are for; by default a slow CPU on a slow link.
         schedule: as `compile` takes it; a `Schedule` names its hardware itself.
         memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`; None sets no bound.
-        gathers_again: to keep to it, gathered parameters may be gathered again too.
+        gathers_again: a budget may also free gathered parameters after the forward, and gather them in the backward.
         backend: as `compile` takes it. Only what calls op after op writes into buckets without a copy.
 
     Raises:
