@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.capture.find import take_apart
+from wholestep.capture.call_structure import take_apart
 
 BASE_US, PER_STATE_TENSOR_US = 100.0, 0.1
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

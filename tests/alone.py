@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholestep as ws
 from tests.live_bytes import peak_of
-from wholestep.backend.bind import bind
 from wholestep.backend.eager import eager
+from wholestep.backend.rank_binding import bind
 from wholestep.graph.graph import Input, Role
 from wholestep.layout import Layout
 

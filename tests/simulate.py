@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.backend.bind import bound_arguments
+from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture import Capture
 from wholestep.capture import state as held_state
 from wholestep.graph.graph import Input, LocalGraph, Role

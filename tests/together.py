@@ -13,7 +13,7 @@ from tests.oracle import relative, twin
 from tests.simulate import Simulation, cut
 from wholestep import partition, plan
 from wholestep.capture import Capture, capture_step
-from wholestep.capture.find import leaf_names, take_apart
+from wholestep.capture.call_structure import leaf_names, take_apart
 from wholestep.graph.graph import LocalGraph, Role
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.plan import Plan

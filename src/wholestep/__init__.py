@@ -17,6 +17,7 @@ from .errors import (
     CacheError,
     CaptureError,
     CheckpointError,
+    ConstraintError,
     GraphError,
     LayoutError,
     MeshError,
@@ -25,7 +26,6 @@ from .errors import (
     RuleError,
     StateError,
     WholestepError,
-    WishError,
 )
 from .graph.graph import LocalGraph, TrainGraph
 from .layout import Layout
@@ -36,7 +36,7 @@ from .passes.pipeline import pipeline
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
-from .plan.make import plan
+from .plan.make_plan import plan
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .precision import MixedPrecision
@@ -61,6 +61,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CompiledStep",
+    "ConstraintError",
     "DataParallel",
     "GraphError",
     "Held",
@@ -86,7 +87,6 @@ __all__ = [
     "Topology",
     "TrainGraph",
     "WholestepError",
-    "WishError",
     "callback",
     "capture",
     "check_rule",

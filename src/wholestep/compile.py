@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .auto.auto import Auto
 from .capture.capture import capture_step
-from .capture.options import CaptureOptions
+from .capture.capture_options import CaptureOptions
 from .cost.size import bytes_of
 from .cost.speeds import Speeds
 from .errors import MeshError, PlanError

@@ -54,7 +54,7 @@ class PlanError(WholestepError):
     """No plan can be made, or a plan does not fit the graph it is applied to."""
 
 
-class WishError(PlanError):
+class ConstraintError(PlanError):
     """A plan is not as its user wants it: something that is pinned rests elsewhere, or what is to be whole is cut."""
 
 

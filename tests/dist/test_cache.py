@@ -13,7 +13,7 @@ from tests.catalogue import CASES, OPTIMIZERS
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.dist.test_errors import attempt, train_step
-from wholestep.plan import make as planning
+from wholestep.plan import make_plan as planning
 from wholestep.passes import fit_memory
 from wholestep.runtime import decide, finish
 

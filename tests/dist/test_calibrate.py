@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from wholestep.cli import app
-from wholestep.cli.calibrate import write
+from wholestep.cli.calibrate_command import write
 from wholestep.cost.calibrate import Measured, Product, Sent, fit
 from wholestep.cost.curves import KINDS
 from wholestep.cost.fit import Sample

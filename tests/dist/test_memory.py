@@ -11,7 +11,7 @@ import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.live_bytes import peak_of
-from wholestep.capture.find import take_apart
+from wholestep.capture.call_structure import take_apart
 from wholestep.runtime.fit import bound
 from wholestep.runtime.step import CompiledStep
 

@@ -17,13 +17,13 @@ from tests.random_graphs.program import Program, program
 from wholestep import _torch
 from wholestep.errors import PlanError
 from wholestep.graph import meta
-from wholestep.graph.expand import ROUNDS, can_expand, expand
+from wholestep.graph.decompose import ROUNDS, can_expand, expand
 from wholestep.graph.graph import Input, Role
 from wholestep.layout import AxisState, Layout, replicated
 from wholestep.mesh import Mesh
 from wholestep.plan.plan import Options, Plan
 from wholestep.plan.propagate import propagate, would_gather
-from wholestep.plan.situation import Situation
+from wholestep.plan.propagation_inputs import PropagationInputs
 from wholestep.plan.strategy import Pins
 
 VARIANTS = 4  # cases of one program
@@ -55,7 +55,7 @@ class Case:
         graph = self.program.graph
         if self.strategy is not None:
             return ws.plan(graph, self.mesh, self.strategy)
-        start = Situation(graph, self.mesh, self.mesh.names, self.rest, self.homes, "avg", self.scatter,
+        start = PropagationInputs(graph, self.mesh, self.mesh.names, self.rest, self.homes, "avg", self.scatter,
                           frozenset(), self.storage, self.pins)  # fmt: skip
         expanded: list[str] = []
         for _ in range(ROUNDS if self.written_out else 0):

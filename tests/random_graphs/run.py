@@ -16,7 +16,7 @@ from tests.random_graphs.case import Case
 from tests.random_graphs.program import error
 from tests.simulate import cut, join
 from wholestep import partition
-from wholestep.backend.bind import bound_arguments
+from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.interpret import run_all, run_one

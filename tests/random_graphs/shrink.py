@@ -23,7 +23,7 @@ from wholestep.graph.text import show_call
 from wholestep.layout import REPLICATED, Layout
 from wholestep.mesh import Mesh
 from wholestep.plan.plan import Options
-from wholestep.plan.situation import moving
+from wholestep.plan.propagation_inputs import moving
 from wholestep.plan.strategy import Pins
 
 ROUNDS = 6

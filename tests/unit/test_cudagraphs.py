@@ -13,12 +13,12 @@ from torch.fx import Graph
 
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
-from wholestep.backend.bind import bind
 from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, cudagraphs, obstacle
-from wholestep.backend.numbers import as_tensors
+from wholestep.backend.rank_binding import bind
+from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 from wholestep.graph.graph import Input, Role
-from wholestep.partition.pieces import to_host
+from wholestep.partition.rank_ops import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.runtime.options import StepOptions

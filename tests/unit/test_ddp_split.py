@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import wholestep as ws
 from tests.ddp_models import CASES, Case, Mlp
-from wholestep.ddp import show
+from wholestep.ddp import bucket_table
 from wholestep.ddp.backend import DdpBackend
 from wholestep.ddp.buckets import Param, Reducer, assign
-from wholestep.ddp.split import Bucket, Split, plan_split
+from wholestep.ddp.split import DdpBucket, Split, plan_split
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -545,9 +545,9 @@ def test_extension_is_counted() -> None:
     _, a, b = graph.find_nodes(op="placeholder")
     pa, pb = (Param(name, i, 40, ("float32", "cpu")) for i, name in enumerate("ab"))
     split = plan_split(graph, {a: [pa], b: [pb]}, Reducer((pa, pb), (40, 40)))
-    assert split.buckets == (Bucket((pa,)), Bucket((pb,), extra_ops=1))
+    assert split.buckets == (DdpBucket((pa,)), DdpBucket((pb,), extra_ops=1))
     assert split.starts == (0, 1)
-    assert show.extension(split).splitlines()[1] == "  bucket 1: 1 more ops, 0 more bytes"
+    assert bucket_table.extension(split).splitlines()[1] == "  bucket 1: 1 more ops, 0 more bytes"
 
 
 # -- what is said ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch.optim import Adam, Optimizer
 
 import wholestep as ws
 from wholestep.passes.bucket import join_rows
-from wholestep.passes.flat import Flat, buckets, side_by_side
+from wholestep.passes.contiguous_shards import ContiguousShards, buckets, side_by_side
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.runtime.flat import lay_side_by_side
@@ -35,7 +35,7 @@ def count(local: ws.LocalGraph, target: object) -> int:
 def test_gathers_of_the_forward_are_not_copied_together() -> None:
     for reshard in (False, True):
         before = program(reshard)
-        after = ws.run_passes(before, [Flat()])
+        after = ws.run_passes(before, [ContiguousShards()])
         assert count(after, side_by_side) == 2
         assert count(before, join_rows) - count(after, join_rows) == 2
         assert sorted(i for one in buckets(after) for i in one) == list(range(8))
@@ -48,7 +48,7 @@ def test_a_parameter_that_is_updated_while_it_may_be_read_is_copied() -> None:
     piece = join.args[0][0]  # type: ignore[index]
     with local.graph.inserting_after(next(iter(join.users))):
         local.graph.call_function(torch.ops.aten.zero_.default, (piece,))
-    after = ws.run_passes(local, [Flat()])
+    after = ws.run_passes(local, [ContiguousShards()])
     assert count(after, side_by_side) == 1
     assert [after.inputs[i].name for i in buckets(after)[0]] == ["2.bias", "3.weight", "3.bias"]
 
@@ -56,7 +56,7 @@ def test_a_parameter_that_is_updated_while_it_may_be_read_is_copied() -> None:
 def test_pieces_side_by_side_are_one_row_without_a_copy() -> None:
     held = [torch.randn(shape) for shape in ((3, 4), (0, 2), (5,), (2, 2), (1,), (2,), (3, 3), ())]
     kept = [piece.clone() for piece in held]
-    local = ws.run_passes(program(False), [Flat()])
+    local = ws.run_passes(program(False), [ContiguousShards()])
     lay_side_by_side(local, held)
     for piece, before in zip(held, kept, strict=True):
         assert torch.equal(piece, before)
@@ -82,7 +82,7 @@ def test_pieces_elsewhere_are_copied() -> None:
 
 
 def test_what_is_part_of_something_larger_stays_there() -> None:
-    local, whole = ws.run_passes(program(False), [Flat()]), torch.arange(12.0)
+    local, whole = ws.run_passes(program(False), [ContiguousShards()]), torch.arange(12.0)
     held = [whole[:4], *[torch.ones(2, 3) for _ in range(7)]]
     memory = [piece.data_ptr() for piece in held]
     lay_side_by_side(local, held)

@@ -21,7 +21,7 @@ from tests.together import Comparison, OneDevice, compare
 from tests.tp_models import step_of
 from wholestep import DataParallel, TensorParallel
 from wholestep.graph import meta
-from wholestep.plan.styles import NAMES
+from wholestep.plan.module_styles import NAMES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 

@@ -153,7 +153,7 @@ GOOD = [
     ),
     (direction_faults, "rules/rule.py", "from wholestep.errors import RuleError\nfrom .registry import rule"),
     (direction_faults, "__init__.py", "from wholestep.compile import compile\nfrom .runtime.step import CompiledStep"),
-    (direction_faults, "cli/plan.py", "import wholestep as ws\nfrom wholestep.report import tables"),
+    (direction_faults, "cli/plan_command.py", "import wholestep as ws\nfrom wholestep.report import tables"),
     (private_faults, "_torch/dynamo.py", "import torch._dynamo"),
     (
         private_faults,

@@ -13,8 +13,8 @@ import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.eager import eager
 from wholestep.backend.inductor import inductor
-from wholestep.backend.numbers import as_tensors
-from wholestep.backend.segments import in_segments
+from wholestep.backend.subgraphs import in_segments
+from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 
 aten = torch.ops.aten

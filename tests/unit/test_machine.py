@@ -15,7 +15,7 @@ from wholestep.cost.speeds import Work
 from wholestep.graph.ops import streams
 from wholestep.graph.verify import is_collective, is_wait
 from wholestep.passes.bucket import Bucket
-from wholestep.passes.fill import Fill, multiply_into, new_bucket, put_pieces
+from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
 from wholestep.runtime.launch import join
 from wholestep.runtime.measure import measure
 
@@ -45,7 +45,7 @@ def program(passes: bool = True) -> ws.LocalGraph:
     """The program of one of two ranks for three layers whose gradients are reduced in one bucket."""
     graph = training()
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate")))
-    return ws.run_passes(local, [ws.Schedule(PLAIN), Fill()]) if passes else local
+    return ws.run_passes(local, [ws.Schedule(PLAIN), WriteIntoBuckets()]) if passes else local
 
 
 def test_figures_that_are_not_given_are_those_of_others() -> None:

@@ -14,12 +14,12 @@ from tests.catalogue import SimpleMlp
 from tests.simulate import Simulation, cut
 from tests.together import OneDevice
 from wholestep import _torch
-from wholestep.backend.bind import bind
+from wholestep.backend.rank_binding import bind
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.verify import is_collective
-from wholestep.partition.pieces import to_device, to_host
+from wholestep.partition.rank_ops import to_device, to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.offload import Offload
 from wholestep.passes.reinplace import Reinplace

@@ -20,7 +20,7 @@ from tests.unit.test_tensor_parallel import builder, dp, floats, tokens
 from wholestep import DataParallel, Machine, TensorParallel, Topology
 from wholestep.auto.costs import costs
 from wholestep.capture import capture_step
-from wholestep.cli.hf import Wanted, build
+from wholestep.cli.hf import ModelSpec, build
 from wholestep.graph.graph import TrainGraph
 from wholestep.layout import REPLICATED, AxisState
 from wholestep.plan.optimal.build import Asked, Build
@@ -140,7 +140,7 @@ def test_of_a_layer_every_assignment_is_tried(name: str) -> None:
 
 
 def llama(layers: int) -> tuple[TrainGraph, nn.Module]:
-    target = build(Wanted("llama-3-8b", layers=layers))
+    target = build(ModelSpec("llama-3-8b", layers=layers))
     return capture_step(target.step, target.args, target.kwargs).graph, target.models()[0]
 
 
@@ -196,7 +196,7 @@ def test_no_slower_than_the_plans_that_llama_carries() -> None:
 
 
 def test_no_slower_than_a_plan_for_gpt() -> None:
-    target = build(Wanted("gpt2", layers=2, batch=4))
+    target = build(ModelSpec("gpt2", layers=2, batch=4))
     graph, machine = capture_step(target.step, target.args, target.kwargs).graph, Topology.preset("dgx-h100")
     styles = {"attn.c_attn": "colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     by_hand = TensorParallel({"transformer.wte": "rowwise"} | {f"transformer.h.*.{n}": s for n, s in styles.items()})

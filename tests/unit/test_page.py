@@ -19,7 +19,7 @@ from wholestep.cli import app
 from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human
 from wholestep.report import page as page_module
-from wholestep.report.compare import Costs, Row
+from wholestep.report.compare import Costs, PlanRow
 from wholestep.report.drawing import columns, lanes, outline
 from wholestep.report.page import page, program, show_us
 from wholestep.report.tables import by_op, sent, verdicts
@@ -171,7 +171,7 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 def test_text_of_models_stays_text() -> None:
     """In modules, in the model's name, in alternatives; in HTML and in what the script reads."""
     graph, plan = planned(EVIL.replace(".", "_"))
-    rows = [Row(EVIL, 1, None, EVIL)]
+    rows = [PlanRow(EVIL, 1, None, EVIL)]
     text = shown(plan.with_notes(EVIL), graph, model=EVIL, alternatives=rows, chosen=EVIL)
     assert EVIL not in text
     found = Parsed(text)
@@ -196,11 +196,11 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 def test_why_alternatives_lost() -> None:
     best = Costs(10, 50, 5, 1, 1.0, 0.1)
     rows = [
-        Row("quick but large", 1, replace(best, step_s=0.5, peak_bytes=200)),
-        Row("best", 2, replace(best, step_s=2.0, exposed_s=0.2)),
-        Row("waits", 1, replace(best, step_s=1.5, exposed_s=0.6)),
-        Row("computes", 1, replace(best, step_s=1.5)),
-        Row("fails", 1, None, "11 heads over 2 ranks"),
+        PlanRow("quick but large", 1, replace(best, step_s=0.5, peak_bytes=200)),
+        PlanRow("best", 2, replace(best, step_s=2.0, exposed_s=0.2)),
+        PlanRow("waits", 1, replace(best, step_s=1.5, exposed_s=0.6)),
+        PlanRow("computes", 1, replace(best, step_s=1.5)),
+        PlanRow("fails", 1, None, "11 heads over 2 ranks"),
     ]
     assert verdicts(rows, 100) == [
         "does not fit: 100 B more than the device has",
@@ -269,7 +269,7 @@ def test_a_browser_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cou
     local = program(plan, graph, H100)
     if count:
         monkeypatch.setattr(page_module, "timeline", lambda *_: many(local, count))
-    text = shown(plan, local, model=EVIL, alternatives=[Row("fails" * 30, 1, None, EVIL)])
+    text = shown(plan, local, model=EVIL, alternatives=[PlanRow("fails" * 30, 1, None, EVIL)])
     errors = "addEventListener('error', (e) => { (window.errors ??= []).push(e.message); });"
     probe = """
     const key = (id, key) => document.getElementById(id).dispatchEvent(new KeyboardEvent("keydown", {key}));

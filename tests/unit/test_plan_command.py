@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import wholestep as ws
 from wholestep.auto import batches as auto_batches
 from wholestep.cli import app, hf
-from wholestep.cli.hf import Wanted, build, presets
-from wholestep.report.compare import Row, as_json, compare, costs, show, templates
+from wholestep.cli.hf import ModelSpec, build, presets
+from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
 
 NEEDS_HF = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 
@@ -79,7 +79,7 @@ def step(tmp_path: Path) -> str:
 @NEEDS_HF
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(name: str):
-    model = build(Wanted(name)).args[0]
+    model = build(ModelSpec(name)).args[0]
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     assert all(p.is_meta for p in model.parameters())
 
@@ -90,13 +90,13 @@ def test_every_preset_is_tested():
 
 @NEEDS_HF
 def test_a_configuration_from_a_file(tiny: str):
-    target = build(Wanted(tiny, batch=2, seq=10, dtype="float32", layers=2, optimizer="sgd"))
+    target = build(ModelSpec(tiny, batch=2, seq=10, dtype="float32", layers=2, optimizer="sgd"))
     model, optimizer, batch = target.args
     assert len(model.model.layers) == 2
     assert type(optimizer) is torch.optim.SGD
     assert batch["tokens"].shape == (2, 10)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert build(Wanted(str(Path(tiny).parent))).args[2]["tokens"].shape == (1, 64)
+    assert build(ModelSpec(str(Path(tiny).parent))).args[2]["tokens"].shape == (1, 64)
 
 
 @NEEDS_HF
@@ -221,9 +221,9 @@ def test_the_table():
     from wholestep.report.compare import Costs
 
     rows = [
-        Row("replicate on dp", 4, Costs(1_500, 2_000_000, 30, 7, 0.0128, 0.00128)),
-        Row("zero1 on dp", 4, Costs(15, 2_000, 3_000, 11, 40.0, 0.0)),
-        Row("tensor parallel on tp", 1, None, "no plan of its own"),
+        PlanRow("replicate on dp", 4, Costs(1_500, 2_000_000, 30, 7, 0.0128, 0.00128)),
+        PlanRow("zero1 on dp", 4, Costs(15, 2_000, 3_000, 11, 40.0, 0.0)),
+        PlanRow("tensor parallel on tp", 1, None, "no plan of its own"),
     ]
     assert show(rows).splitlines() == [
         "template         at rest    peak  sent/step  collectives     step  exposed  batches  per batch",

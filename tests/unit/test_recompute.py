@@ -20,11 +20,11 @@ from wholestep.capture import Capture, capture_step
 from wholestep.cost.compute import flops, node_us
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.verify import check_local_graph
-from wholestep.passes.again import made_again
-from wholestep.passes.choose import choices
 from wholestep.passes.recompute import Recompute, held_by, in_place_peak
 from wholestep.passes.reinplace import Reinplace
-from wholestep.passes.saved import Saved
+from wholestep.passes.remat_frontier import choices
+from wholestep.passes.rematerialize import made_again
+from wholestep.passes.saved_tensors import SavedTensors
 from wholestep.passes.schedule import Schedule
 from wholestep.rules.registry import is_random
 
@@ -61,7 +61,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def all_again(saved: Saved) -> LocalGraph:
+def all_again(saved: SavedTensors) -> LocalGraph:
     return made_again(saved, [v.name for v in saved.candidates])
 
 
@@ -71,7 +71,7 @@ def check_bits(case: str, recipe: str, style: str) -> None:
     plan = ws.plan(capture.graph, mesh, parallel("fully_shard", True) if style == "again" else parallel(style, False))
     local = ws.partition(capture.graph, plan)
     expected = bits(capture, plan, local, case)
-    saved = Saved(local)
+    saved = SavedTensors(local)
     names = [v.name for v in saved.candidates]
     assert names, "there is something to be made again"
     for chosen in (names, random.Random(0).sample(names, len(names) // 2)):
@@ -123,7 +123,7 @@ def test_random_numbers_are_drawn_once() -> None:
     capture = capture_step(mean_square, (model, SGD(model.parameters(), lr=0.1), torch.randn(30, 6).double()), {})
     plan = ws.plan(capture.graph, "dp=2", parallel("fully_shard", False))
     local = ws.partition(capture.graph, plan)
-    changed = all_again(Saved(local))
+    changed = all_again(SavedTensors(local))
     assert len(list(changed.graph.nodes)) > len(list(local.graph.nodes)), "something is made again"
     draws = [sum(is_random(n) for n in one.graph.nodes) for one in (local, changed)]
     assert draws[0] == draws[1] > 0
@@ -247,7 +247,7 @@ def test_gathers_are_left_alone_unless_allowed() -> None:
 def test_a_weight_that_is_gathered_twice_is_not_gathered_a_third_time() -> None:
     """What is computed again in the backward reads the copy that the backward gathers for itself."""
     plain = gpt(again=True)
-    changed = all_again(Saved(plain, gathers=False))
+    changed = all_again(SavedTensors(plain, gathers=False))
     assert any("addmm" in n.name and "_again" in n.name for n in changed.graph.nodes)
     assert changed.collectives() == plain.collectives()
 
@@ -257,7 +257,7 @@ def test_near_the_best_of_all_choices() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
     graph = ws.capture(mean_square, model, SGD(model.parameters(), lr=0.1), torch.randn(256, 8))
     local = ws.partition(graph, ws.plan(graph, "dp=1"))
-    saved = Saved(local, gathers=False)
+    saved = SavedTensors(local, gathers=False)
     names = [v.name for v in saved.candidates if v.storage.size_bytes > 4096]
     assert 4 <= len(names) <= 8
     plain_us = work(local)[0]
@@ -279,7 +279,7 @@ def test_near_the_best_of_all_choices() -> None:
 def test_expected_peaks_are_true() -> None:
     """Of the search, for every choice it makes, within a twentieth."""
     plain = gpt()
-    saved = Saved(plain)
+    saved = SavedTensors(plain)
     path = choices(saved, held_by(plain), MACHINE)
     assert len(path) > 20
     for choice in path[::6]:
@@ -294,7 +294,7 @@ def test_a_budget_that_is_too_small() -> None:
     local = ws.partition(graph, ws.plan(graph, "dp=1"))
     with pytest.raises(ws.PlanError) as error:
         Recompute(2000)(local)
-    lowest = in_place_peak(all_again(Saved(local))).size_bytes
+    lowest = in_place_peak(all_again(SavedTensors(local))).size_bytes
     text = str(error.value)
     assert text.startswith("the step needs 6212 bytes on a rank at least, 1.9 kB of them at rest; with all made again")
     assert lowest >= 6212
@@ -307,4 +307,4 @@ def test_a_budget_that_is_too_small() -> None:
 
 def test_a_value_that_is_not_kept() -> None:
     with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be made again"):
-        made_again(Saved(gpt()), ["nothing:0"])
+        made_again(SavedTensors(gpt()), ["nothing:0"])

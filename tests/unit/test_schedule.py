@@ -12,7 +12,7 @@ import wholestep as ws
 from tests.catalogue import CASES
 from tests.simulate import index_of
 from wholestep.auto.fit import Finish
-from wholestep.backend.bind import bound_arguments
+from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.machine import Machine, Wire
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
@@ -21,14 +21,14 @@ from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, Carried, add_call, join_rows, made_by
-from wholestep.passes.fill import Fill, multiply_into, part_of_average, put_pieces
-from wholestep.passes.late_waits import LateWaits
-from wholestep.passes.next_step import AcrossSteps
+from wholestep.passes.bucket_sizes import even_bytes, resized
+from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
 from wholestep.passes.schedule import Schedule
-from wholestep.passes.sizes import even_bytes, resized
+from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
+from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, part_of_average, put_pieces
 
 MB = 1 << 20
 
@@ -68,7 +68,7 @@ def test_reductions_left_after_merging(many: int, width: int, cap_mb: int, left:
 
 
 def test_waits_stand_just_before_their_first_reader() -> None:
-    local = ws.run_passes(layers(3, 16, "zero1"), [LateWaits()])
+    local = ws.run_passes(layers(3, 16, "zero1"), [SinkWaits()])
     order = list(local.graph.nodes)
     for node in order:
         if is_wait(node):
@@ -122,7 +122,7 @@ def sends(local: ws.LocalGraph) -> list[torch.fx.Node]:
 
 
 def test_one_optimizer_for_each_bucket() -> None:
-    local = ws.run_passes(layers(5, 600), [LateWaits(), Bucket(2 * MB), SplitOptimizer()])
+    local = ws.run_passes(layers(5, 600), [SinkWaits(), Bucket(2 * MB), SplitOptimizer()])
     fused = [n for n in local.graph.nodes if "_fused_adam" in str(n.target)]
     assert sorted(lengths(fused)) == [2, 4, 4]
 
@@ -320,8 +320,8 @@ def test_the_order_of_another_rank() -> None:
 
 # -- order of passes ------------------------------------------------------------------
 def test_passes_are_named_in_what_they_made() -> None:
-    local = ws.run_passes(layers(2, 16), [LateWaits(), Bucket(), SplitOptimizer()])
-    assert local.passes == ("LateWaits", "Bucket", "SplitOptimizer")
+    local = ws.run_passes(layers(2, 16), [SinkWaits(), Bucket(), SplitOptimizer()])
+    assert local.passes == ("SinkWaits", "Bucket", "SplitOptimizer")
     assert Schedule(SLOW)(local).passes[-2:] == ("Overlap", "BoundedReductions")
 
 
@@ -340,7 +340,7 @@ def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
 
 def test_moving_needs_split_optimizers() -> None:
     with pytest.raises(ws.GraphError, match="pass AcrossSteps must be applied after SplitOptimizer"):
-        ws.run_passes(layers(2, 16), [AcrossSteps()])
+        ws.run_passes(layers(2, 16), [CrossStep()])
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -418,7 +418,7 @@ def test_graphs_that_others_hold_are_left_as_they_are() -> None:
 
     given = layers(4, 64, "zero1")
     before = str(given)
-    made = ws.run_passes(given, [Schedule(SLOW, 40 << 10, 40 << 10), keep, Fill(), Reinplace()])
+    made = ws.run_passes(given, [Schedule(SLOW, 40 << 10, 40 << 10), keep, WriteIntoBuckets(), Reinplace()])
     assert str(given) == before
     assert all(str(local) == text for local, text in kept)
     assert len({before, kept[0][1], str(made)}) == 3
@@ -427,7 +427,7 @@ def test_graphs_that_others_hold_are_left_as_they_are() -> None:
 def test_products_are_made_in_their_bucket() -> None:
     """Gradients of weights need no copy; those of biases, and what else is reduced with them, are copied at once."""
     merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64))
-    filled = ws.run_passes(merged, [Fill()])
+    filled = ws.run_passes(merged, [WriteIntoBuckets()])
     names = [[getattr(n.target, "__name__", "") for n in one.graph.nodes] for one in (merged, filled)]
     assert (names[0].count("join_rows"), names[0].count("multiply_into")) == (2, 0)
     assert names[1].count("join_rows") == 0
@@ -447,7 +447,7 @@ def test_averages_are_sums_of_parts_where_these_are_exact(
     x = torch.empty(2, 64, dtype=dtype, device="meta")
     graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
     local = ws.partition(graph, ws.plan(graph, f"dp={ranks}", ws.DataParallel("replicate")))
-    passes = [Bucket(20 << 10, 20 << 10), Fill()] if merged else [Fill()]
+    passes = [Bucket(20 << 10, 20 << 10), WriteIntoBuckets()] if merged else [WriteIntoBuckets()]
     nodes = ws.run_passes(local, passes).graph.nodes
     ops = [node.args[1] for node in nodes if node.target is REDUCE]
     assert ops.count("sum") == (0 if scale == 1 else len(ops))
@@ -472,7 +472,7 @@ def test_how_many_micro_batches_there_are_changes_no_collective(most_bytes: int,
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
         graph = ws.capture(several, model, SGD(model.parameters(), lr=0.1), [torch.ones(2, 64)] * count)
         local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
-        nodes = ws.run_passes(local, [Bucket(most_bytes, most_bytes), Fill()]).graph.nodes
+        nodes = ws.run_passes(local, [Bucket(most_bytes, most_bytes), WriteIntoBuckets()]).graph.nodes
         found.append([f"{n.target} {n.args[1:]}" for n in nodes if n.target in (REDUCE, SCATTER)])
     assert found[0] == found[1]
     assert len(found[0]) == (1 if most_bytes > 1 else 3)

@@ -17,9 +17,9 @@ from wholestep import DataParallel, partition, plan
 from wholestep.capture import Capture, capture_step
 from wholestep.graph.graph import LocalGraph, Role
 from wholestep.graph.verify import check_local_graph
-from wholestep.passes.fill import Fill
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
+from wholestep.passes.write_into_buckets import WriteIntoBuckets
 from wholestep.plan.data_parallel import STYLES
 from wholestep.plan.plan import Plan
 
@@ -29,7 +29,9 @@ TOLERANCE = 1e-12  # relative, of parameters and state after three steps; 4 rank
 HYBRID = {1: "r=1,s=1", 2: "r=2,s=1", 3: "r=1,s=3", 4: "r=2,s=2"}
 PASSES: dict[str, Callable[[LocalGraph], LocalGraph]] = {
     "functional": lambda local: local,
-    "in place": lambda local: Reinplace()(Fill()(Schedule(bucket_bytes=2000, first_bucket_bytes=300)(local))),
+    "in place": lambda local: Reinplace()(
+        WriteIntoBuckets()(Schedule(bucket_bytes=2000, first_bucket_bytes=300)(local))
+    ),
 }
 
 

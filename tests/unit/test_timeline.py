@@ -16,7 +16,7 @@ from wholestep.cost.compute import flops, node_us, work
 from wholestep.cost.schedule import Clock, sent_us
 from wholestep.graph import meta
 from wholestep.graph.verify import is_collective
-from wholestep.passes.fill import Fill
+from wholestep.passes.write_into_buckets import WriteIntoBuckets
 
 MACHINE = ws.Machine(flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100)
 
@@ -153,7 +153,7 @@ def test_views_are_free_and_parts_are_priced_by_what_is_read() -> None:
 
 def test_a_product_made_in_its_bucket_costs_what_a_product_does() -> None:
     before = program("replicate")
-    after = ws.run_passes(before, [Fill()])
+    after = ws.run_passes(before, [WriteIntoBuckets()])
     total = [sum(flops(n) for n in one.graph.nodes if n.op == "call_function") for one in (before, after)]
     assert total[0] == total[1] > 0
     assert all(node_us(n, MACHINE) > 1 for n in after.graph.nodes if n.name.startswith("multiply_into"))

@@ -12,7 +12,7 @@ import wholestep as ws
 from wholestep.cli import app
 from wholestep.report.compare import costs
 from wholestep.report.page import page
-from wholestep.report.what_if import Case, as_json, other_sizes, resized, show, what_if
+from wholestep.report.what_if import WhatIfCase, as_json, other_sizes, resized, show, what_if
 
 H100 = ws.Topology.preset("dgx-h100")
 
@@ -34,8 +34,8 @@ def graph_of(rows: int = 64) -> ws.TrainGraph:
 def test_a_case_costs_what_a_plan_of_it_does() -> None:
     graph, larger = graph_of(), graph_of(128)
     made = ws.plan(graph, "dp=4", ws.DataParallel("fully_shard"))
-    cases = [Case("more", mesh=ws.Mesh("dp=8")), Case("larger", graph=larger, batch_parts=2),
-             Case("slow", machine=ws.Machine())]  # fmt: skip
+    cases = [WhatIfCase("more", mesh=ws.Mesh("dp=8")), WhatIfCase("larger", graph=larger, batch_parts=2),
+             WhatIfCase("slow", machine=ws.Machine())]  # fmt: skip
     seen: list[str] = []
     own, more, large, slow = what_if(made, graph, H100, cases, seen.append)
     assert seen == ["this plan", "more", "larger", "slow"]
@@ -60,7 +60,7 @@ def test_a_case_costs_what_a_plan_of_it_does() -> None:
 def test_what_cannot_be_planned_says_why() -> None:
     graph = graph_of()
     made = ws.plan(graph, "dp=2,shard=2", ws.DataParallel("hybrid"))
-    own, failed = what_if(made, graph, H100, [Case("flat", mesh=ws.Mesh("dp=4"))])
+    own, failed = what_if(made, graph, H100, [WhatIfCase("flat", mesh=ws.Mesh("dp=4"))])
     assert own.row.costs is not None
     assert failed.row.costs is None
     assert "flat on dp=4: no plan: " in show([own, failed])

@@ -17,7 +17,7 @@ import torch.fx.traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
-from .ops import is_op, set_operands
+from .op_schemas import is_op, set_operands
 
 _DEVICE = torch.ops.prim.device.default
 _SPECIAL = {

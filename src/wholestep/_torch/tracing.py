@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .dispatch import quick_dispatch
-from .ops import FUSED
+from .op_schemas import FUSED
 
 try:
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module

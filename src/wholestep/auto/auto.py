@@ -12,8 +12,8 @@ from ..cost.machine import Machine
 from ..cost.size import bytes_of
 from ..cost.speeds import Speeds
 from ..errors import MeshError, PlanError
+from ..graph.gc_control import collector_ahead
 from ..graph.graph import TrainGraph
-from ..graph.quiet import collector_ahead
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.pipeline import pipeline

@@ -10,8 +10,8 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import Carried
+from ..passes.bucket_sizes import resized, tighter
 from ..passes.fit_memory import FitMemory
-from ..passes.sizes import resized, tighter
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Literal
 from ..cost.compute import peak_us
 from ..cost.memory import peak_memory
 from ..cost.speeds import Speeds
-from ..errors import BudgetError, PlanError, WholestepError, WishError
+from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make import bytes_at_rest, plan
+from ..plan.make_plan import bytes_at_rest, plan
 from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
@@ -229,7 +229,7 @@ class Search:
         try:
             made = self._made(row, FEWEST if short else None)
         except WholestepError as error:
-            if short and not isinstance(error, WishError):  # a pattern that names a layer, perhaps
+            if short and not isinstance(error, ConstraintError):  # a pattern that names a layer, perhaps
                 return self._simulated(replace(row, blocks=None), "all layers: ")
             return replace(row, fate="no plan", why=first_line(error))
         parts = [least(local, self.machine) for _, local in made]

@@ -17,7 +17,7 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from ..passes.bucket import Carried, carried_by
 from ..plan.data_parallel import DataParallel
-from ..plan.make import bytes_at_rest
+from ..plan.make_plan import bytes_at_rest
 from ..plan.plan import Plan
 from ..plan.strategy import Resting, Strategies, Strategy
 from .costs import Costs, Least, costs_of
@@ -80,7 +80,7 @@ class Short:
         return few, more
 
     def bytes_at_rest(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
-        """As `plan.make.bytes_at_rest` of the whole step.
+        """As `plan.make_plan.bytes_at_rest` of the whole step.
 
         Raises:
             PlanError, MeshError: the strategies do not fit the mesh or the graph.

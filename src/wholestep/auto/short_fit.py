@@ -15,12 +15,12 @@ from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
 from ..graph import meta
 from ..graph.graph import LocalGraph, operands
-from ..passes.again import made_again
 from ..passes.base import Pass, run_passes
-from ..passes.choose import choices
+from ..passes.bucket_sizes import resized, tighter
 from ..passes.recompute import held_by
-from ..passes.saved import Saved
-from ..passes.sizes import resized, tighter
+from ..passes.remat_frontier import choices
+from ..passes.rematerialize import made_again
+from ..passes.saved_tensors import SavedTensors
 from .fit import Finish
 from .short import Short
 
@@ -36,10 +36,10 @@ class Values:
     short: Short
     local: LocalGraph
     gathers: bool
-    saved: Saved = field(init=False)
+    saved: SavedTensors = field(init=False)
 
     def __post_init__(self) -> None:
-        self.saved = Saved(self.local, gathers=self.gathers)
+        self.saved = SavedTensors(self.local, gathers=self.gathers)
 
     @cached_property
     def places(self) -> dict[Node, tuple[int, Kind]]:

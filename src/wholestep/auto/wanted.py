@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx import Node
 
-from ..errors import PlanError, WholestepError, WishError
+from ..errors import ConstraintError, PlanError, WholestepError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
@@ -105,7 +105,7 @@ class Wanted:
         """Every wish against the finished plan. A step with few of its layers (not `complete`) may lack some names.
 
         Raises:
-            WishError: one is not kept; says which, and what is there instead.
+            ConstraintError: one is not kept; says which, and what is there instead.
         """
         if not self.axes:
             return
@@ -256,11 +256,11 @@ def _no_storage(given: Input, asked: Mapping[str, Wishes]) -> PlanError:
     )
 
 
-def _broken(pattern: str, name: str, axis: str, wish: str, found: AxisState) -> WishError:
+def _broken(pattern: str, name: str, axis: str, wish: str, found: AxisState) -> ConstraintError:
     there = (
         "another value on each rank" if found.kind == "V" else "a part of a sum" if found.kind == "P" else shown(found)
     )
-    return WishError(
+    return ConstraintError(
         f"{pattern!r} is to be {wish} over {axis}: {name} is {there}", "a plan that keeps every wish",
         "drop the wish, or give a strategy that can keep it",
     )  # fmt: skip

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from .. import _torch
-from ..passes import bucket, fill
-from .bind import add_parts, gather, swap
+from ..passes import bucket, write_into_buckets
+from .rank_binding import add_parts, gather, swap
 
 _LEAST_BYTES = 128 << 10
 """Smaller memory comes from the heap, which glibc keeps (its first `M_MMAP_THRESHOLD`)."""
@@ -125,7 +125,7 @@ def with_buffers(graph: Graph, buffers: Buffers) -> Graph:
     """`graph`, bound to a rank, with its collectives in `buffers`."""
     ours = {
         bucket.join_rows: buffers.join_rows, bucket.part_of_gather: buffers.part_of_gather,
-        fill.new_bucket: buffers.new_bucket, gather: buffers.gather, swap: buffers.swap,
+        write_into_buckets.new_bucket: buffers.new_bucket, gather: buffers.gather, swap: buffers.swap,
         add_parts: buffers.add_parts,
     }  # fmt: skip
     for node in graph.nodes:

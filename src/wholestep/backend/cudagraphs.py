@@ -20,11 +20,11 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, Role, operands
 from ..graph.verify import is_collective
-from ..partition.pieces import drawn, to_device, to_host
+from ..partition.rank_ops import drawn, to_device, to_host
 from ..rules.registry import is_random
-from .bind import gather, swap
 from .eager import NodeClock, Run, eager
-from .numbers import as_tensors, following, in_single_precision
+from .rank_binding import gather, swap
+from .tensorize_numbers import as_tensors, following, in_single_precision
 
 WARM_CALLS, MOST_RECORDINGS = 2, 8
 _BROUGHT = (Role.BATCH, Role.HYPER)

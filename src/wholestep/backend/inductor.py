@@ -14,13 +14,13 @@ from .. import _torch
 from ..errors import BackendError
 from ..graph.graph import function_of, node_at
 from ..graph.verify import is_collective, is_wait
-from ..partition.pieces import drawn, to_device, to_host
+from ..partition.rank_ops import drawn, to_device, to_host
 from ..passes.bucket import outline
 from ..rules.registry import is_random
-from .bind import gather, swap
 from .eager import NodeClock, Run, eager
-from .numbers import as_tensors
-from .segments import in_segments
+from .rank_binding import gather, swap
+from .subgraphs import in_segments
+from .tensorize_numbers import as_tensors
 
 _APART = (gather, swap, drawn, to_device, to_host)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..graph import meta
 from ..graph.graph import TrainGraph
-from ..plan.styles import style_of
+from ..plan.module_styles import style_of
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Shard, Replicate)

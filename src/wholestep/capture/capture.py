@@ -14,20 +14,20 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..errors import CaptureError
+from ..graph.gc_control import collector_paused
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
-from ..graph.quiet import collector_paused
+from .batch_reads import ReadValues
+from .call_structure import Structure, held_by, leaf_names, take_apart
+from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
-from .find import Structure, held_by, leaf_names, take_apart
+from .locations import GroupLocation, is_number
 from .normalize import changed_constants, normalize
-from .options import CaptureOptions
 from .overrides import overridden
-from .places import GroupPlace, is_number
-from .reach import Reach, reach
-from .scheduled import scheduled
+from .reachable import Reach, reach
+from .scheduled_numbers import scheduled
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Request, Traced, trace_step
-from .values import ReadValues
 from .wrappers import effects_refused, unwrapped
 
 
@@ -219,7 +219,7 @@ def _carrying(request: Request) -> Request:
         (id(place.optimizer), place.group, key)
         for container in (request.reach.containers if request.promoted.numbers else ())
         for key in container.before
-        if isinstance(place := container.place_of(key), GroupPlace) and place.path in request.promoted.numbers
+        if isinstance(place := container.place_of(key), GroupLocation) and place.path in request.promoted.numbers
     }
     optimizers = list(request.state.optimizers.values())
     hypers = [h for h in request.hypers if (id(optimizers[h.optimizer]), h.group, h.key) not in carried]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CaptureError
-from .expect import Expected
-from .find import Structure, put_together
-from .numbers import At, HostProgram
-from .places import Arguments, GroupPlace, Place, shown
+from .assumptions import Assumption
+from .call_structure import Structure, put_together
+from .host_numbers import At, HostProgram
+from .locations import Arguments, GroupLocation, Location, shown
 
 CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of each step"
 
@@ -56,7 +56,7 @@ class Made:
 class Write:
     """An assignment at the end of a call; without `made`, the place is emptied."""
 
-    place: Place
+    place: Location
     made: Made | None
 
 
@@ -80,7 +80,7 @@ class Effects:
     program: HostProgram = field(default_factory=HostProgram)
     writes: tuple[Write, ...] = ()
     calls: tuple[Called, ...] = ()
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[Assumption, ...] = ()
     extra: int = 0
     rebound: tuple[str, ...] = ()
     flags: tuple[tuple[str, bool], ...] = ()
@@ -90,7 +90,7 @@ class Effects:
     def group_options(self) -> set[tuple[int, int, Any]]:
         """Options of parameter groups that are carried or assigned: optimizer, number of the group, key."""
         places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind == "type")]
-        return {(id(p.optimizer), p.group, p.key) for p in places if isinstance(p, GroupPlace)}
+        return {(id(p.optimizer), p.group, p.key) for p in places if isinstance(p, GroupLocation)}
 
     @property
     def works(self) -> bool:

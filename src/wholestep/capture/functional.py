@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import copy_graph, node_at
-from .put_back import PIECES, VIEWS, Put
 from .strides import count_from_tensors
+from .view_inverses import PIECES, VIEWS, Put
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from .. import _torch
 from ..errors import CaptureError
-from .outside import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
+from .outside_reads import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
 
 
 def _adafactor(

@@ -16,7 +16,7 @@ from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
 from ..graph.ops import CHEAP, LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
-from .outside import refuse_collectives
+from .outside_reads import refuse_collectives
 from .strides import count_from_tensors
 from .trace import Traced
 

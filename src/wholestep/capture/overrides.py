@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import CaptureError
-from .find import walk
+from .call_structure import walk
 from .state import StepState
 
 

@@ -20,7 +20,7 @@ from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
-from .find import walk
+from .call_structure import walk
 from .replacements import say_once
 from .wrappers import unwrapped
 
@@ -34,7 +34,7 @@ _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch
 
 
 @dataclass
-class Held:
+class StepTensor:
     """One tensor that lives between calls and every place that refers to it: `(container, key)` pairs."""
 
     input: Input
@@ -64,8 +64,8 @@ class StepState:
 
     modules: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    params: dict[str, Held] = field(default_factory=dict[str, Held])
-    buffers: dict[str, Held] = field(default_factory=dict[str, Held])
+    params: dict[str, StepTensor] = field(default_factory=dict[str, StepTensor])
+    buffers: dict[str, StepTensor] = field(default_factory=dict[str, StepTensor])
     wrappers: list[Any] = field(default_factory=list[Any])
     scalers: dict[str, GradScaler] = field(default_factory=dict[str, GradScaler])
 
@@ -98,7 +98,7 @@ def collect(
                 "use one of those, or call this optimizer outside the compiled step",
             )
     _follow(optimizers.values())
-    by_id: dict[int, Held] = {}
+    by_id: dict[int, StepTensor] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
     for base, module in walk(state.modules):
@@ -107,13 +107,13 @@ def collect(
         attributes = _torch.scaler_tensors(scaler)
         for key in _torch.SCALER_TENSORS:
             name = f"{label}.{key}"
-            state.buffers[name] = Held(_input(name, Role.BUFFER, attributes[key]), [(attributes, key)])
+            state.buffers[name] = StepTensor(_input(name, Role.BUFFER, attributes[key]), [(attributes, key)])
     for label, optimizer in optimizers.items():
         for g, group in enumerate(optimizer.param_groups):
             for i, param in enumerate(group["params"]):
                 if id(param) not in by_id:
                     name = f"{label}.group{g}.{i}"
-                    by_id[id(param)] = state.params[name] = Held(_input(name, Role.PARAM, param), [])
+                    by_id[id(param)] = state.params[name] = StepTensor(_input(name, Role.PARAM, param), [])
                 by_id[id(param)].places.append((group["params"], i))
     return state
 
@@ -149,7 +149,7 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
         )
 
 
-def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state: StepState) -> None:
+def _collect_module(module: nn.Module, base: str, by_id: dict[int, StepTensor], state: StepState) -> None:
     for container, role, table in (
         (_torch.parameters_of(module), Role.PARAM, state.params),
         (_torch.buffers_of(module), Role.BUFFER, state.buffers),
@@ -165,7 +165,7 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, Held], state:
                     "end it first: a compiled step, or another `ws.whole`, cannot run inside",
                 )
             if id(tensor) not in by_id:
-                by_id[id(tensor)] = table[name] = Held(_input(name, role, tensor), [])
+                by_id[id(tensor)] = table[name] = StepTensor(_input(name, role, tensor), [])
             by_id[id(tensor)].places.append((container, key))
 
 
@@ -176,7 +176,7 @@ def carry(state: StepState, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> 
     """
     for path, (tensor, place) in tensors.items():
         if path not in state.buffers:
-            state.buffers[path] = Held(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
+            state.buffers[path] = StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
 
 
 def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: str = "") -> Input:
@@ -212,15 +212,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1) or type(value) is int
 
 
-def optimizer_state(state: StepState) -> list[Held]:
+def optimizer_state(state: StepState) -> list[StepTensor]:
     """Every tensor in `optimizer.state`, named `parameter/key`."""
-    out: list[Held] = []
+    out: list[StepTensor] = []
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for name, held in state.params.items():
             entry = optimizer.state.get(held.tensor, {})
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor):
-                    out.append(Held(state_input(name, key, value, o, label), [(entry, key)]))
+                    out.append(StepTensor(state_input(name, key, value, o, label), [(entry, key)]))
     return out
 
 
@@ -316,13 +316,13 @@ def put_in_place(
             module.training = training
 
 
-def put(held: Held, tensor: torch.Tensor) -> None:
+def put(held: StepTensor, tensor: torch.Tensor) -> None:
     """Store `tensor` everywhere `held` is referred to."""
     for container, key in held.places:
         container[key] = tensor
 
 
-def replace(state: StepState, held: Held, new: torch.Tensor) -> None:
+def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
     """Put a parameter or buffer in the place of another for good, here and in optimizers that are not known yet."""
     old = held.tensor
     put(held, new)

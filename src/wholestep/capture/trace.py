@@ -18,23 +18,23 @@ from ..graph.graph import Input, Role
 from ..graph.meta import is_users, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
-from .chance import Chance
-from .counts import Counts
+from .batch_reads import Reader, ReadValues
+from .call_structure import Structure, put_together, take_apart
+from .capture_options import CaptureOptions
 from .effects import Promoted, RefusedError
-from .find import Structure, put_together, take_apart
-from .fixed_sizes import Known, fixed_sizes
+from .fake_inputs import FakeInputs, stand_ins
+from .host_numbers import Numbers
+from .host_rng_guard import HostRngGuard
+from .locations import GroupLocation, Location, PartLocation
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
-from .numbers import Numbers
-from .options import CaptureOptions
-from .outside import refuse_generators
-from .places import GroupPlace, PartPlace, Place
-from .precision import modules_seen
-from .reach import Reach
+from .module_casts import modules_seen
+from .optimizer_scalars import Counts
+from .outside_reads import refuse_generators
+from .reachable import Reach
 from .replacements import form_of
-from .replay import Draws
-from .stand_ins import StandIns, stand_ins
+from .rng_replay import RngReplay
 from .state import Hyper, StepState
-from .values import Reader, ReadValues
+from .static_sizes import Known, fixed_sizes
 from .watch import Watch
 
 _READS: dict[Any, str] = {
@@ -89,14 +89,14 @@ class Traced:
     """
 
     module: torch.fx.GraphModule
-    stand_ins: StandIns
+    stand_ins: FakeInputs
     results: Structure
     result_leaves: list[Any]
     created: list[Input]
     fresh_grads: bool
     cleared_grads: list[str]
     values: ReadValues
-    draws: Draws
+    draws: RngReplay
     watch: Watch
 
 
@@ -135,14 +135,14 @@ class _Run:
     """The function that is traced, and what it notices on the way."""
 
     request: Request
-    stand_ins: StandIns
+    stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
     reset: set[str] = field(default_factory=set[str])
     cleared: list[str] = field(default_factory=list[str])
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
-    draws: Draws = field(default_factory=Draws)
+    draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class _Run:
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
             groups = _groups(state)
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := Chance(), numbers, self.counts)
+            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := HostRngGuard(), numbers, self.counts)
             with (
                 modules_seen(state.modules, request.options.mixed_precision),
                 self.watch.watching(given, called),
@@ -319,7 +319,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: Chance, numbers: Numbers, counts: Counts,
+        known: Known, chance: HostRngGuard, numbers: Numbers, counts: Counts,
     ) -> None:  # fmt: skip
         self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
         self._numbers, self._counts = numbers, counts
@@ -447,10 +447,10 @@ def _calling_line() -> tuple[str, int] | None:
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
 
 
-def _option_place(state: StepState, hyper: Hyper) -> Place:
+def _option_place(state: StepState, hyper: Hyper) -> Location:
     optimizer = list(state.optimizers.values())[hyper.optimizer]
-    place = GroupPlace(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
-    return place if hyper.index is None else PartPlace(hyper.name, place, hyper.index)
+    place = GroupLocation(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
+    return place if hyper.index is None else PartLocation(hyper.name, place, hyper.index)
 
 
 def _calling_text() -> str:

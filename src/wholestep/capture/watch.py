@@ -25,14 +25,24 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph.graph import Input
 from ..graph.meta import is_users, meta_of, show_line
+from .assumptions import Assumption, contents, expect, given_away, size
+from .call_structure import take_apart
 from .callback import recorded
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write
-from .expect import Expected, contents, expect, given_away, size
-from .find import take_apart
-from .numbers import At, Numbers
-from .places import MISSING, SIMPLE, ArgumentPlace, Arguments, Place, StatePlace, Words, holds_items, is_number
-from .reach import Container, Reach, argument_containers, is_of_python, is_own_code
-from .schedules import Schedulers
+from .host_numbers import At, Numbers
+from .locations import (
+    MISSING,
+    SIMPLE,
+    ArgumentLocation,
+    Arguments,
+    Location,
+    StateLocation,
+    Words,
+    holds_items,
+    is_number,
+)
+from .lr_schedulers import Schedulers
+from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code
 from .state import StepState
 
 _PRINT = builtins.print
@@ -63,7 +73,7 @@ class Watch:
     add_input: Callable[[int, Input, torch.Tensor], None]
     line: Callable[[], str]
     find: str = ""
-    options: Sequence[tuple[torch.Tensor, Place, float]] = ()
+    options: Sequence[tuple[torch.Tensor, Location, float]] = ()
     found_at: str = ""
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
@@ -76,7 +86,7 @@ class Watch:
         self._blind, self._arguments = set[type](), Arguments()
         self._writes: list[Write] = []
         self._returned = set[int]()
-        self._expected: list[Expected] = []
+        self._expected: list[Assumption] = []
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
         self._flags: list[tuple[str, bool]] = []
@@ -128,7 +138,7 @@ class Watch:
         return containers
 
     def _replace(self, container: Container, key: Any, value: Any) -> None:
-        Place("", container.holder, key).set(value)
+        Location("", container.holder, key).set(value)
         container.before = {**container.before, key: value}
 
     def _end(self, containers: Sequence[Container]) -> None:
@@ -152,9 +162,9 @@ class Watch:
         return out
 
     def _entry(self, number: int, label: str, owner: str, entry: Any, before: dict[Any, Any]) -> Container:
-        def place(key: Any) -> Place:
+        def place(key: Any) -> Location:
             path = f"{label}.state[{owner!r}][{key!r}]"
-            return StatePlace(path, None, key, state=self.state, optimizer=number, owner=owner)
+            return StateLocation(path, None, key, state=self.state, optimizer=number, owner=owner)
 
         return Container(f"{label}.state[{owner!r}]", entry, before, "item", place=place)
 
@@ -237,7 +247,7 @@ class Watch:
 
     def _is_state(self, container: Container, after: Any) -> bool:
         """True for a tensor of optimizer state, which is part of the graph anyway."""
-        ours = container.place is not None and isinstance(container.place(""), StatePlace)
+        ours = container.place is not None and isinstance(container.place(""), StateLocation)
         return ours and isinstance(after, torch.Tensor) and after not in self.numbers
 
     def _rebind(self, path: str, after: Any) -> None:
@@ -254,7 +264,7 @@ class Watch:
         if (container.owner is not None and key in _OWN_BUSINESS) or _torch.only_looks(after):
             return
         self._refuse_unrepeatable(container, key, before, after)
-        if self._was_read(container, key) and not isinstance(place, ArgumentPlace):  # guards compare arguments
+        if self._was_read(container, key) and not isinstance(place, ArgumentLocation):  # guards compare arguments
             self._keep_in_mind(place, before, after)
         self._writes.append(Write(place, None if after is MISSING else self._made(after, path)))
 
@@ -264,7 +274,7 @@ class Watch:
             return True
         return bool({(container.owner, key), (container.owner, "__dict__")} & self._reads)
 
-    def _keep_in_mind(self, place: Place, before: Any, after: Any) -> None:
+    def _keep_in_mind(self, place: Location, before: Any, after: Any) -> None:
         """What follows from the value that a changed place had: it is carried, or it has to be there again."""
         if is_number(before):
             if place.path not in self.promoted.numbers:
@@ -369,27 +379,27 @@ class Watch:
             tuple(self._flags), self.promoted, self._arguments,
         )  # fmt: skip
 
-    def _absent(self, container: Container, names: set[str], changed: set[str]) -> list[Expected]:
+    def _absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
         """Attributes that the class gave because the object had none of its own."""
         kind = container.kind
         return [
-            Expected(container.place_of(n), "is", MISSING)
+            Assumption(container.place_of(n), "is", MISSING)
             for n in names
             if kind is not None and hasattr(kind, n) and n not in _OF_MODULES and container.path_of(n) not in changed
         ]
 
-    def _carried_numbers(self) -> list[Expected]:
+    def _carried_numbers(self) -> list[Assumption]:
         """Numbers that are carried stay of one type, which arithmetic depends on; tensors of one shape."""
         tensors = self.reach.tensors
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
-        return [Expected(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
-            Expected(container.place_of(key), "type", type(value))
+        return [Assumption(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
+            Assumption(container.place_of(key), "type", type(value))
             for container in (self.reach.containers if self.promoted.numbers else ())
             for key, value in container.before.items()
             if is_number(value) and container.path_of(key) in self.promoted.numbers
         ]
 
-    def _read_places(self) -> list[Expected]:
+    def _read_places(self) -> list[Assumption]:
         """Everything that the trace read on the host and that may be another one in a later call."""
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
         carried: dict[int, set[Any]] = {}
@@ -399,7 +409,7 @@ class Watch:
         reads = dict[int | None, set[str]]()
         for owner, name in self._reads:
             reads.setdefault(owner, set()).add(name)
-        theirs, out = given_away([c.fn for c in self._called]), list[Expected]()
+        theirs, out = given_away([c.fn for c in self._called]), list[Assumption]()
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
                 out.append(size(container.path, container.holder))

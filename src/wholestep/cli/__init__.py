@@ -9,12 +9,12 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
-from .calibrate import calibrate
-from .check_rules import check_rules
-from .diff import diff
-from .passes import passes
-from .plan import plan
-from .simulate import simulate
+from .calibrate_command import calibrate
+from .check_rules_command import check_rules
+from .diff_command import diff
+from .passes_command import passes
+from .plan_command import plan
+from .simulate_command import simulate
 
 P = ParamSpec("P")
 R = TypeVar("R")

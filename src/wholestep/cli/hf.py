@@ -16,7 +16,7 @@ SEQUENCE = 2048
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ModelSpec:
     """A model and how it is trained. `config` is a preset's name or a file.
 
     Args:
@@ -41,7 +41,7 @@ def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
-def build(wanted: Wanted) -> Target:
+def build(wanted: ModelSpec) -> Target:
     """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1."""
     if importlib.util.find_spec("transformers") is None:
         refuse("--hf needs transformers: pip install 'wholestep[hf]'")
@@ -84,7 +84,7 @@ def _optimizer(name: str, model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
 
-def _config(transformers: Any, wanted: Wanted) -> Any:
+def _config(transformers: Any, wanted: ModelSpec) -> Any:
     given = _read(wanted.config)
     kind = given.pop("model_type", None)
     if kind is None:
@@ -99,7 +99,7 @@ def _config(transformers: Any, wanted: Wanted) -> Any:
     return config
 
 
-def _shorten(config: Any, wanted: Wanted) -> None:
+def _shorten(config: Any, wanted: ModelSpec) -> None:
     """The first layers only, in what the configuration says of each too."""
     layers, all_layers = wanted.layers, getattr(config, "num_hidden_layers", None)
     if all_layers is None or layers is None or not 1 <= layers <= all_layers:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from . import batches
+from . import batch_search
 from .screen import Screen, each, staged
 from .target import Style, Target, refuse
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from wholestep.passes.base import Pass
     from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
-    from wholestep.report.compare import Row
+    from wholestep.report.compare import PlanRow
 
-    from .hf import Wanted
+    from .hf import ModelSpec
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A step, where it is to run and what is to be said of it. Layouts are priced on `hardware`, where that was named.
     `tensor` splits layers on `tp_axis`; an error says why the model cannot. The program is shown
     after the pass `stop_after`.
@@ -53,7 +53,7 @@ class Done:
     target: Target
     graph: TrainGraph
     plan: Plan | None
-    rows: Sequence[Row] = ()
+    rows: Sequence[PlanRow] = ()
     table: str = ""
 
     @property
@@ -72,7 +72,7 @@ def capture(shown: Screen, target: Target) -> TrainGraph:
         return graph
 
 
-def chooser(shown: Screen, asked: Asked, memory: str | None, wishes: dict[str, Any]) -> Auto:
+def chooser(shown: Screen, asked: PlanRequest, memory: str | None, wishes: dict[str, Any]) -> Auto:
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     import wholestep as ws
 
@@ -83,7 +83,7 @@ def chooser(shown: Screen, asked: Asked, memory: str | None, wishes: dict[str, A
     return ws.Auto(memory, asked.machine, used, data, **wishes)
 
 
-def planned(shown: Screen, asked: Asked, style: Style) -> Done:
+def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
     """In the style that was asked for."""
     import wholestep as ws
 
@@ -95,8 +95,8 @@ def planned(shown: Screen, asked: Asked, style: Style) -> Done:
 
 
 def chosen(
-    shown: Screen, asked: Asked, auto: Auto, sizes: batches.Sizes | None, wanted: Wanted | None
-) -> tuple[Done, Wanted | None]:
+    shown: Screen, asked: PlanRequest, auto: Auto, sizes: batch_search.BatchSizes | None, wanted: ModelSpec | None
+) -> tuple[Done, ModelSpec | None]:
     """By `auto`: what was considered as a table, and the plan that won. With several `sizes` of the batch that of the
     best, and what is `wanted` with it.
     """
@@ -104,7 +104,7 @@ def chosen(
 
     graph = capture(shown, asked.target)
     if sizes is not None and sizes.several and wanted is not None:
-        best, target, head = batches.chosen(shown, sizes, wanted, (asked.target, graph), asked.mesh, auto)
+        best, target, head = batch_search.chosen(shown, sizes, wanted, (asked.target, graph), asked.mesh, auto)
         done = _told(shown, best.found, best.graph, replace(asked, target=target), head)
         return done, replace(wanted, batch=best.batch)
     with each(shown, len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
@@ -112,7 +112,7 @@ def chosen(
     return _told(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), wanted
 
 
-def compared(shown: Screen, asked: Asked) -> Done:
+def compared(shown: Screen, asked: PlanRequest) -> Done:
     """All templates as a table; the plan is that of the fastest."""
     import wholestep as ws
     from wholestep.report.compare import as_json, compare, show, templates
@@ -154,7 +154,7 @@ def tensor_parallel(
     return ws.TensorParallel(pairs, axis=axis)
 
 
-def _told(shown: Screen, found: Found, graph: TrainGraph, asked: Asked, head: str) -> Done:
+def _told(shown: Screen, found: Found, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
     """A search that is done, below `head`."""
     from wholestep.auto.report import explained, show
 
@@ -163,7 +163,7 @@ def _told(shown: Screen, found: Found, graph: TrainGraph, asked: Asked, head: st
     return Done(text, asked.target, graph, made)
 
 
-def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: Asked) -> list[str]:
+def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: PlanRequest) -> list[str]:
     """Why tensors rest as they do, and the program of a rank, where that is asked for."""
     import wholestep as ws
 
@@ -185,7 +185,7 @@ def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
     return passes[: len(names) - names[::-1].index(name)]
 
 
-def _strategies(asked: Asked, style: Style) -> list[Strategy]:
+def _strategies(asked: PlanRequest, style: Style) -> list[Strategy]:
     """Of `style` on all axes but that of tensor parallelism.
 
     Raises:

@@ -104,9 +104,9 @@ def from_function(target: str) -> Target:
 
 def built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
     """The step of a transformers config, by preset name or file."""
-    from .hf import Wanted, build
+    from .hf import ModelSpec, build
 
-    return build(Wanted(hf, batch=batch, seq=seq, layers=layers))
+    return build(ModelSpec(hf, batch=batch, seq=seq, layers=layers))
 
 
 def _function(target: str) -> Callable[[], Any]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LayoutError, MeshError
+from .mesh_position import axis_of, place
 from .padding import checked_dim, split, unpad
-from .place import axis_of, place
 
 
 def mesh_scatter(

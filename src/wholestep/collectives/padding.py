@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..layout import chunk_range
-from ..partition.pieces import cut_to, pad_to
+from ..partition.rank_ops import cut_to, pad_to
 
 
 def split(tensor: Tensor, dim: int, parts: int, padded: bool = True) -> tuple[list[Tensor], list[int]]:

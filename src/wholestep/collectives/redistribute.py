@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..backend.bind import bind
 from ..backend.eager import Run, eager
+from ..backend.rank_binding import bind
 from ..dtensor import layout_from
 from ..errors import LayoutError
 from ..layout import Layout
 from ..mesh import Mesh
-from .place import Place, place
-from .program import program, route
+from .mesh_position import MeshPosition, place
+from .reshard_graph import program, route
 
 Placed = Layout | Sequence[object]
 """A layout, or a placement of torch.distributed.tensor for each dim of the mesh."""
@@ -50,7 +50,7 @@ def reshard(tensor: Tensor, source: Placed, target: Placed, mesh: DeviceMesh, sh
     return move(tensor, _layout(source, here.mesh, whole), _layout(target, here.mesh, whole), here, whole)
 
 
-def move(tensor: Tensor, source: Layout, target: Layout, here: Place, shape: tuple[int, ...]) -> Tensor:
+def move(tensor: Tensor, source: Layout, target: Layout, here: MeshPosition, shape: tuple[int, ...]) -> Tensor:
     """`reshard`, for layouts on the mesh of `here`."""
     path = route(source, target, shape, tensor.dtype, here.mesh)
     wanted = path.layouts[0].local_shape(shape, here.mesh, here.coordinate)

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LayoutError
 from ..layout import PARTIAL_OPS, AxisState, replicated, sharded
+from .mesh_position import axis_of, place
 from .padding import checked_dim
-from .place import axis_of, place
 from .redistribute import move
 
 

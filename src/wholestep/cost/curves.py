@@ -118,7 +118,7 @@ def _pairwise(kind: str, units: Units) -> list[Load]:
 
 
 def _gloo(kind: str, units: Units) -> list[Load]:
-    """Gloo's rings; a step scatters by an exchange, and adds up what arrived itself (`backend/bind.py`)."""
+    """Gloo's rings; a step scatters by an exchange, and adds up what arrived itself (`backend/rank_binding.py`)."""
     return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
 
 

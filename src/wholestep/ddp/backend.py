@@ -10,12 +10,12 @@ from torch.fx import GraphModule, Node
 
 from .. import _torch
 from ..errors import BackendError
-from . import show
+from . import bucket_table
 from .buckets import Param, Reducer
+from .compile_parts import compile_parts
+from .gradient_order import call_whole, detach_idle, until_settled, with_order
 from .model import held, reduced_by, reduced_in, reducer_of
-from .order import call_whole, detach_idle, until_settled, with_order
-from .parts import compile_parts
-from .split import Bucket, Split, cut, plan_split
+from .split import DdpBucket, Split, cut, plan_split
 
 NAME = "wholestep.ddp"
 MIB = 2**20
@@ -33,14 +33,14 @@ class DdpBackend:
         self.splits: list[Split] = []
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
+    def buckets(self) -> tuple[DdpBucket, ...]:
         """The buckets of the graph compiled last, the one nearest the input first; empty before."""
         return self.splits[-1].buckets if self.splits else ()
 
     def __str__(self) -> str:
         if not self.splits:
             return f"{NAME}: no graph with parameters of a DDP model was compiled yet"
-        return f"{NAME}: {show.headline(self.splits[-1])}\n{show.table(self.splits[-1])}"
+        return f"{NAME}: {bucket_table.headline(self.splits[-1])}\n{bucket_table.table(self.splits[-1])}"
 
     def __call__(self, whole: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one dynamo graph.
@@ -97,10 +97,10 @@ class DdpBackend:
 
     def _keep(self, split: Split) -> None:
         self.splits.append(split)
-        log.info("%s: %s (DEBUG shows which)", NAME, show.headline(split))
-        log.debug("%s: buckets, from the input to the output\n%s", NAME, show.table(split))
+        log.info("%s: %s (DEBUG shows which)", NAME, bucket_table.headline(split))
+        log.debug("%s: buckets, from the input to the output\n%s", NAME, bucket_table.table(split))
         if split.extended:
-            log.warning("%s: %s", NAME, show.extension(split))
+            log.warning("%s: %s", NAME, bucket_table.extension(split))
 
 
 def _compile(

@@ -18,7 +18,7 @@ Uses = Mapping[Node, Sequence[Param]]
 
 
 @dataclass(frozen=True)
-class Bucket:
+class DdpBucket:
     """One part of a graph: the parameters whose gradients are complete when its backward has run.
 
     They are in the order in which DDP gets them. `extra_ops` counts the ops that the part was extended by, so that it
@@ -42,13 +42,13 @@ class Split:
     `reduced` are the buckets of DDP's reducer that hold parameters of this graph, as names, in the order of sending.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DdpBucket, ...]
     starts: tuple[int, ...]
     reduced: tuple[tuple[str, ...], ...]
     limits: tuple[int, ...]
 
     @property
-    def extended(self) -> tuple[Bucket, ...]:
+    def extended(self) -> tuple[DdpBucket, ...]:
         """The buckets that hold more ops than their parameters asked for."""
         return tuple(bucket for bucket in self.buckets if bucket.extra_ops)
 
@@ -84,9 +84,9 @@ def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
     buckets = [bucket for bucket in buckets if bucket]
     cuts = sorted({min(first[p] for p in bucket) for bucket in buckets})
     starts, extra = _with_results(graph, _with_params(cuts, first))
-    parts = [Bucket(tuple(p for p in arrivals if start <= first[p] < end)) for start, end in _spans(starts)]
+    parts = [DdpBucket(tuple(p for p in arrivals if start <= first[p] < end)) for start, end in _spans(starts)]
     parts = [
-        Bucket(part.params, count, sum(p.size_bytes for p in part.params if first[p] < start + count))
+        DdpBucket(part.params, count, sum(p.size_bytes for p in part.params if first[p] < start + count))
         for part, start, count in zip(parts, starts, extra, strict=True)
     ]
     return Split(tuple(parts), tuple(starts), tuple(tuple(p.name for p in b) for b in buckets), reducer.limits)

@@ -108,7 +108,7 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """What the collectives of a program carry, in bytes, as `passes.sizes.SizeBuckets` decides it.
+    """What the collectives of a program carry, in bytes, as `passes.bucket_sizes.SizeBuckets` decides it.
 
     `first_bytes` are those of the first bucket of a kind, `summed_bytes` those of all-reduces. Gathers and scatters of
     `alone_bytes` or more are not bucketed. `in_flight_bytes` may be in flight at once, or `in_flight` collectives.
@@ -126,7 +126,7 @@ class BucketSizes:
 class LocalGraph:
     """What one rank runs: local shapes, explicit collectives and waits.
 
-    The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend.bind` puts the coordinate in.
+    The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend` binds the coordinate.
     `passes` names the passes that were applied. With `across`, the end of a step is left to the next call: this program
     runs in all calls but the first, `across` holds that of the first call and the one that completes the last call.
     Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or

@@ -17,8 +17,8 @@ from ..graph.meta import TensorMeta
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
-from . import pieces
-from .pieces import cut_to, only_first, pad_to, take_chunk
+from . import rank_ops
+from .rank_ops import cut_to, only_first, pad_to, take_chunk
 
 funcol = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -150,7 +150,7 @@ class Emitter:
         assert here is not None, "a reshard has one tensor"
         if not meta.is_loose(at) and here.is_contiguous:
             return at
-        node = self.call(pieces.contiguous, (at,), contiguous(here.shape, here), at)
+        node = self.call(rank_ops.contiguous, (at,), contiguous(here.shape, here), at)
         meta.set_loose(node, False)
         return node
 
@@ -186,7 +186,7 @@ class Emitter:
         length = extent(whole.shape[step.dim], outer_from, self.mesh)
         size = extent(whole.shape[into], after.dims[into], self.mesh)
         args = (node, parts, step.dim, into, length, size)
-        new = self._ranked(pieces.join_exchanged, args, contiguous(made, whole), node)
+        new = self._ranked(rank_ops.join_exchanged, args, contiguous(made, whole), node)
         meta.set_loose(new, True)
         return new
 

@@ -13,23 +13,23 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..graph import meta
+from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS, goes_by_memory, is_pointwise
-from ..graph.quiet import collector_paused
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
-from ..plan.situation import moving
+from ..plan.propagation_inputs import moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import is_random
-from . import pieces
+from . import rank_ops
 from .collectives import Emitter, contiguous
-from .pieces import drawn
-from .regions import Regions, find_regions, gathers
+from .gather_lifetimes import Regions, find_regions, gathers
+from .rank_ops import drawn
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -213,13 +213,13 @@ class _Lowering:
         if not meta.is_loose(at) and (not goes_by_memory(op) or meta.lie_alike(here, made)):
             return at
         if (at, rows) not in self.ordered:
-            target, args = pieces.contiguous, (at,)
+            target, args = rank_ops.contiguous, (at,)
             if not rows and whole.shape == here.shape:
                 target, args = meta.with_stride, (at, whole.stride)
             elif not rows:
                 # a repeated dim, of stride 0, goes first: kernels count on a last dim without gaps
                 dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
-                target, args = pieces.in_order, (at, dims)
+                target, args = rank_ops.in_order, (at, dims)
             self.ordered[at, rows] = self.emit.call(target, args, made, at)
             meta.set_loose(self.ordered[at, rows], False)
         return self.ordered[at, rows]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import GraphError, WholestepError
+from ..graph.gc_control import collector_paused
 from ..graph.graph import LocalGraph, copy_graph
-from ..graph.quiet import collector_paused
 from ..graph.verify import check_local_graph
 
 Pass = Callable[[LocalGraph], LocalGraph]

@@ -11,12 +11,12 @@ from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
 from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
-from .again import made_again
 from .base import Pass, run_passes
-from .choose import Choice, choices
+from .bucket_sizes import SizeBuckets, tighter
 from .recompute import Peak, choose, held_by, too_small
-from .saved import Saved
-from .sizes import SizeBuckets, tighter
+from .remat_frontier import RematChoice, choices
+from .rematerialize import made_again
+from .saved_tensors import SavedTensors
 
 _HIDDEN = 0.1
 """The part of a gather's time that counts as its cost, where most of it is hidden behind computing."""
@@ -66,7 +66,7 @@ class FitMemory:
         found = self.agree(lambda: self.choose(local), local) if self.agree else self.choose(local)
         after = tighter(self.after)[found.way]
         local = self.applied(local, found)
-        saved, peak = Saved(local, gathers=False), self._peak_after(after)
+        saved, peak = SavedTensors(local, gathers=False), self._peak_after(after)
         if self.agree is None or peak(local).size_bytes <= self.budget_bytes:
             return local
         path = choices(saved, held_by(local), self.hardware)
@@ -77,7 +77,7 @@ class FitMemory:
 
     def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
         """`local` with what was found; its sizes are decided where they are smaller than `SizeBuckets` would choose."""
-        local = made_again(Saved(local, gathers=self.gathers), found.names) if found.names else local
+        local = made_again(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
         if not found.way:
             return local
         sizes = next(one for one in tighter(self.after)[found.way] if isinstance(one, SizeBuckets))
@@ -89,11 +89,11 @@ class FitMemory:
         Raises:
             PlanError: nothing fits.
         """
-        saved, ways, held = Saved(local, gathers=self.gathers), tighter(self.after), held_by(local)
+        saved, ways, held = SavedTensors(local, gathers=self.gathers), tighter(self.after), held_by(local)
         path = choices(saved, held, self.hardware)
         found: list[tuple[float, int, tuple[str, ...]]] = []
 
-        def attempt(number: int, path: Sequence[Choice]) -> None:
+        def attempt(number: int, path: Sequence[RematChoice]) -> None:
             names = choose(saved, path, self.budget_bytes, self._peak_after(ways[number]))
             if names is not None:
                 ran = run_passes(made_again(saved, names), ways[number])
@@ -115,7 +115,7 @@ class FitMemory:
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
         """What holds the least, and how many bytes that is: a budget of so many is met."""
-        saved = Saved(local, gathers=self.gathers)
+        saved = SavedTensors(local, gathers=self.gathers)
         path = choices(saved, held_by(local), self.hardware)
         names = min(path, key=lambda choice: choice.peak_bytes).names
         changed = made_again(saved, names)

@@ -14,7 +14,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.verify import is_collective, is_wait
-from ..partition.pieces import to_device, to_host
+from ..partition.rank_ops import to_device, to_host
 from ..rules.registry import is_random
 from .base import InPlace
 

@@ -11,13 +11,13 @@ from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from .base import Pass
-from .fill import Fill
+from .contiguous_shards import ContiguousShards
 from .fit_memory import FitMemory
-from .flat import Flat
 from .offload import Offload
 from .overlap import SameOrder
 from .reinplace import Reinplace
 from .schedule import Schedule
+from .write_into_buckets import WriteIntoBuckets
 
 Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 """From the list of passes to the one that runs."""
@@ -88,7 +88,9 @@ def pipeline(
     scheduled = schedule_for(speeds, schedule)
     ordered = (*scheduled.passes, SameOrder()) if scheduled is not None else ()
     direct = backend != "inductor"
-    last: tuple[Pass, ...] = (Offload(), Fill(), Reinplace(), Flat()) if direct else (Offload(), Reinplace())
+    last: tuple[Pass, ...] = (
+        (Offload(), WriteIntoBuckets(), Reinplace(), ContiguousShards()) if direct else (Offload(), Reinplace())
+    )
     passes = (*ordered, *last)
     if memory_bytes is None:
         return passes

@@ -12,10 +12,10 @@ from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
-from .again import made_again
-from .choose import Choice, choices
 from .reinplace import Reinplace
-from .saved import Saved
+from .remat_frontier import RematChoice, choices
+from .rematerialize import made_again
+from .saved_tensors import SavedTensors
 
 Peak = Callable[[LocalGraph], PeakMemory]
 _WORTH, _NEAR = 0.998, 0.01
@@ -51,7 +51,7 @@ class Recompute:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step under the budget, as it was if it fits."""
-        saved = Saved(local, self.compute, self.gathers)
+        saved = SavedTensors(local, self.compute, self.gathers)
         path = choices(saved, held_by(local), self.machine)
         names = choose(saved, path, self.budget_bytes, in_place_peak)
         if names is None:
@@ -64,7 +64,7 @@ def in_place_peak(local: LocalGraph) -> PeakMemory:
     return peak_memory(Reinplace()(local))
 
 
-def choose(saved: Saved, path: Sequence[Choice], budget_bytes: int, peak: Peak) -> tuple[str, ...] | None:
+def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> tuple[str, ...] | None:
     """Names of the values to be made again so that `peak` of the graph is `budget_bytes` at most; None if none do.
 
     It is the cheapest of `path`, which is the same for all budgets: a larger one takes no dearer choice.
@@ -78,7 +78,7 @@ def choose(saved: Saved, path: Sequence[Choice], budget_bytes: int, peak: Peak) 
     return None if found is None else path[found].names
 
 
-def _worth_trying(path: Sequence[Choice]) -> list[Choice]:
+def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
     """Without choices that bring next to nothing over the one before."""
     found = list(path[:1])
     for choice in path[1:]:
@@ -87,7 +87,9 @@ def _worth_trying(path: Sequence[Choice]) -> list[Choice]:
     return found if found[-1] is path[-1] else [*found, path[-1]]
 
 
-def _cheapest(path: Sequence[Choice], budget_bytes: int, differs: int, peak_of: Callable[[Choice], int]) -> int | None:
+def _cheapest(
+    path: Sequence[RematChoice], budget_bytes: int, differs: int, peak_of: Callable[[RematChoice], int]
+) -> int | None:
     """The first of `path`, but for doing nothing, whose true peak fits, if true peaks fall along it as expected ones
     do; or one that holds nearly as much. Few are looked at: each tells how far the true peak is from the expected one.
     """
@@ -117,11 +119,11 @@ def held_by(local: LocalGraph) -> list[int]:
     return found
 
 
-def _peak(saved: Saved, choice: Choice, peak: Peak) -> PeakMemory:
+def _peak(saved: SavedTensors, choice: RematChoice, peak: Peak) -> PeakMemory:
     return peak(made_again(saved, choice.names))
 
 
-def too_small(saved: Saved, path: Sequence[Choice], budget_bytes: int, peak: Peak) -> PlanError:
+def too_small(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:
     """What to say when no choice fits."""
     lowest = _peak(saved, min(path, key=lambda choice: choice.peak_bytes), peak)
     held = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])

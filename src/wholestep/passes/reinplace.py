@@ -19,7 +19,7 @@ from ..graph.graph import LocalGraph, Output, Role, operands, redirect
 from ..graph.storage import UNSAID
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
-from ..partition.pieces import MAY_ALIAS
+from ..partition.rank_ops import MAY_ALIAS
 from .base import InPlace
 from .bucket import GATHER, add_call, in_rows, part_of_gather, rows_of_gather
 

@@ -8,12 +8,12 @@ from ..cost.machine import Machine
 from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
 from .base import Pass, run_passes
-from .bounded_reductions import BoundedReductions
 from .bucket import Bucket
-from .late_waits import LateWaits
-from .next_step import AcrossSteps
+from .bucket_sizes import SizeBuckets
+from .cross_step import CrossStep
+from .limit_inflight import LimitInflight
 from .overlap import Overlap
-from .sizes import SizeBuckets
+from .sink_waits import SinkWaits
 from .split_optimizer import SplitOptimizer
 
 
@@ -52,6 +52,6 @@ class Schedule:
         """The passes that it stands for."""
         sizes = SizeBuckets(self.machine, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
         sums = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
-        merging = (sizes, LateWaits(), *sums, SplitOptimizer(), LateWaits(), Bucket.sized("all_gather"))
-        across = (AcrossSteps(),) if self.across_steps else ()
-        return (*merging, *across, Overlap(self.machine, None, None), BoundedReductions())
+        merging = (sizes, SinkWaits(), *sums, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
+        across = (CrossStep(),) if self.across_steps else ()
+        return (*merging, *across, Overlap(self.machine, None, None), LimitInflight())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..cost.presets import one_host
 from ..cost.speeds import Speeds
 from ..errors import PlanError
-from ..graph.expand import expand
+from ..graph.decompose import expand
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.text import seconds
 from ..layout import Layout
@@ -20,7 +20,7 @@ from ..mesh import Mesh
 from ..precision import MixedPrecision
 
 if TYPE_CHECKING:
-    from .diff import Difference
+    from .plan_diff import Difference
     from .strategy import Strategies
 
 FORMAT = "wholestep.plan"
@@ -163,7 +163,7 @@ class Plan:
         return explain_op(self, name)
 
     def expand(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops that this plan cuts finer than they are written out (`graph.expand`)."""
+        """`graph` with the ops that this plan cuts finer than they are written out (`graph.decompose`)."""
         return expand(graph, frozenset(self.expanded)) if self.expanded else graph
 
     def check(self, graph: TrainGraph) -> None:
@@ -204,23 +204,23 @@ class Plan:
         return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
-        from .show import show_plan
+        from .plan_table import show_plan
 
         return show_plan(self)
 
     def __repr__(self) -> str:
-        from .show import plan_line
+        from .plan_table import plan_line
 
         return plan_line(self)
 
     def _repr_html_(self) -> str:
-        from .show import plan_html
+        from .plan_table import plan_html
 
         return plan_html(self)
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads back to an equal plan."""
-        from .file import encode
+        from .plan_file import encode
 
         return json.dumps({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
 
@@ -247,7 +247,7 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """What rests elsewhere in `other`, and the bytes that makes on a rank."""
-        from .diff import diff
+        from .plan_diff import diff
 
         return diff(self, other)
 
@@ -258,7 +258,7 @@ class Plan:
         Raises:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
-        from .file import decode
+        from .plan_file import decode
 
         try:
             data = json.loads(text)

@@ -20,7 +20,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.expand import can_expand
+from ..graph.decompose import can_expand
 from ..graph.graph import Role, node_at, operands
 from ..graph.meta import TensorMeta
 from ..graph.ops import GRAD_READY, VIEWS
@@ -29,19 +29,19 @@ from ..reshard import reshard
 from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
-from .axes import in_order, reduced
+from .axis_order import in_order, reduced
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
+from .op_strategies import OpStrategy, named, through, whole
+from .op_strategies import cut as cut_by
+from .partial_readers import reads, shrinks
 from .plan import Decision
-from .readers import reads, shrinks
-from .situation import Situation, moving, rounding
-from .ways import Way, named, through, whole
-from .ways import cut as cut_by
+from .propagation_inputs import PropagationInputs, moving, rounding
 
 _PRODUCER = "producer"
 _KEEP_CUT = 8.0  # work stays where parameters are cut, unless moving the activations costs so many times more
 
 
-def propagate(situation: Situation, scout: bool = False) -> dict[str, Decision]:
+def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:
     """A decision for every call of the graph.
 
     A `scout` looks past ops that can be written out: what they would give when cut is what the ops behind them see.
@@ -59,7 +59,7 @@ def propagate(situation: Situation, scout: bool = False) -> dict[str, Decision]:
 
 @dataclass
 class _Propagation:
-    situation: Situation
+    situation: PropagationInputs
     scout: bool = False
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
@@ -251,7 +251,7 @@ class _Propagation:
     def _asked(
         self, node: Node, axis: str, number: int, group: Group, states: Sequence[AxisState],
         cut: Mapping[tuple[int, str], int],
-    ) -> Way | None:  # fmt: skip
+    ) -> OpStrategy | None:  # fmt: skip
         """The way that the strategy asks for; None where it asks for none, or for one that there is not."""
         names = self.situation.pins.ways.get(node.name, {}).get(axis, ())
         way = named(group, names[number]) if number < len(names) else None
@@ -263,7 +263,7 @@ class _Propagation:
     def _cheapest(
         self, node: Node, axis: str, given: Sequence[Node], states: Sequence[AxisState], rule: BoundRule, number: int,
         cut: Mapping[tuple[int, str], int],
-    ) -> Way:  # fmt: skip
+    ) -> OpStrategy:  # fmt: skip
         """The way that takes least to bring the operands together."""
         group, moves, parts = rule.groups[number], node in self.moving, self.situation.mesh.axis_size(axis)
         free = [
@@ -276,7 +276,7 @@ class _Propagation:
 
     def _price(
         self,
-        option: Way,
+        option: OpStrategy,
         given: Sequence[Node],
         states: Sequence[AxisState],
         axis: str,
@@ -302,7 +302,7 @@ class _Propagation:
 
     def _options(
         self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
-    ) -> Iterator[Way]:
+    ) -> Iterator[OpStrategy]:
         """Ways to run a group along one axis, least communication first: partial through, cut by a factor, whole."""
         for number, passing in enumerate(group.partial):
             ops = {states[i].op for i in passing.operands if states[i].kind == "P"}
@@ -375,13 +375,13 @@ class _Propagation:
                 )
 
 
-def _reason(option: Way, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+def _reason(option: OpStrategy, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
     if option.factor:
         return cut_reason(group, option.factor, given, states)
     return whole_reason(group) if option.whole else partial_reason(given, option.takes)
 
 
-def would_gather(situation: Situation, decisions: Mapping[str, Decision]) -> list[Node]:
+def would_gather(situation: PropagationInputs, decisions: Mapping[str, Decision]) -> list[Node]:
     """Calls on the batch's path that take an operand whole, or cut otherwise, which is made cut."""
     by_node: dict[Node, Layout] = {n: situation.rest[i.name] for i, n in situation.graph.placeholders()}
     moves, found = moving(situation.graph), list[Node]()

@@ -10,14 +10,14 @@ import torch
 
 from ..layout import AxisState
 from .data_parallel import DataParallel
+from .module_styles import ModuleStyle
 from .optimal.cuts import Cuts
 from .optimal.mixed import Mixed
 from .strategy import Pins, Strategies, Strategy
-from .styles import Style
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (DataParallel, TensorParallel, Style, AxisState, Mixed, Cuts, Pins)
+    kind.__name__: kind for kind in (DataParallel, TensorParallel, ModuleStyle, AxisState, Mixed, Cuts, Pins)
 }
 
 
@@ -29,7 +29,7 @@ def encode(strategies: Strategies | None) -> list[Any] | None:
 
 
 def decode(values: Sequence[Any] | None) -> Strategies | None:
-    """Inverse of `encode`, but that torch's tensor-parallel styles come back as what they say (`Style`).
+    """Inverse of `encode`, but that torch's tensor-parallel styles come back as what they say (`ModuleStyle`).
 
     Raises:
         TypeError, KeyError, ValueError: not what `encode` writes.

@@ -18,13 +18,13 @@ from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
+from .attention_heads import check_heads
 from .data_parallel import BatchDim, batch_dim
-from .heads import check_heads
-from .modules import Modules
+from .module_map import Modules
+from .module_styles import ModuleStyle, Wanted, style_of
 from .plan import Decision
-from .situation import moving
+from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
-from .styles import Style, Wanted, style_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TensorParallel:
         'tp'
     """
 
-    plan: Mapping[str, str | ParallelStyle | Style] | Literal["auto"]
+    plan: Mapping[str, str | ParallelStyle | ModuleStyle] | Literal["auto"]
     axis: str = "tp"
     sequence_dim: int = 1
     loss_parallel: bool = False
@@ -110,7 +110,7 @@ class TensorParallel:
         """True for `"auto"`: what it stands for is solved for on a graph and a mesh (`plan.optimal`)."""
         return self.plan == "auto"
 
-    def styles(self) -> dict[str, Style]:
+    def styles(self) -> dict[str, ModuleStyle]:
         """The style of each pattern; none of `"auto"`."""
         if isinstance(self.plan, str):
             return {}
@@ -177,19 +177,19 @@ class TensorParallel:
         more = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
         return f"tensor parallel on {self.axis}{more}"
 
-    def _head(self, modules: Modules, named: Mapping[str, Style]) -> str:
+    def _head(self, modules: Modules, named: Mapping[str, ModuleStyle]) -> str:
         """With `loss_parallel`, the last layer that is cut by columns: its results stay cut."""
         order = {n: i for i, n in enumerate(modules.graph.graph.nodes)}
         made = {p: modules.outputs(p) for p, s in named.items() if self.loss_parallel and s.cut == "col"}
         return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
 
-    def _named(self, modules: Modules) -> dict[str, Style]:
+    def _named(self, modules: Modules) -> dict[str, ModuleStyle]:
         """The style of each module or parameter named; a later pattern wins.
 
         Raises:
             PlanError: patterns that name nothing.
         """
-        found: dict[str, Style] = {}
+        found: dict[str, ModuleStyle] = {}
         missing: list[str] = []
         for pattern, style in self.styles().items():
             paths = modules.matching(pattern)
@@ -200,7 +200,7 @@ class TensorParallel:
         return found
 
 
-def _cut_dim(modules: Modules, name: str, path: str, style: Style) -> int | None:
+def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int | None:
     """The dim of one parameter that a style cuts; None for one that stays whole."""
     made = meta.tensor(modules.params[name])
     assert made is not None, "a parameter is one tensor"

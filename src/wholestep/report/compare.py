@@ -20,14 +20,14 @@ from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.pipeline import pipeline
-from ..plan.make import plan
+from ..plan.make_plan import plan
 from ..plan.strategy import compose
 
-__all__ = ["Costs", "Row", "Template", "as_json", "compare", "costs", "show", "templates"]
+__all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show", "templates"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One template: its costs, or why it has none. `batches` of those that were captured make up a step of the mesh.
     `layers`: the costs are extrapolated from those of steps with so many of the equal layers.
     """
@@ -50,14 +50,14 @@ def compare(
     chosen: Sequence[Template],
     machine: Speeds | None = None,
     watch: Callable[[str], None] | None = None,
-) -> list[Row]:
+) -> list[PlanRow]:
     """A row for each template, the fastest for each batch first; those that cannot be planned last, with the reason.
 
     Costs of a deep step are extrapolated from steps with few of its equal layers; those of the fastest never are.
     `watch` is told the name of each template before it is planned.
     """
     speeds, by_name = machine or Machine(), {template.name: template for template in chosen}
-    short, rows = shortened(graph, speeds), list[Row]()
+    short, rows = shortened(graph, speeds), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
@@ -69,10 +69,10 @@ def compare(
     return rows
 
 
-def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, short: Short | None = None) -> Row:
+def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, short: Short | None = None) -> PlanRow:
     """With all layers, or extrapolated where `short` can do that."""
     if isinstance(template.strategies, WholestepError):
-        return Row(template.name, 1, None, first_line(template.strategies))
+        return PlanRow(template.name, 1, None, first_line(template.strategies))
     strategies, layers = compose(template.strategies), None
     try:
         layers = short.blocks(mesh, strategies) if short else None
@@ -84,11 +84,11 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
         else:
             found = costs(made[0][1], made[0][0], machine)
     except WholestepError as error:
-        return _row(graph, mesh, template, machine) if layers else Row(template.name, 1, None, first_line(error))
-    return Row(template.name, batches(strategies, mesh), found, layers=layers)
+        return _row(graph, mesh, template, machine) if layers else PlanRow(template.name, 1, None, first_line(error))
+    return PlanRow(template.name, batches(strategies, mesh), found, layers=layers)
 
 
-def show(rows: Sequence[Row], what: str = "template") -> str:
+def show(rows: Sequence[PlanRow], what: str = "template") -> str:
     """The rows as a table of text; `what` they are."""
     head = (what, "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
@@ -97,7 +97,7 @@ def show(rows: Sequence[Row], what: str = "template") -> str:
     return "\n".join([*table(cells), *failed, *about])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: PlanRow) -> tuple[str, ...]:
     found, about = row.costs, "about " if row.layers else ""
     assert found is not None, "only rows with costs have cells"
     return (
@@ -108,7 +108,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def as_json(rows: Sequence[Row], mesh: Mesh, model: str, machine: Speeds | None = None) -> dict[str, Any]:
+def as_json(rows: Sequence[PlanRow], mesh: Mesh, model: str, machine: Speeds | None = None) -> dict[str, Any]:
     """The rows with what they were made from, in bytes and seconds."""
     return {
         "format": "wholestep comparison",

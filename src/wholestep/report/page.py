@@ -17,7 +17,7 @@ from ..graph.text import human
 from ..partition.lower import partition
 from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
-from .compare import Row
+from .compare import PlanRow
 from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
 from .tables import by_op, sent, verdicts
 from .tree import tree
@@ -34,7 +34,7 @@ def report(
     machine: Speeds | None = None,
     *,
     model: str = "",
-    alternatives: Sequence[Row] = (),
+    alternatives: Sequence[PlanRow] = (),
     chosen: str = "",
     what_if: Sequence[WhatIf] = (),
 ) -> None:
@@ -64,7 +64,7 @@ def report(
 
 
 def page(
-    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[Row],
+    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[PlanRow],
     chosen: str, what_if: Sequence[WhatIf] = (),
 ) -> str:  # fmt: skip
     """The text of the page; the same for the same input."""

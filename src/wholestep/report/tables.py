@@ -14,7 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
 from ..graph.text import collective_bytes, human
 from ..graph.verify import is_collective, is_wait
-from .compare import Row
+from .compare import PlanRow
 
 _Key = tuple[str, str, str, str]
 _CARRIED: _Key = ("from the step before", "", "", "")
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass
-class Sent:
+class TrafficRow:
     """Collectives of one kind, axis, phase and place: how many, bytes that a rank sends for them, microseconds on
     the wire, and of those that the rank waits. Numbers in the paths of modules are shown as `*`.
     """
@@ -38,9 +38,9 @@ class Sent:
     waited_us: float = 0.0
 
 
-def sent(local: LocalGraph, made: Timeline) -> list[Sent]:
+def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
     """The collectives of a program, those that take the most time first."""
-    rows: dict[_Key, Sent] = {}
+    rows: dict[_Key, TrafficRow] = {}
     us = {span.name: span.us for span in made.spans if span.stream not in (COMPUTE, WAIT)}
     waited = {span.name: span.us for span in made.spans if span.stream == WAIT}
     names = {node: given.name for given, node in local.placeholders()}
@@ -48,13 +48,13 @@ def sent(local: LocalGraph, made: Timeline) -> list[Sent]:
     for node in local.graph.nodes:
         if is_collective(node):
             keys[node] = (kind_of(node), str(node.args[-1]), phase(node), where(node, names))
-            row = rows.setdefault(keys[node], Sent(*keys[node]))
+            row = rows.setdefault(keys[node], TrafficRow(*keys[node]))
             row.count += 1
             row.sent_bytes += collective_bytes(node, local)[1]
             row.us += us.get(node.name, 0.0)
         elif is_wait(node) and node.name in waited:
             key = keys.get(node_at(node, 0), _CARRIED)
-            rows.setdefault(key, Sent(*key)).waited_us += waited[node.name]
+            rows.setdefault(key, TrafficRow(*key)).waited_us += waited[node.name]
     return sorted(rows.values(), key=lambda row: (-row.us, -row.waited_us, row.kind, row.axis, row.phase, row.where))
 
 
@@ -86,7 +86,7 @@ def by_op(made: Timeline) -> list[tuple[str, int, float]]:
     return sorted(((op, *rest) for op, rest in found.items()), key=lambda row: (-row[2], row[0]))
 
 
-def verdicts(rows: Sequence[Row], memory_bytes: int | None = None) -> list[str]:
+def verdicts(rows: Sequence[PlanRow], memory_bytes: int | None = None) -> list[str]:
     """For each row why it is the best, or why it lost: does not plan, does not fit in `memory_bytes`, takes longer."""
     fit = [row for row in rows if row.costs and (memory_bytes is None or row.costs.peak_bytes <= memory_bytes)]
     best = min(fit, key=lambda row: row.batch_s, default=None)
@@ -94,7 +94,7 @@ def verdicts(rows: Sequence[Row], memory_bytes: int | None = None) -> list[str]:
     return [words if row is best else _verdict(row, best, memory_bytes) for row in rows]
 
 
-def _verdict(row: Row, best: Row | None, memory_bytes: int | None) -> str:
+def _verdict(row: PlanRow, best: PlanRow | None, memory_bytes: int | None) -> str:
     if row.costs is None:
         return f"no plan: {row.error}"
     if memory_bytes is not None and row.costs.peak_bytes > memory_bytes:

@@ -13,13 +13,13 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..mesh import Mesh
 from ..plan.plan import Plan
-from .compare import Row, compare
+from .compare import PlanRow, compare
 
 _HEAD = ("what if", "mesh", "at rest", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
 
 
 @dataclass(frozen=True)
-class Case:
+class WhatIfCase:
     """One change to a plan: what it is called, and the mesh, the machine and the step where they are other ones.
 
     `batch_parts` is how many of the plan's batches are in one of `graph`'s: 2 where that is twice as large.
@@ -36,9 +36,9 @@ class Case:
 class WhatIf:
     """What a case costs; `times` is its time for each of the plan's batches, as a multiple of the plan's own."""
 
-    case: Case
+    case: WhatIfCase
     mesh: Mesh
-    row: Row
+    row: PlanRow
     times: float = field(default=float("inf"))
 
     @property
@@ -48,7 +48,11 @@ class WhatIf:
 
 
 def what_if(
-    plan: Plan, graph: TrainGraph, machine: Speeds, cases: Sequence[Case], watch: Callable[[str], None] | None = None
+    plan: Plan,
+    graph: TrainGraph,
+    machine: Speeds,
+    cases: Sequence[WhatIfCase],
+    watch: Callable[[str], None] | None = None,
 ) -> list[WhatIf]:
     """The plan itself, then each case in turn; one that cannot be planned says why in its row.
 
@@ -64,7 +68,7 @@ def what_if(
             "plan again",
         )
     template, found = plan.strategies.parts, list[WhatIf]()
-    for case in (Case("this plan"), *cases):
+    for case in (WhatIfCase("this plan"), *cases):
         if watch is not None:
             watch(case.name)
         mesh = case.mesh or plan.mesh
@@ -75,11 +79,13 @@ def what_if(
     return found
 
 
-def other_sizes(mesh: Mesh) -> list[Case]:
+def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     """Twice and half as many ranks on the first axis that has several."""
     axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
     sizes = {"twice the ranks": 2 * axis.size, "half the ranks": axis.size // 2}
-    return [Case(f"{name} on {axis.name}", resized(mesh, axis.name, size)) for name, size in sizes.items() if size]
+    return [
+        WhatIfCase(f"{name} on {axis.name}", resized(mesh, axis.name, size)) for name, size in sizes.items() if size
+    ]
 
 
 def resized(mesh: Mesh, axis: str, size: int) -> Mesh:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
-from ..capture.find import Structure, put_together
 from . import alike
 from .agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
 from .alike import Given, Told, told_of

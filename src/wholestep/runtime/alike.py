@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cache.key import own_source
+from ..capture.call_structure import Structure
 from ..capture.capture import Capture
-from ..capture.find import Structure
 from ..capture.state import Hyper, StepState
 from ..graph import meta
 from ..graph.graph import TrainGraph

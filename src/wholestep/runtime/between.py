@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..capture.find import walk
+from ..capture.call_structure import walk
 from ..capture.state import WHOLE
 from ..errors import StateError
 from .carry import settle, unfinished

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backend.bind import add_parts, funcol, gather, swap
+from ..backend.rank_binding import add_parts, funcol, gather, swap
 from ..cost.calibrate import Measured, Product, Sent
 from ..cost.fit import Sample
 from ..errors import MeshError

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.find import by_name
-from ..capture.scheduled import to_save
+from ..capture.call_structure import by_name
+from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState, collect
 from ..errors import CheckpointError
 from ..graph.graph import Role

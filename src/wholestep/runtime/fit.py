@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..backend.bind import bind
+from ..backend.rank_binding import bind
 from ..cost.memory import peak_memory
 from ..errors import PlanError
 from ..graph.graph import LocalGraph

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..graph.graph import LocalGraph
-from ..passes.flat import buckets
+from ..passes.contiguous_shards import buckets
 
 
 def lay_side_by_side(local: LocalGraph, held: Sequence[Tensor]) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._torch import scaler_options
+from ..capture.batch_reads import ReadValues
+from ..capture.call_structure import StepCall, Structure
 from ..capture.capture import Capture
-from ..capture.find import Call, Structure
-from ..capture.places import is_number
+from ..capture.locations import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
-from ..capture.values import ReadValues
 from ..capture.wrappers import switches
 from .condition import Condition
 from .hooks import HookGuard
@@ -202,7 +202,7 @@ def all_modes(state: StepState) -> list[tuple[nn.Module, bool]]:
     return [(m, m.training) for root in state.modules.values() for m in root.modules()]
 
 
-def guards_of(capture: Capture, call: Call, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
+def guards_of(capture: Capture, call: StepCall, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
     """What the program of `call` was captured under; `names` are those of its leaves, `now` is `ambient`."""
     state = capture.state
     params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]

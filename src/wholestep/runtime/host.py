@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..capture.assumptions import Assumption
 from ..capture.effects import Effects
-from ..capture.expect import Expected
-from ..capture.places import MISSING, Cell
+from ..capture.locations import MISSING, Cell
 from ..capture.state import StepState
 from .condition import Condition
 
@@ -18,7 +18,7 @@ class HostWork:
     def __init__(self, effects: Effects, state: StepState) -> None:
         self.effects, self._state = effects, state
         self._holds = _compiled(effects.expected)
-        self.missed: Expected | None = None
+        self.missed: Assumption | None = None
 
     def difference(self) -> str:
         """What the program takes for granted and is otherwise now; empty if nothing is."""
@@ -42,7 +42,7 @@ class HostWork:
             called.fn(*args, **kwargs)
 
 
-def _compiled(expected: Sequence[Expected]) -> Callable[[], bool]:
+def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     """One function that is true when all that is expected is there, object for object; false says little."""
     condition = Condition()
     for one in expected:

@@ -9,7 +9,7 @@ from typing import Literal
 from ..auto.auto import Auto
 from ..backend.build import BACKENDS
 from ..backend.cudagraphs import CudaRecorder, Recorder
-from ..capture.options import CaptureOptions
+from ..capture.capture_options import CaptureOptions
 from ..cost.speeds import Speeds
 from ..errors import BackendError, PlanError
 from ..mesh import Mesh

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch, dtensor
-from ..collectives.place import Place, place
+from ..collectives.mesh_position import MeshPosition, place
 from ..layout import Layout, chunk_range
 from ..mesh import Mesh
 
@@ -77,7 +77,7 @@ def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
     return out
 
 
-def _part(tensor: DTensor, here: Place) -> _Part:
+def _part(tensor: DTensor, here: MeshPosition) -> _Part:
     layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
     return _Part(_torch.local_tensor(tensor).to(tensor.device_mesh.device_type), layout, tuple(tensor.shape))
 
@@ -100,7 +100,7 @@ def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:
     return out
 
 
-def _join(parts: Sequence[_Part], axis: str, here: Place) -> None:
+def _join(parts: Sequence[_Part], axis: str, here: MeshPosition) -> None:
     """Join the pieces that `axis` cuts. Each is padded to the length of the largest, which is that of the first."""
     ranks, flat, whole = here.mesh.axis_size(axis), list[Tensor](), list[tuple[_Part, int, int, Layout]]()
     for part in parts:

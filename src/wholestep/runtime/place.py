@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from .. import _torch, dtensor
 from ..capture import state as held_state
-from ..capture.find import walk
-from ..capture.state import Held, StepState
+from ..capture.call_structure import walk
+from ..capture.state import StepState, StepTensor
 from ..errors import StateError
 from ..graph.graph import Input, Role
 from ..layout import Layout, replicated
@@ -75,7 +75,7 @@ def placed(state: StepState, world: World) -> dict[str, Layout]:
     return out
 
 
-def _shard_param(state: StepState, held: Held, layout: Layout, world: World) -> None:
+def _shard_param(state: StepState, held: StepTensor, layout: Layout, world: World) -> None:
     old = held.tensor
     new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from ..backend.bind import bind
 from ..backend.build import Backend
-from ..capture.find import take_apart
+from ..backend.rank_binding import bind
+from ..capture.call_structure import take_apart
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.schedule import Simulated, kind_of
 from ..cost.speeds import Speeds

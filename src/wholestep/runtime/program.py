@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import dtensor
 from ..backend.eager import Run
+from ..capture.call_structure import put_together
 from ..capture.capture import Capture
 from ..capture.effects import Effects
-from ..capture.find import put_together
-from ..capture.numbers import At
+from ..capture.host_numbers import At
 from ..capture.trace import TensorLeaf
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role

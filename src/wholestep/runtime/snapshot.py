@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..capture.scheduled import note
+from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
 from . import random_state
 from .launch import job

@@ -19,14 +19,14 @@ from torch.fx import Graph
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..backend.bind import bind
 from ..backend.build import Backend
 from ..backend.eager import WaitClock, eager
+from ..backend.rank_binding import bind
 from ..cache.key import digest, hardware, metas_of, versions
+from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, capture_step, device_of, find_state
 from ..capture.effects import Promoted
-from ..capture.find import Call, Structure, leaf_names, take_apart
-from ..capture.scheduled import note_changed, scheduled
+from ..capture.scheduled_numbers import note_changed, scheduled
 from ..capture.state import StepState
 from ..cost.speeds import Speeds
 from ..errors import CaptureError, StateError, WholestepError
@@ -34,9 +34,9 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..partition.lower import partition
 from ..passes.base import Watch
 from ..passes.schedule import Schedule
-from ..plan.diff import refuse_other_parameters
-from ..plan.make import plan
+from ..plan.make_plan import plan
 from ..plan.plan import Plan
+from ..plan.plan_diff import refuse_other_parameters
 from . import random_state
 from .agree import program_lines
 from .agreement import Agreement
@@ -163,7 +163,7 @@ class CompiledStep:
         given = self.options.schedule
         return given if isinstance(given, Schedule) else self._finisher.measured
 
-    def _deals(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
+    def _deals(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
         if not self._shares_batches:
             return None
@@ -179,7 +179,9 @@ class CompiledStep:
         self.world = join(options.mesh, options.capture.device or device_of(state), options.capture.offload)
         return self.world
 
-    def _program(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
+    def _program(
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None
+    ) -> Program:
         if self.programs:
             now = ambient(self.programs[-1].world.device, sizes)
             newest, missed = "", None

@@ -1,7 +1,7 @@
 """Random numbers of a step whose ranks compute one thing together: a stream of its own, the same on all ranks.
 
 Random values of whole tensors are then alike everywhere; pieces of a cut tensor are drawn from streams derived from it,
-one for each piece (`partition.pieces.drawn`). The generators that the user's code draws from are left as they are.
+one for each piece (`partition.rank_ops.drawn`). The generators that the user's code draws from are left as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..graph.graph import LocalGraph
-from ..partition.pieces import drawn
+from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
 from . import random_state
 from .launch import World

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..capture.find import by_name
+from ..capture.call_structure import by_name
 from ..capture.state import WHOLE, StepState, collect, put
 from ..errors import RankMismatchError, StateError
 from .carry import settle

@@ -15,7 +15,7 @@ from ...graph.meta import TensorMeta
 from ...graph.ops import GRAD_READY, VIEWS
 from ...layout import REPLICATED, AxisState
 from ...rules.find_rule import find_rule
-from ..situation import moving
+from ..propagation_inputs import moving
 from ..strategy import Pins, States
 from .alike import classes, starred
 from .prices import Move, Prices

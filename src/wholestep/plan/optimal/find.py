@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...graph.expand import can_expand, expand
+from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
 from .build import Asked, Build, Found
 from .chains import Joined, joined

@@ -14,7 +14,7 @@ from ...graph.meta import TensorMeta
 from ...layout import REPLICATED, AxisState
 from ...rules.find_rule import find_rule
 from ...rules.rule import BoundRule, Group
-from ..ways import Way, ways
+from ..op_strategies import OpStrategy, ways
 from .prices import Prices
 from .problem import Load, Option
 
@@ -76,7 +76,7 @@ def _options(
                 yield Option(f"{way.name} -> {state}", {0: state}, takes, load)
 
 
-def _worth_it(node: Node, group: Group, prices: Prices) -> Iterator[Way]:
+def _worth_it(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy]:
     """Ways but those that leave most ranks idle, and products of whole tensors that stay partial."""
     given, heavy = operands(node), flops(node) > 0
     for way in ways(group, prices.parts):

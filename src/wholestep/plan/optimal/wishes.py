@@ -15,7 +15,7 @@ from ...errors import PlanError
 from ...graph import meta
 from ...graph.graph import TrainGraph, node_at
 from ...layout import REPLICATED, AxisState
-from ..modules import Modules
+from ..module_map import Modules
 from .problem import Option
 
 

@@ -147,7 +147,7 @@ def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes
     return check_case(case_of(target, sample), bind, two_axes)
 
 
-def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+def check_case(case: OpCase, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
     """The same, for a call that has been run as a whole.
 
     Raises:
@@ -172,7 +172,7 @@ def check_case(case: Case, bind: Binder = bind_rule, two_axes: bool = True) -> C
 
 
 @dataclass(frozen=True)
-class Case:
+class OpCase:
     """An op, its arguments, what it makes of them as a whole."""
 
     target: Any
@@ -199,23 +199,23 @@ class Case:
         return outputs_of(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
 
 
-def cases_of(target: Any, samples: Iterable[Sample]) -> list[Case]:
+def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
     """The op run as a whole on each sample; those it refuses (made for another overload) are left out."""
-    found: list[Case] = []
+    found: list[OpCase] = []
     for sample in samples:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
             found.append(case_of(target, sample))
     return found
 
 
-def case_of(target: Any, sample: Sample) -> Case:
+def case_of(target: Any, sample: Sample) -> OpCase:
     """Run the op as a whole."""
     tensors = tuple(_tensors([*sample.args, *sample.kwargs.values()]))
     args, kwargs = with_tensors(sample.args, sample.kwargs, laid_out(target, tensors))
     with torch.no_grad():
         made = target(*args, **kwargs)
     call = Call.on(target, args, kwargs, made)
-    case = Case(target, sample, call, tensors, _flat(made))
+    case = OpCase(target, sample, call, tensors, _flat(made))
     if not _torch.is_op(target) or torch.Tag.nondeterministic_seeded not in target.tags:
         return case
     pairs = (pair for _ in range(8) for pair in zip(case.whole, case.run(tensors), strict=True))
@@ -279,7 +279,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 # -- cutting a factor --------------------------------------------------------------------
 @dataclass(frozen=True)
-class Way:
+class ShardedFactor:
     """One thing a rule claims: a factor of a group may be cut by the axes of a mesh."""
 
     number: int
@@ -289,13 +289,13 @@ class Way:
     gives: tuple[Layout, ...]
 
 
-def ways(case: Case, bound: BoundRule, two_axes: bool = True) -> Iterator[Way]:
+def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[ShardedFactor]:
     """Everything a rule claims may be cut."""
     for number, group in enumerate(bound.groups):
         for factor in claimed_factors(bound, group):
             for mesh in (*ONE_AXIS, TWO_AXES) if two_axes else ONE_AXIS:
                 if group.splits(factor, mesh.size):
-                    yield Way(number, factor, mesh, *layouts(case, group, factor, mesh))
+                    yield ShardedFactor(number, factor, mesh, *layouts(case, group, factor, mesh))
 
 
 def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
 
 
-def check_way(case: Case, bound: BoundRule, way: Way, views: bool = True) -> Failure | None:
+def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = True) -> Failure | None:
     """Cut, run every rank, put together, compare: the first difference. With `views`, pieces lie anyhow in memory."""
     problem = _cut(case, bound, way, views)
     if problem is None:
@@ -313,7 +313,7 @@ def check_way(case: Case, bound: BoundRule, way: Way, views: bool = True) -> Fai
     return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
 
 
-def _check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
+def _check_way(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Failure | None:
     """The same; what is wrong of views alone says so."""
     found = check_way(case, bound, way)
     if found is None:
@@ -321,7 +321,7 @@ def _check_way(case: Case, bound: BoundRule, way: Way) -> Failure | None:
     return check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS)
 
 
-def _check_memory(case: Case) -> list[Failure]:
+def _check_memory(case: OpCase) -> list[Failure]:
     """Whole operands that lie in memory in other ways make the same: ranks hold them as views of what they gathered."""
     for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
         try:
@@ -341,7 +341,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def layouts(case: Case, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def layouts(case: OpCase, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """What the op takes and gives where every axis of `mesh` cuts `factor`."""
     takes = [replicated(t.ndim) for t in case.tensors]
     gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
@@ -361,7 +361,7 @@ def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
 Problem = tuple[str, str, str]
 
 
-def _cut(case: Case, bound: BoundRule, way: Way, views: bool) -> Problem | None:
+def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Problem | None:
     """Place, found, expected of the first difference."""
     mesh, takes, gives = way.mesh, way.takes, way.gives
     made: list[tuple[Tensor | None, ...]] = []
@@ -383,7 +383,7 @@ def _cut(case: Case, bound: BoundRule, way: Way, views: bool) -> Problem | None:
 
 
 def _compared(
-    case: Case, group: Group, gives: Sequence[Layout], mesh: Mesh, made: Sequence[Sequence[Tensor | None]]
+    case: OpCase, group: Group, gives: Sequence[Layout], mesh: Mesh, made: Sequence[Sequence[Tensor | None]]
 ) -> Problem | None:
     for o, (whole, layout) in enumerate(zip(case.whole, gives, strict=True)):
         if whole is None or o in group.opaque or (len(case.call.outputs) > 1 and o not in group.outputs):
@@ -410,7 +410,7 @@ def _pass_name(through: PassThrough, op: str) -> str:
     return f"{op}({'+'.join(map(str, sorted(through.operands)))})"
 
 
-def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
+def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
     """Split partial operands into two ranks' parts, run both, combine; None where they cannot be split."""
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
     if any(parts is None for parts in splits.values()) or all(case.tensors[i].numel() < 2 for i in splits):
@@ -438,7 +438,7 @@ def check_pass(case: Case, group: Group, through: PassThrough, op: str) -> list[
     return []
 
 
-def _check_unread(case: Case, bound: BoundRule) -> list[Failure]:
+def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
     """Other values in operands that are never read change nothing."""
     tensors = [other_values(t) if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
     for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):

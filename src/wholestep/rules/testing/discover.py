@@ -14,7 +14,7 @@ from ... import _torch
 from ...graph.meta import TensorMeta
 from ..call import Call
 from ..rule import BoundRule, Group, PassThrough, Term
-from .check import Case, Sample, Way, case_of, check_pass, check_way, ways
+from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
 DISCOVERED = "discovered"
 _SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that stand for sizes of the call, largest tensors first
@@ -78,7 +78,7 @@ def _search(call: Call) -> BoundRule | None:
 
 
 # -- small calls -------------------------------------------------------------------------
-def _cases(call: Call) -> list[Case]:
+def _cases(call: Call) -> list[OpCase]:
     """The op on small random inputs of one shape, at least two; none where it refuses them or makes other shapes."""
     for sizes in _small_sizes(call):
         for wide in (True, False):
@@ -99,7 +99,7 @@ def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
         yield {n: n for n in found}
 
 
-def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> Case | None:
+def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> OpCase | None:
     source = torch.Generator().manual_seed(seed)
 
     def make(value: Any) -> Any:
@@ -147,7 +147,7 @@ class _Guess:
     outputs: tuple[int | None, ...]
 
 
-def _guesses(case: Case) -> Iterator[_Guess]:
+def _guesses(case: OpCase) -> Iterator[_Guess]:
     """Sets of dims of one size, larger sets and equal numbers of dims first."""
     operands = [tuple(t.shape) for t in case.tensors]
     outputs = [tuple(w.shape) if w is not None else () for w in case.whole]
@@ -178,7 +178,7 @@ def _with(group: Group, factor: str, guess: _Guess) -> Group:
     return replace(group, operands=put(group.operands, guess.operands), outputs=put(group.outputs, guess.outputs))
 
 
-def _accepted(cases: Sequence[Case], group: Group, factor: str) -> Group | None:
+def _accepted(cases: Sequence[OpCase], group: Group, factor: str) -> Group | None:
     """The group with what makes `factor` hold on every sample: a reduction, equal pieces; None where nothing does."""
     size = next(
         cases[0].tensors[i].shape[list(term).index(factor)] for i, term in group.operands.items() if factor in term
@@ -192,13 +192,13 @@ def _accepted(cases: Sequence[Case], group: Group, factor: str) -> Group | None:
     return None
 
 
-def _holds(case: Case, group: Group, factor: str) -> bool:
+def _holds(case: OpCase, group: Group, factor: str) -> bool:
     bound = BoundRule((group,))
-    mine: list[Way] = [way for way in ways(case, bound) if way.factor == factor]
+    mine: list[ShardedFactor] = [way for way in ways(case, bound) if way.factor == factor]
     return bool(mine) and all(check_way(case, bound, way) is None for way in mine)
 
 
-def _linear(cases: Sequence[Case], group: Group) -> Iterator[PassThrough]:
+def _linear(cases: Sequence[OpCase], group: Group) -> Iterator[PassThrough]:
     """Operands the op is linear in, each alone; failing that, all together."""
     singles = [PassThrough(frozenset({i})) for i in group.operands]
     found = [through for through in singles if _passes(cases, group, through)]
@@ -208,7 +208,7 @@ def _linear(cases: Sequence[Case], group: Group) -> Iterator[PassThrough]:
     yield from found
 
 
-def _passes(cases: Sequence[Case], group: Group, through: PassThrough) -> bool:
+def _passes(cases: Sequence[OpCase], group: Group, through: PassThrough) -> bool:
     return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
 
 

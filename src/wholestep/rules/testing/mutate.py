@@ -15,7 +15,7 @@ from ..call import Call
 from ..language import Dim, RuleText, Term, base, parse, spread
 from ..registry import Bind, find
 from ..rule import BoundRule, Group
-from .check import Case, Way, check_pass, check_way, ways
+from .check import OpCase, ShardedFactor, check_pass, check_way, ways
 
 _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
 
@@ -67,7 +67,7 @@ Key = tuple[str, str]
 
 
 def mutate_op(
-    cases: Sequence[Case], crashing: Collection[Key] = (), starts: Callable[[Key], None] = lambda key: None
+    cases: Sequence[OpCase], crashing: Collection[Key] = (), starts: Callable[[Key], None] = lambda key: None
 ) -> list[Mutation]:
     """Every mutation of the rule of one op, on the samples in `cases`; those that change nothing are left out.
 
@@ -96,7 +96,7 @@ def mutate_op(
     return list(found.values())
 
 
-def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
+def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
     """True when the check of the changed rule fails; None when it claims nothing new about this sample."""
     try:
         changed = mutant.bind(case.call)
@@ -115,14 +115,14 @@ def _fails(case: Case, bound: BoundRule, mutant: _Mutant) -> bool | None:
     return any(check_way(case, changed, way) for way in claimed) if claimed else None
 
 
-def _is_cut(case: Case, way: Way) -> bool:
+def _is_cut(case: OpCase, way: ShardedFactor) -> bool:
     """False where all that is cut is of size one: of the pieces one has everything, whichever dim it was."""
     shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.whole]
     pairs = zip((*way.takes, *way.gives), shapes, strict=True)
     return any(size > 1 for layout, shape in pairs for axes, size in zip(layout.dims, shape, strict=True) if axes)
 
 
-def _claim(case: Case, bound: BoundRule, way: Way) -> Any:
+def _claim(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Any:
     """What is claimed, whatever the factor is called; where an output is all zeros, no claim about it can be wrong."""
     sizes = tuple(sorted(bound.sizes.items()))
     gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.whole, way.gives, strict=True)]

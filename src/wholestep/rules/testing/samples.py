@@ -142,7 +142,7 @@ def _run(info: Any, sample: Any, recording: _Recording) -> None:
     given = list(tensors_in([sample.input, sample.args, tuple(sample.kwargs.values())]))
     if sum(t.numel() for t in given) > _LARGEST:
         return
-    with _torch.Recorder(recording.call):
+    with _torch.OpRecorder(recording.call):
         made = info.op(sample.input, *sample.args, **sample.kwargs)
         outputs = [t for t in tensors_in([made]) if t.requires_grad]
         inputs = [t for t in given if t.requires_grad]

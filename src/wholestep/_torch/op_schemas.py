@@ -1,0 +1,140 @@
+"""Ops, their schemas and overloads, and the nodes that call them."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import GraphError, RuleError
+
+OpOverload = torch._ops.OpOverload
+SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add,
+    torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,
+}  # fmt: skip
+"""What takes `alpha`, which no tensor can be where it is traced, and what takes the negated one, which may be one."""
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+
+def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
+    """True for one overload of a torch op."""
+    return isinstance(target, OpOverload)
+
+
+def overload_of(op: object) -> Any:
+    """The overload that a graph calls: of a custom op or of an op with one overload; anything else as it is."""
+    found: Any = getattr(op, "_opoverload", op)
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return found
+    packet = cast(Any, found)
+    names: list[str] = packet.overloads()
+    return getattr(packet, names[0] if len(names) == 1 else "default")
+
+
+def schema_of(target: object) -> Any:
+    """The schema of an ATen op.
+
+    Raises:
+        GraphError: `target` is not an op overload.
+    """
+    if not is_op(target):
+        raise GraphError(f"{target!r} is not a torch op overload")
+    return target._schema
+
+
+def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+    """The op that returns what an in-place or out form writes; None for a functional op, or where there is none."""
+    schema = target._schema
+    if not schema.is_mutable:
+        return None
+    base = schema.name.partition("::")[2]
+    plain = base[:-1] if base.endswith("_") and not base.endswith("__") else base
+    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    for full in (plain, f"{plain}_functional"):
+        packet = getattr(getattr(torch.ops, target.namespace), full, None)
+        for name in packet.overloads() if packet is not None else ():
+            found = getattr(packet, name)
+            if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
+                return found
+    return None
+
+
+def changes_shape(target: OpOverload[..., Any]) -> bool:
+    """True for an in-place op that makes its tensor another view, like `unsqueeze_`."""
+    return torch.Tag.inplace_view in target.tags
+
+
+def is_fused_optimizer(target: OpOverload[..., Any]) -> bool:
+    """True for the functional form of a fused optimizer, which writes its gradients only to unscale them."""
+    return f"{target._schema.name.removeprefix('aten::')}_" in FUSED
+
+
+GETITEM = operator.getitem
+
+
+def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a new node reads. `Graph.create_node` opens all arguments to warn of symbolic numbers (since torch 2.13),
+    and assigning `node.args` takes the node out of a table and puts it back: most of what a copy of a graph takes.
+
+    In place of the private method: `node.args = args; node.kwargs = kwargs`. It is there in torch 2.11 to 2.15.
+    """
+    cast(Any, node)._update_args_kwargs(args, kwargs)
+
+
+def is_getitem(target: object) -> bool:
+    """True for the node that picks one output of a multi-output op."""
+    return target is GETITEM
+
+
+def overloads(namespace: str) -> list[OpOverload[..., Any]]:
+    """Every overload of a namespace that has a schema."""
+    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+    found: dict[Any, None] = {}
+    for name in sorted(names):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+        if is_op(op):
+            found[op] = None
+    return list(found)
+
+
+def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
+    """False for an op that only accelerators have; `overrideable` ones only say so when they are called."""
+    schema = target._schema
+    if "overrideable" in schema.name:
+        return False
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+
+
+def op_infos() -> Sequence[Any]:
+    """PyTorch's own database of ops with sample arguments.
+
+    Raises:
+        RuleError: it cannot be imported: it needs a package that torch itself does not.
+    """
+    try:
+        from torch.testing._internal import common_methods_invocations as known
+    except ImportError as error:
+        raise RuleError(
+            f"PyTorch's database of sample arguments cannot be imported: {error}",
+            "the packages that torch's own tests need",
+            "pip install 'wholestep[dev]', or check one op with ws.check_rule(op, ...)",
+        ) from error
+    return cast(Any, known).op_db
+
+
+class OpRecorder(TorchDispatchMode):
+    """Has `call` make every call of an op below autograd."""
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})

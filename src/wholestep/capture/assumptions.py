@@ -1,0 +1,132 @@
+"""What a captured step takes for granted about Python values, each with the place where it is looked up."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, cast
+
+import torch
+
+from ..graph.meta import meta_of
+from .locations import MISSING, SIMPLE, Location, shown
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A value that a place has to have again.
+
+    `kind` says how: "equal" (a plain value), "is" (the very object, or nothing), "type" (a number of this type),
+    "tensor" (one of this shape, type and device: `value` is its TensorMeta), "size" (the container at `place.holder`
+    has so many items), "content" (it holds the same items; `value` has them).
+    """
+
+    place: Location
+    kind: str
+    value: Any
+
+    @property
+    def holds(self) -> bool:
+        """True when it is so now."""
+        if self.kind == "content":
+            return _same_content(self.value, self.place.holder)
+        if self.kind == "size":
+            return len(self.place.holder) == self.value
+        now = self.place.get()
+        if self.kind == "type":
+            return type(now) is self.value
+        if self.kind == "tensor":
+            return isinstance(now, torch.Tensor) and meta_of(now) == self.value
+        return now is self.value or (self.kind == "equal" and type(now) is type(self.value) and now == self.value)
+
+    @property
+    def difference(self) -> str:
+        """What is otherwise now, for a log."""
+        if self.kind in ("content", "size"):
+            return f"{self.place.path} holds other items"
+        was = self.value.__name__ if self.kind == "type" else shown(self.value)
+        if self.kind == "tensor":
+            was = f"a tensor {tuple(self.value.shape)} {self.value.dtype}"
+        return f"{self.place.path} is {shown(self.place.get())}, it was {was}"
+
+
+def expect(place: Location, value: Any) -> Assumption:
+    """That `place` holds `value` again."""
+    return Assumption(place, "equal" if isinstance(value, SIMPLE) and value is not None else "is", value)
+
+
+def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator[Assumption]:
+    """That containers hold the same items again: `value`, and those inside it.
+
+    `carried` has, by the identity of a container, keys whose items the step itself changes.
+    """
+    yield from held(value, path, carried)
+    if isinstance(value, (dict, list, tuple)):
+        own = carried.get(id(cast(object, value)), set[Any]())
+        for key, item in _items(value):
+            if isinstance(item, (*_CONTAINERS, tuple)) and key not in own:
+                yield from contents(item, f"{path}[{key!r}]", carried)
+
+
+def held(value: Any, path: str, carried: Mapping[int, set[Any]]) -> list[Assumption]:
+    """That one container holds the same items again; nothing for any other value."""
+    own = carried.get(id(value), set[Any]())
+    if isinstance(value, (dict, list)):
+        items = {k: v for k, v in _items(value) if k not in own}
+        return [Assumption(Location(path, value, None), "content", (items, frozenset(own)))]
+    copied = isinstance(value, _CONTAINERS)
+    return [Assumption(Location(path, value, None), "content", cast(Any, value).copy())] if copied else []
+
+
+def _values(value: Any) -> Iterable[Any]:
+    return cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    held = cast("dict[Any, Any] | Sequence[Any]", value)
+    return list(held.items() if isinstance(held, dict) else enumerate(held))
+
+
+def _same_content(expected: Any, now: Any) -> bool:
+    if isinstance(expected, tuple):
+        held, own = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
+        same = not own and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
+        if same and all(map(is_, held.values(), _values(now))):
+            return True  # tables may be large, and these loops are quick
+        found = {k: v for k, v in _items(now) if k not in own}
+        return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
+    if isinstance(now, deque):
+        found = list(cast("deque[Any]", now))
+        return len(expected) == len(found) and all(map(_same_item, expected, found))
+    return bool(expected == now)
+
+
+def _same_item(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
+
+
+def size(path: str, holder: Any) -> Assumption:
+    """That a container holds as many items again."""
+    return Assumption(Location(path, holder, None), "size", len(holder))
+
+
+def given_away(functions: Sequence[Callable[..., Any]]) -> set[int]:
+    """Containers that belong to callbacks: what they are bound to, and what they close over."""
+    out: set[int] = set()
+    for fn in functions:
+        out.add(id(getattr(fn, "__self__", None)))
+        if isinstance(fn, functools.partial):
+            out |= given_away([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
+        if isinstance(fn, types.FunctionType):
+            for cell in fn.__closure__ or ():
+                try:
+                    out.add(id(cell.cell_contents))
+                except ValueError:
+                    continue
+    return out

@@ -1,0 +1,105 @@
+"""Fake tensors for everything a step holds or is given, in one fixed order: the inputs of the graph to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..graph.graph import Input, Role
+from ..graph.meta import TensorMeta, meta_of, with_shape
+from . import state as held_state
+from .state import Hyper, StepState
+
+
+@dataclass
+class FakeInputs:
+    """Inputs of the graph to be, each with its fake tensor."""
+
+    device: str
+    host_state: bool = False
+    mode: Any = field(default_factory=_torch.fake_mode)
+    inputs: list[Input] = field(default_factory=list[Input])
+    fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    def add(self, given: Input, requires_grad: bool = False) -> None:
+        """Make a fake tensor for `given`, on the device the step will run on if it is on `meta` or in host memory."""
+        in_host = self.host_state and given.role in (Role.PARAM, Role.STATE, Role.GRAD)
+        if given.meta.device.startswith("meta") or in_host:
+            given = replace(given, meta=replace(given.meta, device=self.device))
+        meta = given.meta
+        with self.mode:
+            fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        if given.role is Role.PARAM:
+            fake = nn.Parameter(fake, requires_grad=requires_grad)
+        elif requires_grad:
+            fake.requires_grad_()
+        self.put(given, fake)
+
+    def put(self, given: Input, fake: torch.Tensor, position: int | None = None) -> None:
+        """Take a fake tensor that exists already, as the last input or at a position."""
+        at = len(self.inputs) if position is None else position
+        self.inputs.insert(at, given)
+        self.fakes.insert(at, fake)
+
+    @property
+    def first_of_batch(self) -> int:
+        """Position of the first input that comes with each call; programs are given numbers before it."""
+        return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Fakes by input name."""
+        return {i.name: f for i, f in zip(self.inputs, self.fakes, strict=True)}
+
+
+def stand_ins(
+    state: StepState,
+    hypers: Sequence[Hyper],
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    device: str,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
+    host_state: bool = False,
+) -> FakeInputs:
+    """Stand-ins for parameters, buffers, optimizer state, gradients, scheduled numbers and the batch, in this order.
+
+    Tensors of the batch named in `whole` are parts of tensors of the shapes given there.
+    Optimizer state is as it is, or as the first step creates it. `host_state`: it and parameters rest in host memory.
+    """
+    out = FakeInputs(device, host_state)
+    for held in [*state.params.values(), *state.buffers.values()]:
+        out.add(held.input, held.tensor.requires_grad)
+    for held in held_state.optimizer_state(state):
+        out.add(held.input)
+    _add_primed(out, state)
+    for name, held in state.params.items():
+        if held.tensor.grad is not None:
+            out.add(Input(f"{name}/grad", Role.GRAD, held.input.meta, name))
+    for hyper in hypers:
+        out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            meta = with_shape(meta_of(leaf), whole[name]) if whole and name in whole else meta_of(leaf)
+            out.add(Input(name, Role.BATCH, meta), leaf.requires_grad)
+    return out
+
+
+def _add_primed(out: FakeInputs, state: StepState) -> None:
+    """State that does not exist yet, made by the optimizer itself out of a fake parameter."""
+    fakes = out.named()
+    names = {id(held.tensor): name for name, held in state.params.items()}
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        for group in optimizer.param_groups:
+            for param in list(group["params"]):
+                if optimizer.state.get(param) or not param.requires_grad:
+                    continue
+                name = names[id(param)]
+                with out.mode, _torch.tensor_only_optimizers():
+                    held_state.prime(optimizer, fakes[name], group)
+                for key, value in optimizer.state.pop(fakes[name], {}).items():
+                    if isinstance(value, torch.Tensor):
+                        out.put(held_state.state_input(name, key, value, o, label), value)

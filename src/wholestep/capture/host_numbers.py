@@ -1,0 +1,340 @@
+"""Python numbers that a step changes: computed on the host in each call, in Python, as the step computes them.
+
+While a step is traced such a number is a 0-dim fake tensor. Arithmetic among these numbers and plain ones is written
+down and repeated before each call; where a number meets a tensor it is an input of the graph. A choice (`if n > 3`) is
+made as for the call that is captured, and guarded.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph.graph import Input, Role
+from ..graph.meta import TensorMeta
+from .locations import Location
+
+_DTYPES: dict[Any, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "multiply": operator.mul, "subtract": operator.sub,
+    "div": operator.truediv, "truediv": operator.truediv, "true_divide": operator.truediv, "divide": operator.truediv,
+    "floordiv": operator.floordiv, "floor_divide": operator.floordiv, "mod": operator.mod, "remainder": operator.mod,
+    "pow": operator.pow, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
+    "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+_REFLECTED: dict[str, Callable[[Any, Any], Any]] = {
+    "radd": operator.add, "rsub": operator.sub, "rmul": operator.mul, "rdiv": operator.truediv,
+    "rtruediv": operator.truediv, "rfloordiv": operator.floordiv, "rmod": operator.mod, "rpow": operator.pow,
+}  # fmt: skip
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg, "pos": operator.pos, "abs": abs, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "item": lambda x: x, "clone": lambda x: x, "detach": lambda x: x, "double": float,
+}  # fmt: skip
+_AS_TENSOR = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+
+@dataclass(frozen=True)
+class At:
+    """An argument that is the result of instruction `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of the host's program: `fn(*args)`; `args` that are `At` stand for earlier results."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class TracedChoice:
+    """A choice that was made while the step was traced: result `index` has to be `expected` again.
+
+    A `late` one follows from what an effect, such as a scheduler's step, sets.
+    """
+
+    index: int
+    expected: bool
+    where: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class HostProgram:
+    """What the host computes before each call: the `instructions` that are `needed`, in order.
+
+    `inputs` are inputs of the graph, by name, each with the instruction that computes it. Effects change what the
+    dicts `changed` hold.
+    """
+
+    instructions: tuple[Instruction, ...] = ()
+    needed: tuple[int, ...] = ()
+    inputs: Mapping[str, int] = field(default_factory=dict[str, int])
+    decisions: tuple[TracedChoice, ...] = ()
+    changed: tuple[dict[Any, Any], ...] = ()
+
+    def run(self) -> list[Any]:
+        """The result of each instruction, in order; None where no output depends on it."""
+        made: list[Any] = [None] * len(self.instructions)
+        for index in self.needed:
+            line = self.instructions[index]
+            made[index] = line.fn(*[made[a.index] if type(a) is At else a for a in line.args])
+        return made
+
+    def decided_otherwise(self) -> str:
+        """Where the first choice was made that is another one now; empty when none is. Changes nothing."""
+        if any(d.late for d in self.decisions):
+            with Preserved(self.changed):
+                made = dict(enumerate(self.run()))
+        else:
+            made = dict[int, Any]()
+
+        def value(index: int) -> Any:
+            if index not in made:
+                line = self.instructions[index]
+                made[index] = line.fn(*[value(a.index) if type(a) is At else a for a in line.args])
+            return made[index]
+
+        return next((d.where for d in self.decisions if bool(value(d.index)) is not d.expected), "")
+
+
+class Preserved:
+    """Inside, attributes of `objects`, which are dicts, may change; afterwards all is as it was."""
+
+    def __init__(self, objects: Sequence[dict[Any, Any]]) -> None:
+        self._objects = objects
+
+    def __enter__(self) -> None:
+        self._before = [{k: _copied(v) for k, v in held.items()} for held in self._objects]
+
+    def __exit__(self, *error: object) -> None:
+        for held, before in zip(self._objects, self._before, strict=True):
+            held.clear()
+            held.update(before)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.clone()
+    return list(cast(list[Any], value)) if type(value) is list else value
+
+
+@dataclass
+class _Number:
+    index: int
+    now: Any
+    late: bool
+    fake: torch.Tensor
+    name: str
+    path: str
+
+
+class Numbers:
+    """The numbers of one trace."""
+
+    def __init__(self, mode: Any, first: int, add_input: Callable[[int, Input, torch.Tensor], None]) -> None:
+        self._mode, self._first, self._add_input = mode, first, add_input
+        self._lines: list[Instruction] = []
+        self._by_id: dict[int, _Number] = {}
+        self._options: dict[int, _Number] = {}
+        self._decisions: list[TracedChoice] = []
+        self._effects: set[int] = set()
+        self._changed: list[dict[Any, Any]] = []
+        self._last: Any = None
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._by_id
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id or self._options)
+
+    def among(self, values: Sequence[Any]) -> bool:
+        """True if a number is one of these values, or inside a list or an index among them."""
+        for value in values:
+            if id(value) in self._by_id or id(value) in self._options:
+                return True
+            if isinstance(value, (list, tuple)) and self.among(cast(Sequence[Any], value)):
+                return True
+            if isinstance(value, slice) and self.among(_index_parts(value)):
+                return True
+        return False
+
+    # -- making -------------------------------------------------------------------------
+    def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
+        """The number at `place` as it is when the host comes here; `late` for one that an effect changes before."""
+        return self._made(Instruction(place.get, ()), now, late, place.path, place.path)
+
+    def plain(self, value: Any) -> Any:
+        """A number as it is in the call that is captured; anything else as it is."""
+        number = self._of(value)
+        return number.now if number else value
+
+    def _of(self, value: Any) -> _Number | None:
+        return self._by_id.get(id(value)) or self._options.get(id(value))
+
+    def option(self, fake: torch.Tensor, place: Location, now: float) -> None:
+        """An input of the graph that stands for a scheduled number: read here, where it is returned or given away."""
+        self._options[id(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
+        self._lines.append(Instruction(place.get, ()))
+
+    def effect(self, changed: Sequence[dict[Any, Any]], fn: Callable[..., Any], *args: Any) -> None:
+        """Something that the host does here, in each call; arguments may be numbers. It changes what `changed` hold."""
+        self._changed += [c for c in changed if all(c is not other for other in self._changed)]
+        self._effects.add(len(self._lines))
+        self._lines.append(Instruction(fn, tuple(map(self.argument, args))))
+
+    def argument(self, value: Any) -> Any:
+        """A value as an instruction takes it."""
+        index = self.index_of(value)
+        return value if index is None else At(index)
+
+    def index_of(self, value: Any) -> int | None:
+        """The line that computes a number; None for anything else."""
+        number = self._of(value)
+        return number.index if number else None
+
+    def path_of(self, value: Any) -> str:
+        """What a number follows from, as a path."""
+        number = self._by_id.get(id(value))
+        return number.path if number else ""
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], of_torch: bool = False) -> Any:
+        """`fn(*args)` as a further number; NotImplemented where an argument is neither a number nor plain.
+
+        What optimizers `of_torch` make of scheduled numbers alone stays in the graph.
+        """
+        given = [self._of(a) for a in args]
+        own = any(id(a) in self._by_id for a in args)
+        if not (own or (any(given) and not of_torch)) or not all(
+            n or isinstance(a, (int, float)) for n, a in zip(given, args, strict=True)
+        ):
+            return NotImplemented
+        late = any(n is not None and n.late for n in given)
+        now = fn(*[n.now if n else a for n, a in zip(given, args, strict=True)])
+        if type(now) not in _DTYPES:
+            return NotImplemented
+        path = next(n.path for n in given if n)
+        line = Instruction(fn, tuple(map(self.argument, args)))
+        return self._made(line, now, late, f"number.{len(self._lines)}", path)
+
+    def _made(self, line: Instruction, now: Any, late: bool, name: str, path: str) -> torch.Tensor:
+        dtype = _DTYPES[type(now)]
+        position = self._first + len(self._by_id)
+        fake, self._last = _torch.new_input(self._mode, dtype, position, self._last)
+        taken = {n.name for n in self._by_id.values()} if name == path else set[str]()
+        name = name if name not in taken else f"{name}@{len(self._lines)}"
+        self._by_id[id(fake)] = _Number(len(self._lines), now, late, fake, name, path)
+        self._lines.append(line)
+        self._add_input(position, Input(name, Role.HYPER, TensorMeta((), (), dtype, "cpu")), fake)
+        return fake
+
+    # -- seeing --------------------------------------------------------------------------
+    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, of_torch: bool) -> Any:
+        """What Python would compute for a torch function on numbers; NotImplemented where a tensor has part."""
+        name = getattr(func, "__name__", "").strip("_")
+        first = self._of(args[0]) if args else None
+        if name == "bool" and first:
+            return self.decide(first, where)
+        if name in ("getitem", "setitem"):
+            for number in (v for v in _index_parts(args[1]) if v in self):
+                self.refuse_read(number, "use as an index", where)
+        if kwargs:
+            return NotImplemented
+        if len(args) == 2:
+            plain = _BINARY.get(name) or _BINARY.get(name.removeprefix("i"))
+            if plain:
+                return self.call(plain, args, of_torch)
+            if name in _REFLECTED:
+                return self.call(_REFLECTED[name], (args[1], args[0]), of_torch)
+        if len(args) == 1 and name in _UNARY:
+            return self.call(_UNARY[name], args, of_torch)
+        return NotImplemented
+
+    def decide(self, number: _Number, where: str) -> bool:
+        """The truth of a number, which is guarded."""
+        found = bool(number.now)
+        self._decisions.append(TracedChoice(number.index, found, where, number.late))
+        return found
+
+    def refuse_read(self, value: Any, how: str, where: str) -> None:
+        """Raise CaptureError where Python takes a number out of its program."""
+        number = self._by_id.get(id(value))
+        if number:
+            raise CaptureError(
+                f"the step reads {number.path}, a number that changes between calls, with {how}",
+                "arithmetic, comparisons and functions of `math` on numbers that change: "
+                "they are computed anew in each call",
+                f"compute with it as it is, return it, or give it to ws.callback; or pass {number.path} "
+                "to the step as an argument, which costs a capture for each of its values",
+                where,
+            )
+
+    def operands(self, func: Any, args: Any) -> Any:
+        """`args` of an operation on tensors, with numbers as torch takes Python numbers there."""
+        found = list(_tensors(args))
+        others = [t for t in found if id(t) not in self._by_id]
+        if len(others) == len(found):
+            return args
+        name = getattr(func, "__name__", "").strip("_")
+        if func in _AS_TENSOR and isinstance(args[0], torch.Tensor):
+            kind = torch.get_default_dtype() if args[0].is_floating_point() else args[0].dtype
+            return (args[0].to(kind).clone(), *args[1:])
+        floats = {t.dtype for t in others if t.is_floating_point()}
+        sized = any(t.dim() and t.is_floating_point() for t in others)
+        if len(floats) == 1 and (not sized or name == "lerp"):
+            return self._converted(args, {True: next(iter(floats))})
+        if others and not floats and all(not t.is_complex() for t in others):
+            kinds = {t.dtype for t in others if t.dtype is not torch.bool}
+            return self._converted(
+                args, {True: torch.get_default_dtype(), **({False: kinds.pop()} if len(kinds) == 1 else {})}
+            )
+        return args
+
+    def _converted(self, args: Any, kinds: Mapping[bool, torch.dtype]) -> Any:
+        def convert(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and id(value) in self._by_id:
+                return value.to(kinds.get(value.is_floating_point(), value.dtype))
+            if type(value) in (list, tuple):
+                return type(value)(convert(v) for v in cast(Sequence[Any], value))
+            return value
+
+        return tuple(convert(a) for a in args)
+
+    # -- done -----------------------------------------------------------------------------
+    def program(self, used: set[str], wanted: set[int]) -> HostProgram:
+        """What has to be computed for the inputs `used` and the lines `wanted`, and what has to be done."""
+        inputs = {n.name: n.index for n in self._by_id.values() if n.name in used}
+        needed = {*inputs.values(), *wanted, *self._effects, *(d.index for d in self._decisions if d.late)}
+        for index in range(len(self._lines) - 1, -1, -1):
+            if index in needed:
+                needed |= {a.index for a in self._lines[index].args if isinstance(a, At)}
+        return HostProgram(
+            tuple(self._lines), tuple(sorted(needed)), inputs, tuple(self._decisions),
+            tuple(self._changed),
+        )  # fmt: skip
+
+
+def _index_parts(index: Any) -> list[Any]:
+    if isinstance(index, tuple):
+        return [v for part in cast(Sequence[Any], index) for v in _index_parts(part)]
+    if isinstance(index, slice):
+        whole = cast(Any, index)
+        return [whole.start, whole.stop, whole.step]
+    return [index]
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in cast(Sequence[Any], value):
+            yield from _tensors(item)

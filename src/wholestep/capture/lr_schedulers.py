@@ -1,0 +1,173 @@
+"""Learning-rate schedulers inside a step: they run for real in each call, and what they set are numbers of the host."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .. import _torch
+from ..errors import CaptureError
+from .effects import RefusedError
+from .host_numbers import Numbers, Preserved
+from .locations import FloatLocation, Location, PartLocation, is_number
+from .reachable import Container, Reach
+
+_SCHEDULED = ("lr", "momentum", "betas")
+
+
+class Schedulers:
+    """The schedulers of one trace. `needed` are paths of options that have to be carried for one of them.
+
+    `original` gives what an entry of a container was before the trace, `line` the user's line.
+    """
+
+    def __init__(
+        self, numbers: Numbers, reach: Reach, promoted: frozenset[str], original: Callable[[Container, Any], Any],
+        line: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._numbers, self._reach, self._promoted, self._original, self._line = (
+            numbers,
+            reach,
+            promoted,
+            original,
+            line,
+        )
+        self._running = False
+        self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
+        self.needed = set[str]()
+
+    def begin(self) -> None:
+        """What schedulers tell of themselves becomes numbers."""
+        for scheduler in self._reach.schedulers:
+            self.show(scheduler, vars(scheduler), late=False)
+
+    def end(self) -> None:
+        """They are as they were."""
+        for scheduler, attributes in self._shown:
+            vars(scheduler).clear()
+            vars(scheduler).update(attributes)
+
+    def step(self, scheduler: LRScheduler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A scheduler's step runs for real in each call; what it sets are new numbers from there on."""
+        if self._running:
+            return False
+        every = _torch.schedulers_of(scheduler)
+        self._refuse_metrics(scheduler, every, [*args, *kwargs.values()])
+        optimizers = {id(s.optimizer): s.optimizer for s in every if getattr(s, "optimizer", None) is not None}
+        groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+        for optimizer in optimizers.values():
+            self._flush_groups(optimizer)
+        self._numbers.effect(
+            [*groups, *(vars(s) for s in every)],
+            _run_scheduler, scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values(),
+        )  # fmt: skip
+        after = self._tried(scheduler, every, groups, args, kwargs)
+        for optimizer in optimizers.values():
+            self._renew_groups(optimizer, after)
+        for one in every:
+            self.show(one, after[id(vars(one))], late=True)
+        return True
+
+    def _refuse_metrics(self, scheduler: LRScheduler, every: Sequence[LRScheduler], given: Sequence[Any]) -> None:
+        if any(isinstance(s, ReduceLROnPlateau) for s in every):
+            raise CaptureError(
+                "the step calls ReduceLROnPlateau.step, which reads a metric on the host",
+                "schedulers that follow from the number of steps",
+                "return the metric and call scheduler.step(metric) after the compiled step",
+                self._line(),
+            )
+        if any(isinstance(v, torch.Tensor) and v not in self._numbers for v in given):
+            raise CaptureError(
+                f"the step gives {type(scheduler).__name__}.step a tensor",
+                "a scheduler's step without arguments, or with numbers",
+                "call it after the compiled step",
+                self._line(),
+            )
+
+    def _tried(
+        self, scheduler: LRScheduler, every: Sequence[LRScheduler], groups: Sequence[dict[str, Any]],
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> dict[int, dict[str, Any]]:  # fmt: skip
+        """What a scheduler and the groups hold after its step, by the identity of each: it is made and undone."""
+        held = [*groups, *(vars(s) for s in every)]
+        plain = self._numbers.plain
+        with Preserved(held), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for one in held:
+                for key, value in list(one.items()):
+                    one[key] = type(value)(map(plain, value)) if type(value) in (list, tuple) else plain(value)
+            self._running = True
+            try:
+                scheduler.step(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
+            finally:
+                self._running = False
+            return {id(one): dict(one) for one in held}
+
+    def _group_containers(self, optimizer: Any) -> list[Container]:
+        groups = {id(group) for group in optimizer.param_groups}
+        return [c for c in self._reach.containers if id(c.holder) in groups]
+
+    def _flush_groups(self, optimizer: Any) -> None:
+        """Numbers that the step has set until here are where the scheduler looks for them."""
+        for container in self._group_containers(optimizer):
+            for key, _, after in container.changes():
+                index, before = self._numbers.index_of(after), self._original(container, key)
+                path = container.path_of(key)
+                if is_number(before) and path not in self._promoted:
+                    self.needed |= {path}
+                elif index is None and isinstance(after, torch.Tensor):
+                    why = "a scheduler steps after that, and works with numbers"
+                    raise RefusedError(path, before, after, why, "call the scheduler after the step")
+                self._numbers.effect([container.holder], container.place_of(key).set, after)
+                container.before = {**container.before, key: after}
+
+    def _renew_groups(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
+        """The options that a scheduler's step changes are other numbers from here on."""
+        for container in self._group_containers(optimizer):
+            after = found[id(container.holder)]
+            for key, value in after.items():
+                before = self._numbers.plain(container.holder.get(key))
+                if key != "lr" and (key not in _SCHEDULED or _same(before, value)):
+                    continue
+                place = container.place_of(key)
+                if isinstance(value, tuple):
+                    parts = enumerate(cast(tuple[Any, ...], value))
+                    new: Any = tuple(
+                        self._numbers.read(PartLocation(f"{place.path}[{i}]", place, i), v, True) for i, v in parts
+                    )
+                else:
+                    new = self._numbers.read(FloatLocation(place.path, place, key), float(value), late=True)
+                container.holder[key] = new
+                container.before = {**container.before, key: new}
+
+    def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
+        """What a scheduler tells of itself, as numbers of this place in the step."""
+        held, name = vars(scheduler), type(scheduler).__name__
+        if all(other is not scheduler for other, _ in self._shown):
+            self._shown.append((scheduler, dict(held)))
+        for key, value in list(values.items()):
+            place = Location(f"{name}.{key}", held, key)
+            if is_number(value):
+                held[key] = self._numbers.read(place, value, late)
+            elif key == "_last_lr" and isinstance(value, list):
+                held[key] = [
+                    self._numbers.read(PartLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
+                    for i, v in enumerate(cast(list[Any], value))
+                ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a == b
+
+
+def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:
+    """One step of a scheduler; it finds that its optimizers ran, as they do in the program of the call."""
+    for optimizer in optimizers:
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            optimizer._opt_called = True
+    count = len(values) - len(names)
+    scheduler.step(*values[:count], **dict(zip(names, values[count:], strict=True)))

@@ -1,0 +1,75 @@
+"""Mixed precision as FSDP2 defines it: modules see parameters and inputs in a lower dtype, optimizers the originals."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .. import _torch
+from ..precision import MixedPrecision
+from .call_structure import walk
+
+
+@contextlib.contextmanager
+def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) -> Generator[None]:
+    """Traced nodes carry the path of the module that makes them; with `precision`, modules compute in its dtype.
+
+    Parameters are cast where a module tree is entered from outside, once for each entry, and put back where it is left.
+    """
+    paths = {id(m): path for path, m in walk(roots)}
+    owner = {id(m): root for root in roots.values() for m in root.modules()}
+    dtype = precision.param if precision else None
+    stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
+    depth: dict[int, int] = {}
+
+    def enter(module: nn.Module, args: Any) -> Any:
+        if id(module) not in paths:
+            return None
+        root = owner[id(module)]
+        outermost = depth.get(id(root), 0) == 0
+        depth[id(root)] = depth.get(id(root), 0) + 1
+        changed = _cast_tree(root, dtype) if dtype and outermost else []
+        stack.append((_torch.noted("module"), changed))
+        _torch.note_on_nodes(module=paths[id(module)])
+        return _cast_inputs(args, dtype) if dtype and changed else None
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if id(module) not in paths:
+            return
+        before, changed = stack.pop()
+        for container, key, original in changed:
+            container[key] = original
+        depth[id(owner[id(module)])] -= 1
+        _torch.note_on_nodes(module=before)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cast_tree(root: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, Any]]:
+    done: list[tuple[dict[str, Any], str, Any]] = []
+    casts: dict[int, torch.Tensor] = {}
+    for module in root.modules():
+        held = cast(dict[str, Any], _torch.parameters_of(module))
+        for key, param in held.items():
+            if param is not None and param.is_floating_point() and param.dtype != dtype:
+                if id(param) not in casts:
+                    casts[id(param)] = param.to(dtype)
+                done.append((held, key, param))
+                held[key] = casts[id(param)]
+    return done
+
+
+def _cast_inputs(args: Any, dtype: torch.dtype) -> Any:
+    leaves, spec = _torch.tree_flatten(args)
+    floats = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+    return _torch.tree_unflatten(floats, spec)

@@ -1,0 +1,479 @@
+"""What a step can reach besides tensors: everything that may change while it runs, each with the path to it.
+
+Roots are the step's function, what it is given, its modules and optimizers. From there: closures, globals that the code
+names, attributes, containers, hooks, and the functions that these hold. Code of torch, of the standard library and of
+installed packages is trusted to keep no globals that a step changes; the objects of their classes are searched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import io
+import random
+import sys
+import sysconfig
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .. import _torch
+from ..graph.meta import is_users
+from .locations import MISSING, SIMPLE, ArgumentLocation, Arguments, Cell, GroupLocation, Location, Slots, StateLocation
+from .state import StepState
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OPENED = {"argparse", "types", "collections", "dataclasses", "functools"}  # of the standard library
+_CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_LOOKED_UP = ("state", "param_groups", "defaults", "_opt_called")
+_LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_format, Enum, range, slice)
+
+
+@dataclass
+class Container:
+    """Something that holds values and may change: `before` is what it held, by key.
+
+    Of `holder` only `keys` are looked at, if given, and never those `excluded`. Of an `opaque` thing, such as a
+    generator or a set, only what that function returns is compared. `owner` identifies the object whose attributes
+    these are, `kind` is its class.
+    """
+
+    path: str
+    holder: Any
+    before: dict[Any, Any]
+    style: str  # "attribute" | "item" | "variable" | "class" | "modules"
+    keys: frozenset[str] | None = None
+    place: Callable[[Any], Location] | None = None
+    opaque: Callable[[], Any] | None = None
+    excluded: tuple[str, ...] = ()
+    owner: int | None = None
+    kind: type | None = None
+
+    def now(self) -> dict[Any, Any]:
+        """What it holds now, by key."""
+        if self.opaque is not None:
+            return {"": self.opaque()}
+        return _contents(self.holder, self.keys, self.excluded)
+
+    def path_of(self, key: Any) -> str:
+        """How the user would write an entry."""
+        if self.style == "variable" or self.opaque is not None:
+            return self.path or str(key)
+        if self.style in ("attribute", "class", "modules"):
+            return f"{self.path}.{key}" if self.path else str(key)
+        return f"{self.path}[{key!r}]"
+
+    def place_of(self, key: Any) -> Location:
+        """The place of an entry."""
+        return self.place(key) if self.place else Location(self.path_of(key), self.holder, key)
+
+    def changes(self) -> list[tuple[Any, Any, Any]]:
+        """`(key, before, now)` of each entry that is another object now."""
+        now = self.now()
+        if self.opaque is not None:
+            return [("", self.before[""], now[""])] if now != self.before else []
+        if len(now) == len(self.before) and all(map(_is_same, now.items(), self.before.items())):
+            return []
+        keys = [*self.before, *(key for key in now if key not in self.before)]
+        pairs = ((key, self.before.get(key, MISSING), now.get(key, MISSING)) for key in keys)
+        return [(key, before, after) for key, before, after in pairs if before is not after]
+
+    def restore(self, kept: set[Any]) -> None:
+        """Put everything back but the entries `kept`."""
+        if self.opaque is not None:
+            whole: Any = self.holder
+            if isinstance(whole, (set, deque)) and self.changes():
+                whole.clear()
+                (whole.update if isinstance(whole, set) else whole.extend)(self.before[""])
+            return
+        if isinstance(self.holder, list):
+            held = cast(list[Any], self.holder)
+            held[:] = [held[i] if i in kept and i < len(held) else v for i, v in self.before.items()]
+            return
+        for key, _, _ in self.changes():
+            if key not in kept:
+                Location("", self.holder, key).set(self.before.get(key, MISSING))
+
+
+def _is_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    return a[0] is b[0] and a[1] is b[1]
+
+
+def _contents(holder: Any, keys: frozenset[str] | None, excluded: tuple[str, ...] = ()) -> dict[Any, Any]:
+    if isinstance(holder, list):
+        return dict(enumerate(cast(list[Any], holder)))
+    if keys is not None:
+        found = ((key, Location("", holder, key).get()) for key in keys)
+        return {key: value for key, value in found if value is not MISSING}
+    held = dict(cast(Mapping[Any, Any], holder))
+    for key in excluded:
+        held.pop(key, None)
+    return held
+
+
+def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list[Container]:
+    """Containers and dataclasses among the arguments of a call, which a step may change for its caller.
+
+    `called` has arguments by position and by name.
+    """
+    out: list[Container] = []
+
+    def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
+        fields = frozenset(f.name for f in dataclasses.fields(value)) if _is_record(value) else None
+        holder = Slots(value) if fields is not None else value
+        if fields is not None or isinstance(value, (list, MutableMapping)):
+
+            def place(key: Any) -> Location:
+                return ArgumentLocation(f"{path}[{key!r}]", None, key, arguments=arguments, route=route)
+
+            style = "item" if fields is None else "attribute"
+            out.append(Container(path, holder, _contents(holder, fields), style, fields, place))
+        given = cast("tuple[Any, ...]", value)
+        items: dict[Any, Any] = dict(enumerate(given)) if isinstance(value, tuple) else _contents(holder, fields)
+        for key, item in items.items():
+            if isinstance(item, (list, tuple, MutableMapping)) or _is_record(item):
+                add(item, f"{path}[{key!r}]", (*route, key))
+
+    for name, value in called.items():
+        if isinstance(value, (list, tuple, MutableMapping)) or _is_record(value):
+            add(value, name if isinstance(name, str) else f"argument {name}", (name,))
+    return out
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
+@dataclass
+class Reach:
+    """All that was found: `containers`, real `tensors` with their place, by path, and everything that was `seen`, by
+    identity. `kinds` are the classes of objects, `caches` functions that keep results, with how often they computed.
+    """
+
+    containers: list[Container] = field(default_factory=list[Container])
+    tensors: dict[str, tuple[torch.Tensor, Location]] = field(default_factory=dict[str, tuple[torch.Tensor, Location]])
+    seen: dict[int, Any] = field(default_factory=dict[int, Any])
+    schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
+    kinds: dict[type, None] = field(default_factory=dict[type, None])
+    caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
+
+
+def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
+    """Everything that `fn`, the arguments `given` to it, and what it holds lead to."""
+    search = _Search(Reach(), state)
+    search.visit(fn, getattr(fn, "__name__", ""))
+    for name, value in given.items():
+        search.visit(value, name)
+    for wrapper in state.wrappers:
+        search.visit(wrapper, type(wrapper).__name__)
+    for name, root in state.modules.items():
+        search.visit(root, name or "model")
+    for name, optimizer in state.optimizers.items():
+        search.visit(optimizer, name)
+    search.finish()
+    return search.found
+
+
+class _Search:
+    def __init__(self, found: Reach, state: StepState) -> None:
+        self.found, self.state = found, state
+        self._seen = found.seen
+        self._global_names: dict[int, frozenset[str]] = {}
+        self._names: set[str] = {"forward", "__call__", "step"}
+        self._methods: list[tuple[str, types.FunctionType]] = []
+        self._waiting: list[tuple[Any, str]] = []
+
+    def visit(self, value: Any, path: str) -> None:
+        """Look into a value, and into what it holds."""
+        self._waiting.append((value, path))
+        while self._waiting:
+            self._open(*self._waiting.pop())
+
+    def finish(self) -> None:
+        """Look into methods that some code names, and into what these name in turn."""
+        while True:
+            named = [(n, f) for n, f in self._methods if n in self._names]
+            if not named:
+                return
+            self._methods = [(n, f) for n, f in self._methods if n not in self._names]
+            for _, function in named:
+                self.visit(function, function.__qualname__)
+
+    def _add(self, value: Any, path: str) -> None:
+        if not isinstance(value, _LEAVES) or isinstance(value, torch.Tensor):
+            self._waiting.append((value, path))
+
+    def _open(self, value: Any, path: str) -> None:
+        if id(value) in self._seen or (isinstance(value, _LEAVES) and not isinstance(value, torch.Tensor)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            return
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self._add(value.__self__, _owner_path(path))
+            self._add(value.__func__, path)
+        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
+            self.found.caches.append((value, value.cache_info().misses))
+            self._add(value.__wrapped__, path)
+        elif isinstance(value, functools.partial):
+            for item in (value.func, value.args, value.keywords):
+                self._add(item, path)
+        elif isinstance(value, (tuple, frozenset)):
+            for i, item in enumerate(cast(tuple[Any, ...], value)):
+                self._add(item, f"{path}[{i}]")
+        elif isinstance(value, (dict, list)):
+            self._items(value, path)
+        elif isinstance(value, LRScheduler):
+            self.found.schedulers.append(value)
+        elif isinstance(value, Optimizer):
+            self._optimizer(value, path)
+        elif isinstance(value, (type, types.ModuleType)):
+            self._class(value, path)
+        else:
+            self._object(value, path)
+
+    def _note(self, container: Container) -> None:
+        self.found.containers.append(container)
+        for key, value in container.before.items():
+            if isinstance(value, torch.Tensor):
+                self.found.tensors[container.path_of(key)] = value, container.place_of(key)
+            elif not isinstance(value, _LEAVES):
+                self._waiting.append((value, container.path_of(key)))
+
+    def _items(self, value: Any, path: str) -> None:
+        self._note(Container(path, value, _contents(value, None), "item"))
+
+    # -- functions --------------------------------------------------------------------
+    def _function(self, function: types.FunctionType) -> None:
+        if function.__module__ and function.__module__.startswith("wholestep"):
+            return
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            holder = Cell(cell)
+            self._note(Container(name, holder, _contents(holder, frozenset([name])), "variable", frozenset([name])))
+        for item in (function.__defaults__, function.__kwdefaults__):
+            self._add(item, f"{function.__name__}'s defaults")
+        if function.__dict__:
+            self._note(Container(function.__name__, function.__dict__, dict(function.__dict__), "attribute"))
+        if not is_own_code(code.co_filename):
+            return
+        names = _names_of(code)
+        self._names |= names
+        present = frozenset(_globals_of(code) & function.__globals__.keys())
+        self._globals(function.__globals__, present)
+        for name in present:
+            value = function.__globals__[name]
+            if isinstance(value, types.ModuleType) and is_own_code(getattr(value, "__file__", None) or ""):
+                inner = frozenset(names & vars(value).keys())
+                self._globals(vars(value), inner, f"{name}.")
+
+    def _globals(self, table: dict[str, Any], names: frozenset[str], prefix: str = "") -> None:
+        known = self._global_names.get(id(table), frozenset())
+        new = names - known
+        self._global_names[id(table)] = known | new
+        for name in sorted(new):
+            keys = frozenset([name])
+            if not isinstance(table[name], types.ModuleType):
+                self._note(Container(f"{prefix}{name}", table, _contents(table, keys), "variable", keys))
+
+    # -- objects ------------------------------------------------------------------------
+    def _object(self, value: Any, path: str) -> None:
+        kind = cast(type[Any], type(value))
+        opaque = _opaque(value)
+        if opaque is not None:
+            self.found.containers.append(Container(path, value, {"": opaque()}, "item", opaque=opaque))
+            return
+        module = kind.__module__ or ""
+        top = module.partition(".")[0]
+        closed = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
+        if closed or isinstance(value, GradScaler) or module.startswith(_CLOSED):  # a scaler is state of the step
+            return
+        self._note_class(kind)
+        if hasattr(value, "__dict__"):
+            held = cast(dict[str, Any], vars(value))
+            if isinstance(value, nn.Module):
+                self._module(value, held, path)
+            else:
+                self._note(Container(path, held, dict(held), "attribute", owner=id(value), kind=kind))
+        slots = frozenset(name for base in kind.__mro__ for name in _slots_of(base))
+        if slots:
+            holder = Slots(value)
+            self._note(
+                Container(path, holder, _contents(holder, slots), "attribute", slots, owner=id(value), kind=kind)
+            )
+
+    def _module(self, module: nn.Module, held: dict[str, Any], path: str) -> None:
+        plain = _contents(held, None, _MODULE_DICTS)
+        self._note(
+            Container(path, held, plain, "attribute", excluded=_MODULE_DICTS, owner=id(module), kind=type(module))
+        )
+        for name in _MODULE_DICTS:
+            style = "modules" if name == "_modules" else "attribute"
+            self._note(Container(path, held[name], dict(held[name]), style))
+
+    def _optimizer(self, optimizer: Optimizer, path: str) -> None:
+        self._note_class(type(optimizer))
+        held = vars(optimizer)
+        self._note(
+            Container(
+                path, held, _contents(held, None, _LOOKED_UP), "attribute", excluded=_LOOKED_UP, owner=id(optimizer)
+            )
+        )
+        known = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
+        if not known:
+            return
+        for g, group in enumerate(optimizer.param_groups):
+            place = functools.partial(_group_place, optimizer, g, path)
+            options = _contents(group, None, ("params",))
+            where = f"{path}.param_groups[{g}]"
+            self._note(Container(where, group, options, "item", place=place, excluded=("params",)))
+        names = {id(held.tensor): name for name, held in self.state.params.items()}
+        for param, entry in cast(Mapping[Any, dict[str, Any]], optimizer.state).items():
+            owner = names.get(id(param))
+            if owner is not None:
+                place = functools.partial(_state_place, self.state, known[0], owner, path)
+                self._note(Container(f"{path}.state[{owner!r}]", entry, dict(entry), "item", place=place))
+
+    def _note_class(self, kind: type[Any]) -> None:
+        self.found.kinds.setdefault(kind)
+        self._add(kind, kind.__name__)
+        for base in kind.__mro__:
+            if base not in (object, nn.Module, Optimizer) and id(base) not in self._seen:
+                self._seen[id(base)] = base
+                self._class(base, base.__name__)
+
+    def _class(self, kind: Any, path: str) -> None:
+        """Attributes of classes of the user's own, and their methods."""
+        if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
+            return
+        table: dict[str, Any] = {**vars(kind)}
+        held = {k: v for k, v in table.items() if not (k.startswith("__") and k.endswith("__"))}
+        for name, value in table.items():
+            function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+            if isinstance(function, types.FunctionType):
+                self._methods.append((name, function))
+        data = frozenset(k for k, v in held.items() if not _is_descriptor(v))
+        if data:
+            holder = Slots(kind)
+            before = {k: held[k] for k in data}
+            self._note(Container(path, holder, before, "class", data))
+
+
+def _group_place(optimizer: Optimizer, group: int, path: str, key: Any) -> Location:
+    return GroupLocation(f"{path}.param_groups[{group}][{key!r}]", None, key, optimizer=optimizer, group=group)
+
+
+def _state_place(state: StepState, number: int, owner: str, path: str, key: Any) -> Location:
+    return StateLocation(f"{path}.state[{owner!r}][{key!r}]", None, key, state=state, optimizer=number, owner=owner)
+
+
+def _owner_path(path: str) -> str:
+    return "self" if "." not in path else path.rpartition(".")[0]
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Names of globals that code reads or writes, that of nested functions included."""
+    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
+    nested = (_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(found).union(*nested)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """Names that code reads or writes, and texts that may name something, those of nested functions included."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names_of(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)
+    return found
+
+
+@functools.cache
+def is_own_code(file: str) -> bool:
+    """True for a file that belongs neither to torch, wholestep, the standard library nor an installed package."""
+    return bool(file) and is_users(file) and not file.startswith(_LIBRARIES) and "site-packages" not in file
+
+
+def is_of_python(file: str) -> bool:
+    """True for a file of the standard library."""
+    return file.startswith(_LIBRARIES) and "site-packages" not in file
+
+
+def _file_of(kind: type) -> str:
+    module = sys.modules.get(kind.__module__)
+    return getattr(module, "__file__", None) or ("__main__" if kind.__module__ == "__main__" else "")
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots: Any = vars(kind).get("__slots__", ())
+    names: tuple[str, ...] = (slots,) if isinstance(slots, str) else tuple(slots)
+    private = (f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names)
+    return tuple(n for n in private if n not in ("__dict__", "__weakref__"))
+
+
+def _is_descriptor(value: Any) -> bool:
+    return isinstance(value, type) or hasattr(cast(Any, type(value)), "__get__")
+
+
+def _opaque(value: Any) -> Callable[[], Any] | None:
+    """What tells whether something has changed that has no items to assign; None for anything else."""
+    whole: Any = value
+    if isinstance(value, (set, deque, bytearray)):
+        return whole.copy
+    if isinstance(value, np.ndarray):
+        return (lambda: _checksum(whole)) if whole.flags.writeable else (lambda: 0)
+    if isinstance(value, types.GeneratorType):
+        return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
+    if isinstance(value, random.Random):
+        return lambda: hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return lambda: repr(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return lambda: _drawn(value)
+    if isinstance(value, io.IOBase):
+        return lambda: value.tell() if not value.closed and value.seekable() else -1
+    if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
+        return lambda: _position(whole)
+    return None
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    """A checksum of an array's contents, without a copy where it is contiguous."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
+
+
+def _drawn(generator: torch.Generator) -> int:
+    """How far a generator has come; its state is a tensor, which is a fake one inside a trace."""
+    with _torch.unobserved():
+        return hash(generator.get_state().numpy().tobytes())
+
+
+def _position(iterator: Any) -> Any:
+    """How far an iterator of the standard library has come, as text without addresses of what it gives."""
+    try:
+        parts: tuple[Any, ...] = iterator.__reduce__()
+    except TypeError:
+        return 0
+    given = tuple(parts[1]) if len(parts) > 1 else ()
+    inner = [_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
+    rest = [p for p in (*parts[1:], *given) if isinstance(p, (int, float))]
+    return rest, inner, getattr(iterator, "__length_hint__", int)()

@@ -1,0 +1,97 @@
+"""`wholestep calibrate`: measure the job it runs in, and write the topology that fits."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import output_files
+
+if TYPE_CHECKING:
+    from wholestep.cost.calibrate import Error
+
+_MIB = 1 << 20
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("topology.json"),
+    name: Annotated[str, typer.Option("--name", help="What to call the machine.")] = "calibrated",
+    largest: Annotated[
+        float,
+        typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0),
+    ] = 0,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda where there is one.")] = "",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a collective may take.", min=1)] = 300,
+) -> None:
+    """Measure collectives by size, matrix products by shape and dtype, and copies; write the topology that fits.
+
+    Run it by the launcher of your jobs, on as many nodes as links are to be measured:
+    torchrun --nproc-per-node 8 -m wholestep calibrate. Alone it measures the device, and takes the links of the
+    loopback preset. `wholestep.Topology.load` reads the file.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from wholestep.errors import WholestepError
+    from wholestep.runtime.calibrate import sizes
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        typer.echo(f"wholestep calibrate: device {kind!r} is not there\n  needed: cpu, or cuda with a GPU", err=True)
+        raise typer.Exit(2)
+    if os.environ.get("RANK", "0") == "0":
+        output_files.check(out=out)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    here = f"cuda:{local}" if kind == "cuda" else kind
+    own = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    try:
+        if kind == "cuda":
+            torch.cuda.set_device(local)
+        if own:
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+        wanted = sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
+        write(here, wanted, name, out)
+    except (WholestepError, OSError) as error:
+        typer.echo(f"wholestep calibrate: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def write(device: str, wanted: object, name: str, out: Path) -> None:
+    """Measure, fit, write on the first rank and show how far the fit is. All ranks of the job call it."""
+    import torch.distributed as dist
+
+    from wholestep.cost.calibrate import fit
+    from wholestep.cost.topology import Topology
+    from wholestep.runtime.calibrate import Sizes, count, measure
+
+    assert isinstance(wanted, Sizes)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    console = Console(quiet=not first)
+    columns = TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not first) as progress:
+        task = progress.add_task("measure", total=count(wanted))
+        measured = measure(device, wanted, lambda what: progress.update(task, advance=1, description=what))
+    if not first:
+        return
+    found, errors = fit(name, measured, Topology.preset("loopback").levels)
+    found.save(out)
+    console.print(_table(errors))
+    console.print(f"{found}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(errors: "list[Error]") -> Table:
+    table = Table(title="error of the fit", title_justify="left")
+    for column in ("what", "measured", "median", "worst"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for one in errors:
+        table.add_row(one.what, str(one.count), f"{one.median:.1%}", f"{one.worst:.1%}")
+    return table

@@ -1,0 +1,68 @@
+"""`wholestep diff`: what rests elsewhere in another plan, and what that costs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .screen import Screen, staged
+from .target import built, from_function, machine_of, refuse, working
+
+if TYPE_CHECKING:
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+    from wholestep.graph.graph import TrainGraph
+    from wholestep.plan.plan import Plan
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, of `wholestep plan --json`.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="What both plan, file.py:function: costs are shown too."),
+    ] = None,
+    hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
+    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="With a model: a preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
+    ] = None,
+) -> None:
+    """Show what moves between two plans, and the bytes it makes on a rank; with their model, what each costs.
+
+    Costs are simulated: step time, what of it waits for communication, peak memory and bytes sent.
+    """
+    if target is not None and hf is not None:
+        refuse(f"both {target} and --hf {hf}: needed one of them")
+    if topology is not None and target is None and hf is None:
+        refuse("--topology without a model: needed MODEL or --hf, as times are those of a step")
+    from wholestep.plan.plan import Plan
+
+    with working() as shown:
+        plans = Plan.load(before), Plan.load(after)
+        text = str(plans[0].diff(plans[1]))
+        if target is not None or hf is not None:
+            with staged(shown, "model"):
+                found = from_function(target) if target is not None else built(hf or "", batch, seq, layers)
+            with staged(shown, "capture"):
+                import wholestep as ws
+
+                graph = ws.capture(found.step, *found.args, **found.kwargs)
+            text += "\n\n" + _costs(shown, graph, dict(zip((before, after), plans, strict=True)), machine_of(topology))
+    typer.echo(text)
+
+
+def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", machine: "Machine | Topology") -> str:
+    """A row for each plan: what a step of it costs."""
+    import wholestep as ws
+    from wholestep.auto.templates import batches
+    from wholestep.report.compare import PlanRow, costs, show
+
+    rows: list[PlanRow] = []
+    for path, plan in plans.items():
+        with staged(shown, f"simulate {path}"):
+            count = batches(plan.strategies, plan.mesh) if plan.strategies else 1
+            rows.append(PlanRow(str(path), count, costs(ws.partition(graph, plan), plan, machine)))
+    return show(rows, "plan")

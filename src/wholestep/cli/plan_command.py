@@ -1,0 +1,202 @@
+"""`wholestep plan`: where every tensor of a step would rest on a mesh, and why, without a process group or a device."""
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from wholestep.graph.gc_control import collector_paused
+
+from . import batch_search, output_files, planning
+from . import what_if_options as what_ifs
+from .constraint_options import wishes
+from .planning import Done, PlanRequest
+from .screen import Screen, staged
+from .target import RETURNS, Style, Target, check_given, check_mesh, from_function, machine_of, refuse, working
+
+if TYPE_CHECKING:
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.topology import Topology
+    from wholestep.plan.plan import Plan
+    from wholestep.report.what_if import WhatIf
+
+    from .hf import ModelSpec
+
+Semantics = StrEnum("Semantics", ["per_rank", "global"])
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
+_Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
+]
+
+_Batch = Annotated[
+    str | None, typer.Option(help="With --hf: sequences for each rank (1); with --auto several, 1,2,4, or auto.")
+]
+_Tp = Annotated[
+    list[str] | None,
+    typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan; auto."),
+]
+_Pin = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="With --auto: a layout, as embed.weight=tp:replicate or lm_head=tp:2; repeatable."),
+]
+_Whole = Annotated[
+    list[str] | None,
+    typer.Option("--whole", help="With --auto: axes that may not cut a module, as norm=dp,tp; repeatable."),
+]
+_Explain = Annotated[
+    list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
+]
+_Html = Annotated[
+    Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
+]
+_WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {what_ifs.FORMS}; repeatable.")]
+
+
+def plan(
+    target: _Model = None,
+    hf: Annotated[
+        str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
+    ] = None,
+    batch: _Batch = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="With --hf: of parameters and state (bfloat16).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="With --hf (adamw).")] = None,
+    mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
+    style: Annotated[
+        Style | None, typer.Option(help="Where the data-parallel axes keep parameters (fully_shard).")
+    ] = None,
+    semantics: Annotated[
+        Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
+    ] = Semantics.per_rank,
+    tp: _Tp = None,
+    tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
+    compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
+    memory: Annotated[str | None, typer.Option(help="With --auto: bytes a rank may take, as 80GiB.")] = None,
+    pin: _Pin = None,
+    whole: _Whole = None,
+    explain: _Explain = None,
+    show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
+    stop_after: Annotated[
+        str | None, typer.Option(help="With --program: print it after this pass (`wholestep passes` lists them).")
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="Predict for this machine: a preset, or a file of wholestep calibrate.")
+    ] = None,
+    html: _Html = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
+    ] = None,
+    what_if: _WhatIf = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
+    ] = None,
+) -> None:
+    """Plan a training step: capture it, decide where every tensor rests, print that as a table.
+
+    Nothing is trained, no weights are made and no rank is started.
+    """
+    sizes = batch_search.sizes(batch, auto)
+    given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
+    check_given(target, hf)
+    _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
+    timed = topology is None or bool(auto or compare or explain or html or trace or what_if)
+    _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
+    if stop_after and not show:
+        refuse("--stop-after without --program: nothing would be printed by it")
+    output_files.check(json=out, html=html, trace=trace)
+    with working() as shown:
+        check_mesh(mesh)
+        what_ifs.check(what_if or [], hf is not None)
+        machine, wanted = machine_of(topology), _wanted(hf, given)
+        found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
+        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
+        asked = PlanRequest(
+            found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show, stop_after
+        )
+        if compare:
+            done = planning.compared(shown, asked)
+        elif auto:
+            chooser = planning.chooser(shown, asked, memory, wishes(pin or [], whole or []))
+            done, wanted = planning.chosen(shown, asked, chooser, sizes, wanted)
+        else:
+            done = planning.planned(shown, asked, style or Style.fully_shard)
+    typer.echo(done.text)
+    cases: list[WhatIf] = []
+    with working() as shown:
+        output_files.written(out, lambda path: path.write_text(done.as_json), shown.note)
+        if what_if or html:
+            cases = what_ifs.rows(shown, what_if or [], _plan(done), done.graph, machine, done.target, wanted)
+    if what_if:
+        typer.echo(what_ifs.text(cases))
+    if html or trace:
+        with working() as shown:
+            _draw(shown, done, machine, html, trace, cases)
+
+
+def _draw(
+    shown: Screen, done: Done, machine: "Machine | Topology", html: Path | None, trace: Path | None,
+    cases: "list[WhatIf]",
+) -> None:  # fmt: skip
+    """Write the page and the trace; of the fastest, if several were compared."""
+    import wholestep as ws
+    from wholestep.report.page import program
+
+    made, rows = _plan(done), done.rows
+    with staged(shown, "simulate"):
+        local = program(made, done.graph, machine)
+    chosen = rows[0].name if rows else ""
+    page = partial(ws.report, model=done.target.name, alternatives=rows, chosen=chosen, what_if=cases)
+    output_files.written(html, lambda path: page(path, made, local, machine), shown.note)
+    output_files.written(trace, lambda path: ws.timeline(local, machine).save(path), shown.note)
+
+
+def _plan(done: Done) -> "Plan":
+    if done.plan is None:
+        refuse("--html, --trace and --what-if need a plan: no template has one")
+    return done.plan
+
+
+def _check_together(hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]) -> None:
+    """Refuse options that would have no effect."""
+    idle = [name for name, value in given.items() if value is not None]
+    if hf is None and idle:
+        refuse(f"--{idle[0]} without --hf: a function that returns the step decides that itself")
+    alone = [name for name, value in single.items() if value]
+    if compare and alone:
+        refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
+
+
+def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
+    """Refuse options that would have no effect, or two ways to choose."""
+    if auto and (compare or style):
+        refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
+    idle = [name for name, value in chosen_by.items() if value]
+    if idle and not auto:
+        refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
+    if not timed:
+        refuse("--topology without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
+
+
+def _target(shown: Screen, target: str | None, wanted: "ModelSpec | None") -> Target:
+    with staged(shown, "model") as said, collector_paused():
+        if wanted is None:
+            assert target is not None, "checked before"
+            return from_function(target)
+        from .hf import build
+
+        found = build(wanted)
+        count = sum(p.numel() for p in found.args[0].parameters())
+        said.append(f"{found.name}, {count:,} parameters")
+        return found
+
+
+def _wanted(hf: str | None, given: dict[str, Any]) -> "ModelSpec | None":
+    from .hf import ModelSpec
+
+    return ModelSpec(hf, **{k: getattr(v, "value", v) for k, v in given.items() if v is not None}) if hf else None

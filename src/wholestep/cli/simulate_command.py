@@ -1,0 +1,82 @@
+"""`wholestep simulate`: what a step would take on a machine that is not there, and what it would wait for."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import output_files
+from .screen import Screen, staged
+from .target import Style, Target, built, check_given, check_mesh, from_function, machine_of, working
+
+if TYPE_CHECKING:
+    from wholestep.cost.machine import Machine
+    from wholestep.cost.timeline import Timeline
+    from wholestep.cost.topology import Topology
+
+
+def simulate(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`."),
+    ] = None,
+    hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
+    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    mesh: Annotated[
+        str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
+    ] = "dp=8",
+    style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = Style.fully_shard,
+    topology: Annotated[
+        str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
+    ] = "dgx-h100",
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
+) -> None:
+    """Simulate a training step: capture, plan, schedule it for a machine, and show where its time and memory go.
+
+    Nothing is trained, no weights are made, no rank is started and no GPU is needed.
+    """
+    check_given(target, hf)
+    output_files.check(trace=trace, json=out)
+    with working() as shown:
+        check_mesh(mesh)
+        machine = machine_of(topology)
+        with staged(shown, "model"):
+            found = from_function(target) if target is not None else built(hf or "", batch, seq, layers)
+        made = _simulated(shown, found, mesh, style, machine)
+    typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
+    figures = json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n"
+    with working() as shown:
+        output_files.written(trace, made.save, shown.note)
+        output_files.written(out, lambda path: path.write_text(figures), shown.note)
+
+
+def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "Machine | Topology") -> "Timeline":
+    import wholestep as ws
+    from wholestep.report.page import program
+
+    kind: Any = style.value
+    others = tuple(name for name in ws.Mesh(mesh).names if name != "tp")
+    strategies: list[Any] = [ws.DataParallel(kind, axis=others)] if others else []
+    if "tp" in ws.Mesh(mesh).names:
+        strategies.append(ws.TensorParallel.of(found.models()[0], axis="tp"))
+    with staged(shown, "capture"):
+        graph = ws.capture(found.step, *found.args, **found.kwargs)
+    with staged(shown, "plan"):
+        planned = ws.plan(graph, mesh, strategies, hardware=machine)
+    with staged(shown, "schedule"):
+        local = program(planned, graph, machine)
+    with staged(shown, "simulate"):
+        return ws.timeline(local, machine)
+
+
+def _figures(found: Target, mesh: str, machine: "Machine | Topology", made: "Timeline") -> dict[str, Any]:
+    took = made.simulated
+    return {
+        "model": found.name, "mesh": mesh, "machine": str(machine), "step_us": took.step_us,
+        "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
+        "rest_bytes": made.peak.rest_bytes, "busy_us": {name: made.busy_us(name) for name in made.streams},
+    }  # fmt: skip

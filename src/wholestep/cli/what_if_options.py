@@ -1,0 +1,83 @@
+"""`wholestep plan --what-if`: which cases are asked for, and the steps that they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .screen import Screen, staged
+from .target import Target, check_mesh, machine_of, refuse
+
+if TYPE_CHECKING:
+    from wholestep.cost.speeds import Speeds
+    from wholestep.graph.graph import TrainGraph
+    from wholestep.plan.plan import Plan
+    from wholestep.report.what_if import WhatIf, WhatIfCase
+
+    from .hf import ModelSpec
+
+FORMS = "mesh=AXES, topology=NAME, or with --hf batch=N or seq=N"
+
+
+def check(asked: list[str], hf: bool) -> None:
+    """Refuse what cannot be asked, before anything long is done for it."""
+    for text in asked:
+        kind, equals, value = text.partition("=")
+        if not equals or kind not in ("mesh", "topology", "batch", "seq"):
+            refuse(f"--what-if {text}: needed {FORMS}")
+        if kind in ("batch", "seq"):
+            if not hf:
+                refuse(f"--what-if {text} without --hf: a function that returns the step decides that itself")
+            if not value.isdigit() or int(value) < 1:
+                refuse(f"--what-if {text}: needed a number of at least 1")
+        elif kind == "mesh":
+            check_mesh(value)
+        else:
+            machine_of(value)
+
+
+def rows(
+    shown: Screen,
+    asked: list[str],
+    plan: Plan,
+    graph: TrainGraph,
+    machine: Speeds,
+    found: Target,
+    wanted: ModelSpec | None,
+) -> list[WhatIf]:
+    """The plan and each case that was asked for; twice and half the ranks if none was."""
+    from wholestep.report.what_if import other_sizes, what_if
+
+    cases = [_case(shown, text, found, wanted) for text in asked] or other_sizes(plan.mesh)
+    with staged(shown, "what if"):
+        return what_if(plan, graph, machine, cases)
+
+
+def text(found: list[WhatIf]) -> str:
+    """The rows as a table, below what is there."""
+    from wholestep.report.what_if import show
+
+    return f"\n{show(found)}"
+
+
+def _case(shown: Screen, text: str, found: Target, wanted: ModelSpec | None) -> WhatIfCase:
+    import wholestep as ws
+    from wholestep.report.what_if import WhatIfCase
+
+    from .hf import build
+
+    kind, _, value = text.partition("=")
+    if kind == "mesh":
+        return WhatIfCase(text, mesh=ws.Mesh(value))
+    if kind == "topology":
+        return WhatIfCase(text, machine=machine_of(value))
+    assert wanted is not None, "checked before anything was made"
+    with staged(shown, f"capture {text}"):
+        changed = replace(wanted, batch=int(value)) if kind == "batch" else replace(wanted, seq=int(value))
+        other = build(changed)
+        graph = ws.capture(other.step, *other.args, **other.kwargs)
+    return WhatIfCase(text, graph=graph, batch_parts=_tokens(other) / _tokens(found))
+
+
+def _tokens(found: Target) -> int:
+    return found.args[2]["tokens"].numel()

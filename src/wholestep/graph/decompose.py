@@ -1,0 +1,139 @@
+"""Writes an op out in smaller ones that can be cut where the op itself cannot: a mean becomes a sum and a division.
+
+Planning asks for it where an op would need its operands whole. The values are those of the op up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from . import meta, unmerge_matmul
+from .decompositions import EXPANSIONS
+from .graph import TrainGraph, copy_node, node_at
+from .verify import check_train_graph
+
+ROUNDS = 4
+
+
+def can_expand(node: Node) -> bool:
+    """True when there are smaller ops for what `node` calls, with these arguments."""
+    return _smaller(node) is not None
+
+
+def expandable(nodes: Iterable[Node]) -> list[Node]:
+    """Those of `nodes` for which there are smaller ops, with their arguments, and products whose dims they merge."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        found |= {node: None} if can_expand(node) else dict.fromkeys(unmerge_matmul.products_of(node))
+    return list(found)
+
+
+def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
+    """`graph` with the nodes called `names` written out; those that an expansion makes may be named too."""
+    for _ in range(ROUNDS):
+        if not any(node.name in names for node in graph.graph.nodes):
+            break
+        graph = _expand_once(graph, names)
+    return graph
+
+
+def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
+    new, at, merged = Graph(), dict[Node, Any](), dict[Node, Node]()
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            new.output(map_arg(node.args[0], at.__getitem__))
+        elif node.name in names and unmerge_matmul.factors(node) is not None:
+            whole, at[node] = unmerge_matmul.write(node, new, at)
+            merged[node] = whole
+        elif (given := _first(node)) in merged and unmerge_matmul.undoes(node, merged[given]):
+            at[node] = merged[given]
+        elif node.name in names and (body := _smaller(node)) is not None:
+            at[node] = _inline(node, body, new, at)
+        elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
+            at[node] = at[node_at(node, 0)][cast(int, node.args[1])]
+        else:
+            at[node] = copy_node(node, new, at.__getitem__)
+    if merged:
+        new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    known = {n.name for n in new.nodes}
+    losses = tuple(name if name in known else _last(new, name) for name in graph.losses)
+    made = replace(graph, graph=new, losses=tuple(filter(None, losses)))
+    check_train_graph(made)
+    return made
+
+
+def _first(node: Node) -> Node:
+    """The node that `node` reads first, or itself."""
+    given = node.args[0] if node.args else None
+    return given if isinstance(given, Node) else node
+
+
+def _last(graph: Graph, name: str) -> str:
+    """The last node that came from the one called `name`."""
+    found = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
+    return found[-1] if found else ""
+
+
+def _fake(value: Any, mode: Any) -> Any:
+    found = meta.tensor(value)
+    assert found is not None, f"%{value.name} is one tensor"
+    with mode:
+        return torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device=found.device)
+
+
+def _smaller(node: Node) -> Graph | None:
+    """The traced smaller ops of `node`; None when its expansion does not cover these arguments."""
+    make = EXPANSIONS.get(node.target)
+    if make is None:
+        return None
+    given: list[Node] = []
+    map_arg((node.args, node.kwargs), given.append)
+    if any(found is not None and not found.numel for found in map(meta.tensor, given)):
+        return None  # there is nothing to cut, and no largest of no elements
+    mode = _torch.fake_mode()
+    fakes = [_fake(n, mode) for n in given]
+
+    def run(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _: cast(Any, next(rest)))
+        out: Any = make(*args, **kwargs)
+        return cast(tuple[Any, ...], out) if isinstance(out, tuple) else (out,)
+
+    try:
+        with mode, torch.no_grad():
+            return _torch.trace_plain(run, fakes)
+    except NotImplementedError:
+        return None
+
+
+def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
+    """Copy `body` in place of `node`; what `node` made, as one node or a tuple of them."""
+    given: list[Node] = []
+    map_arg((node.args, node.kwargs), given.append)
+    inner: dict[Node, Any] = {}
+    feed = iter(given)
+    for part in body.nodes:
+        if part.op == "placeholder":
+            inner[part] = at[next(feed)]
+        elif part.op == "output":
+            made = [inner[p] if isinstance(p, Node) else p for p in cast(Sequence[Any], part.args[0])]
+            return made[0] if len(made) == 1 and not _many(node) else tuple(made)
+        else:
+            args, kwargs = map_arg((part.args, part.kwargs), inner.__getitem__)
+            copied = new.create_node("call_function", part.target, args, kwargs, name=f"{node.name}__{part.name}")
+            meta.copy(part, copied)
+            meta.copy_origin(node, copied)
+            inner[part] = copied
+    raise AssertionError("a traced graph ends in an output")
+
+
+def _many(node: Node) -> bool:
+    return isinstance(meta.value(node), (tuple, list))

@@ -1,0 +1,199 @@
+"""Moves what waits for the last reductions of a step into the next call, where it runs before its results are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch.fx import Graph, Node
+
+from ..graph import meta
+from ..graph.graph import Input, LocalGraph, Output, Role, operands
+from ..graph.verify import is_collective, is_wait
+from ..layout import replicated
+from ..rules.registry import is_random
+from .bucket import REDUCE, SCATTER
+from .overlap import parts
+
+_LASTING = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.CONST})
+
+
+@dataclass(frozen=True)
+class CrossStep:
+    """Leaves the end of a step to the next call: reductions that are in flight then are waited for there.
+
+    Takes a functional program whose collectives are merged, and splits it at its reductions of gradients. Everything
+    that follows from such a reduction moves, unless the forward, the backward, a result or a gradient that is kept
+    needs it. A program in which nothing moves is left as it is.
+
+    It makes three programs, in all of which parameters are updated one call late. The result runs in all calls but the
+    first. `across` has `first`, for a call that finds nothing carried, and `flush`, which completes the last call when
+    no call follows. Each takes the inputs of the whole step, then what was carried; `flush` those inputs only that
+    outlast a call. One call of `first` or of the result and then `flush` compute what `local` does, with the same
+    operations on the same numbers.
+
+    Raises:
+        GraphError: optimizers over lists were not split by bucket before, or the graph updates in place already.
+    """
+
+    must_follow: ClassVar[tuple[str, ...]] = ("SplitOptimizer",)
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The steady program with the others beside it."""
+        work = _Work(local)
+        return work.split() if work.late else local
+
+
+@dataclass
+class _Work:
+    """`late`: what moves. `body`: what stays; what lasts can be in both."""
+
+    local: LocalGraph
+    late: set[Node] = field(default_factory=set[Node])
+    body: set[Node] = field(default_factory=set[Node])
+
+    def __post_init__(self) -> None:
+        self.calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
+        self.given = {node: given for given, node in self.local.placeholders()}
+        self.roles = {given.name: given.role for given in self.given.values()}
+        self.results = self.local.results()
+        self.moving, main = parts(self.local)
+        followers = {c: _followers(c) for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.moving}
+        fixed = main | {node for out, node in self.results if not self._may_move(out)}
+        movable = [c for c, after in followers.items() if after and not after & fixed]
+        self.late = set[Node]().union(*(followers[c] for c in movable))
+        self.carried = [c for c in movable if c not in self.late]
+        self._join_lasting()
+
+    def _may_move(self, out: Output) -> bool:
+        """True for parameters and optimizer state that exist, which nothing reads until the next call."""
+        return out.kind == "update" and self.roles.get(out.target) in (Role.PARAM, Role.STATE)
+
+    def _join_lasting(self) -> None:
+        """What `late` needs and can compute later from what lasts moves along; the body computes its own."""
+        lasting = _needed_by([n for node in self.late for n in operands(node)], self._lasts)
+        moves = self.late | lasting
+        kept = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
+        self.body = _needed_by([*self.carried, *kept, *self._crossing(moves)])
+        self.updated = {out.target: node for out, node in self.results if out.kind == "update" and node in self.body}
+        stale = {node for node, given in self.given.items() if given.name in self.updated}
+        for node in self.calls:
+            if any(n in stale for n in operands(node)):
+                stale.add(node)
+        self.late |= {n for n in lasting if n not in self.body or n not in stale}
+
+    def _lasts(self, node: Node) -> bool:
+        apart = node in self.late or node in self.moving
+        return not (apart or is_collective(node) or is_wait(node) or is_random(node))
+
+    def _crossing(self, late: set[Node]) -> list[Node]:
+        """What `late` reads and does not compute, each once."""
+        return list(dict.fromkeys(n for node in self.calls if node in late for n in operands(node) if n not in late))
+
+    def _sources(self) -> tuple[list[Node], dict[Node, Node]]:
+        """What has to be carried of that; and what the next call finds in an input, with that input."""
+        inputs = {given.name: node for node, given in self.given.items()}
+        at_hand = {node: inputs[name] for name, node in self.updated.items() if name in inputs}
+        at_hand |= {
+            n: n for n, given in self.given.items() if given.role in _LASTING and given.name not in self.updated
+        }
+        crossing = self._crossing(self.late)
+        return [n for n in crossing if n not in at_hand], {n: at_hand[n] for n in crossing if n in at_hand}
+
+    def split(self) -> LocalGraph:
+        """The three programs."""
+        sources, at_hand = self._sources()
+        carries = [self._carry(number, node) for number, node in enumerate(sources)]
+        mine = [(out, n) for out, n in self.results if n in self.late and out.target not in self.updated]
+        others = [(out, n) for out, n in self.results if (out, n) not in mine]
+        others += [(Output("carry", given.name), n) for given, n in zip(carries, sources, strict=True)]
+        first, steady, flush = (_Writer(self.local) for _ in range(3))
+
+        made = first.run(self.calls, self.body, first.take(self.given))
+        programs = [first.end([(out, made.get(n, n)) for out, n in others])]
+
+        given = steady.take(self.given)
+        came = steady.take_carried(carries, sources)
+        late = steady.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **came})
+        new = [(out, late[n]) for out, n in mine]
+        newest = {out.target: n for out, n in new}
+        made = steady.run(self.calls, self.body, {n: newest.get(self.given[n].name, at) for n, at in given.items()})
+        programs.append(steady.end([*[(out, made.get(n, n)) for out, n in others], *new]))
+
+        given = flush.take({n: i for n, i in self.given.items() if i.role in _LASTING})
+        came = flush.take_carried(carries, sources)
+        late = flush.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **came})
+        programs.append(flush.end([(out, late[n]) for out, n in mine]))
+        made, steady, ended = programs
+        return replace(steady, across=(made, ended))
+
+    def _carry(self, number: int, node: Node) -> Input:
+        """The next call's input for what `node` makes."""
+        made = meta.tensor(node)
+        assert made is not None, f"%{node.name} is one tensor"
+        axis = str(node.args[-1]) if is_collective(node) else ""
+        key = str(node.args[1]) if node.target is SCATTER else ""
+        return Input(f"carried/{number}", Role.CARRY, made, owner=axis, key=key)
+
+
+class _Writer:
+    """Copies parts of a program into a new one."""
+
+    def __init__(self, local: LocalGraph) -> None:
+        self.local, self.graph = local, Graph()
+        self.layouts = dict(zip((i.name for i in local.inputs), local.layouts, strict=True))
+        self.inputs = list[Input]()
+
+    def take(self, given: dict[Node, Input]) -> dict[Node, Node]:
+        """Placeholders for inputs of the program."""
+        self.inputs += given.values()
+        return {node: self.graph.node_copy(node) for node in given}
+
+    def take_carried(self, carries: Sequence[Input], sources: Sequence[Node]) -> dict[Node, Node]:
+        """Placeholders for what the call before left behind."""
+        made = dict[Node, Node]()
+        for given, node in zip(carries, sources, strict=True):
+            made[node] = self.graph.placeholder(given.name.replace("/", "_"))
+            meta.copy(node, made[node])
+            self.inputs.append(given)
+            self.layouts[given.name] = replicated(len(given.meta.shape))
+        return made
+
+    def run(self, calls: Sequence[Node], part: set[Node], env: dict[Node, Node]) -> dict[Node, Node]:
+        """Copies of those of `calls` that are in `part`, in their order."""
+        env = dict(env)
+        for node in calls:
+            if node in part:
+                env[node] = self.graph.node_copy(node, env.__getitem__)
+        return env
+
+    def end(self, results: Sequence[tuple[Output, Any]]) -> LocalGraph:
+        """The program with these outputs."""
+        self.graph.output(tuple(node for _, node in results))
+        layouts = tuple(self.layouts[i.name] for i in self.inputs)
+        outputs = tuple(out for out, _ in results)
+        return replace(self.local, graph=self.graph, inputs=tuple(self.inputs), outputs=outputs, layouts=layouts)
+
+
+def _followers(node: Node) -> set[Node]:
+    """All that follows from `node`."""
+    found, todo = set[Node](), [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "call_function" and user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def _needed_by(nodes: Iterable[Node], where: Callable[[Node], bool] = bool) -> set[Node]:
+    """Those of `nodes` that are computed, and all that they need, as far as that holds `where`."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in found and where(node):
+            found.add(node)
+            todo += operands(node)
+    return found

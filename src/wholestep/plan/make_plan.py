@@ -1,0 +1,201 @@
+"""The planning stage: a graph, a mesh and a strategy -> Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from ..cost.presets import one_host
+from ..cost.speeds import Speeds
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.decompose import ROUNDS, expand, expandable
+from ..graph.gc_control import collector_paused
+from ..graph.graph import Role, TrainGraph
+from ..layout import Layout, replicated
+from ..mesh import Mesh
+from .data_parallel import DataParallel
+from .optimal.tensor import solved
+from .plan import Decision, Options, Plan
+from .propagate import propagate, would_gather
+from .propagation_inputs import PropagationInputs, own_buffers, varying
+from .semantics import differences
+from .strategy import Chooser, Resting, Strategies, Strategy, compose
+
+
+@collector_paused()
+def plan(
+    graph: TrainGraph,
+    mesh: Mesh | str,
+    parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
+    placed: Mapping[str, Layout] | None = None,
+    hardware: Speeds | None = None,
+) -> Plan:
+    """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+
+    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
+    chooses; on a mesh `"auto=N"` it chooses the axes too.
+
+    `placed` names inputs that rest somewhere already (another step put them there): they stay. Where layouts follow
+    from what resharding takes, that is counted on `hardware`; by default on one host with as many ranks as it takes.
+    `Auto` names its hardware itself.
+
+    Example:
+        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
+
+    Example:
+        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
+        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
+
+    Raises:
+        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(parallel, Chooser):
+        return parallel.choose(graph, mesh, placed)
+    hardware = hardware or one_host()
+    strategies = compose(parallel)
+    axes, options = strategies.axes(mesh), strategies.options
+    strategies = solved(strategies, graph, mesh, placed)
+    cut = options.axes(mesh) if strategies.data else ()
+    per_rank = frozenset(cut if options.semantics == "per_rank" else ())
+    _check_batch_dim(graph, options)
+    resting, rest = _placed(graph, mesh, strategies, placed)
+    homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
+    op = "avg" if options.reduce == "mean" else "sum"
+    start = PropagationInputs(
+        graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut), hardware=hardware
+    )
+    decisions, expanded = _propagate(start, strategies)
+    precision = graph.mixed_precision
+    keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
+    reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.gathered_again)
+    notes = differences(graph) if per_rank else ()
+    created = _created(graph, rest, homes)
+    deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
+    nodes = {i.name: node.name for i, node in graph.placeholders()}
+    made = Plan(
+        mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
+        nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
+    )  # fmt: skip
+    made.check(graph)
+    return made
+
+
+def bytes_at_rest(
+    graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
+) -> int:
+    """What a plan would have the first rank hold between calls, of all inputs but the batch; nothing is planned.
+
+    Raises:
+        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """
+    parallel.axes(mesh)
+    _, rest = _placed(graph, mesh, parallel, placed)
+    first = mesh.coordinate(0)
+    held = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
+    return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in held)
+
+
+def _placed(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None
+) -> tuple[dict[str, Resting], dict[str, Layout]]:
+    """Where parameters and their state rest, and every input."""
+    params = [i for i in graph.inputs if i.role is Role.PARAM]
+    base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
+    resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
+    cut = strategies.options.axes(mesh) if strategies.data else ()
+    return resting, _rest(graph, mesh, strategies, resting, cut)
+
+
+def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    """Decisions, and the ops written out on the way: those that would need an operand whole that is cut."""
+    expanded = list(strategies.pins(start.graph, start.mesh).expanded)
+    start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
+    for _ in range(ROUNDS):
+        start = replace(start, pins=strategies.pins(start.graph, start.mesh))
+        decisions = propagate(start, scout=True)
+        more = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.ways]
+        if not more:
+            break
+        expanded += [n.name for n in more]
+        start = replace(start, graph=expand(start.graph, {n.name for n in more}))
+    else:
+        start = replace(start, pins=strategies.pins(start.graph, start.mesh))
+        decisions = propagate(start)
+    strategies.check(start.graph, start.mesh, decisions)
+    return decisions, tuple(expanded)
+
+
+def _rest(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, resting: Mapping[str, Resting], cut: tuple[str, ...]
+) -> dict[str, Layout]:
+    """Where every input rests; batches are cut as the strategies say, and each rank along `cut` may have its own."""
+    per_rank = strategies.options.semantics == "per_rank"
+    own = own_buffers(graph) if per_rank else frozenset[str]()
+    shapes = {i.name: i.meta.shape for i in graph.inputs}
+    rest: dict[str, Layout] = {}
+    for given in graph.inputs:
+        ndim = len(given.meta.shape)
+        layout = replicated(ndim)
+        if given.role is Role.PARAM:
+            layout = resting[given.name].param
+        elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
+            layout = resting[given.owner].state
+        elif given.role is Role.BATCH:
+            parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
+            layout = replace(
+                varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
+            )
+        elif given.name in own:
+            layout = varying(given, cut, mesh)
+        rest[given.name] = _without_single(layout, mesh)
+    return rest
+
+
+def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
+    """The style's choice, but for what is placed already; state that is not follows its parameter."""
+    shapes = {i.name: i.meta.shape for i in graph.inputs}
+    alike = [i for i in graph.inputs if i.role is Role.STATE and i.meta.shape == shapes[i.owner]]
+    states = {i.owner: placed[i.name] for i in alike if i.name in placed}
+    out = dict(chosen)
+    for name, resting in chosen.items():
+        param = placed.get(name, resting.param)
+        out[name] = Resting(param, states.get(name, resting.state if param == resting.param else param))
+    return out
+
+
+def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout]) -> dict[str, Layout]:
+    """State and gradients that the step makes rest as the state of their parameter would, where they have its shape."""
+    shapes = {i.name: i.meta.shape for i in graph.inputs}
+    out: dict[str, Layout] = {}
+    for output, node in graph.results():
+        made = meta.tensor(node)
+        if output.kind == "update" and output.target not in rest and made is not None:
+            owner = output.target.rpartition("/")[0]
+            out[output.target] = homes[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+    return out
+
+
+def _without_single(layout: Layout, mesh: Mesh) -> Layout:
+    """Axes of one rank cut nothing."""
+    return Layout(
+        tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies
+    )
+
+
+def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
+    wanted = parallel.input_batch_dim
+    if not isinstance(wanted, int):
+        return
+    batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
+    short = [i for i in batch if not -len(i.meta.shape) <= wanted < len(i.meta.shape)]
+    if short and len(short) == len(batch):
+        shape = list(short[0].meta.shape)
+        raise PlanError(
+            f"input_batch_dim={wanted} is out of range for {short[0].name!r} of shape {shape}",
+            f"a dim from 0 to {len(short[0].meta.shape) - 1}",
+            "correct input_batch_dim",
+        )

@@ -1,0 +1,132 @@
+"""What a tensor-parallel style says about one module: how its parameters are cut, how it reads and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from ..errors import PlanError
+from ..layout import REPLICATED, AxisState
+
+Wanted = tuple[AxisState | None, ...]
+
+
+@dataclass(frozen=True)
+class ModuleStyle:
+    """`cut`: `col` by what a module gives, `row` by what it reads, `experts` by dim 0, or not at all.
+
+    `reads` and `gives` are the layouts of its inputs and outputs along the axis, in order; None leaves one open. Dims
+    may be negative.
+    """
+
+    name: str
+    cut: str = ""
+    reads: Wanted = ()
+    gives: Wanted = ()
+
+
+_R: Wanted = (REPLICATED,)
+_NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "local",
+            "moe_identity_expert", "ep_router")  # fmt: skip
+NAMES: dict[str, ModuleStyle] = {
+    style.name: style
+    for style in (
+        ModuleStyle("colwise", "col", reads=_R),
+        ModuleStyle("colwise_rep", "col", reads=_R, gives=_R),
+        ModuleStyle("colwise_gather_output", "col", reads=_R, gives=_R),
+        ModuleStyle("local_colwise", "col"),
+        ModuleStyle("packed_colwise", "col"),
+        ModuleStyle("local_packed_colwise", "col"),
+        ModuleStyle("embedding_colwise", "col"),
+        ModuleStyle("rowwise", "row", gives=_R),
+        ModuleStyle("rowwise_rep", "row", gives=_R),
+        ModuleStyle("rowwise_split_input", "row", gives=_R),
+        ModuleStyle("local_rowwise", "row"),
+        ModuleStyle("packed_rowwise", "row"),
+        ModuleStyle("local_packed_rowwise", "row"),
+        ModuleStyle("embedding_rowwise", "row", gives=_R),
+        ModuleStyle("grouped_gemm", "experts"),
+        ModuleStyle("ep_dispatch_experts", gives=_R),
+        ModuleStyle("moe_tp_experts", gives=_R),
+        ModuleStyle("all_reduce", gives=_R),
+        ModuleStyle("gather", gives=_R),
+        *(ModuleStyle(name) for name in _NOTHING),
+    )
+}
+
+
+def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:
+    """The style that `given` names, or holds: one of torch's `ParallelStyle`s.
+
+    Raises:
+        PlanError: it is neither, or asks for a layout that has no meaning here.
+    """
+    if isinstance(given, ModuleStyle):
+        return given
+    if isinstance(given, str):
+        if given in ("sequence", "sequence_parallel"):
+            cut = (AxisState("S", sequence_dim),)
+            return ModuleStyle(given, reads=cut, gives=cut)
+        if given in NAMES:
+            return NAMES[given]
+        raise PlanError(
+            f"the style {given!r} of {pattern!r} is unknown",
+            "one of " + ", ".join(sorted([*NAMES, "sequence"])),
+            "correct the name, or leave the module out: what is not named follows from the rest",
+        )
+    if isinstance(given, ColwiseParallel):
+        gives = _states(given.output_layouts, pattern)
+        return ModuleStyle("ColwiseParallel", "col", _R, () if gives == (AxisState("S", -1),) else gives)
+    if isinstance(given, RowwiseParallel):
+        return ModuleStyle("RowwiseParallel", "row", gives=_states(given.output_layouts, pattern))
+    if isinstance(given, SequenceParallel):
+        cut = _states(given.sequence_sharding, pattern)
+        return ModuleStyle("SequenceParallel", reads=cut, gives=cut)
+    if isinstance(given, PrepareModuleInputOutput):
+        into, out = given.prepare_module_input, given.prepare_module_output
+        return ModuleStyle("PrepareModuleInputOutput", reads=_inputs(into, pattern), gives=_outputs(out, pattern))
+    if isinstance(given, PrepareModuleInput):
+        return ModuleStyle("PrepareModuleInput", reads=_inputs(given, pattern))
+    if isinstance(given, PrepareModuleOutput):
+        return ModuleStyle("PrepareModuleOutput", gives=_outputs(given, pattern))
+    kind = type(given).__name__
+    raise PlanError(
+        f"{kind} for {pattern!r}",
+        "colwise, rowwise or sequence, or ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, "
+        "PrepareModuleOutput or PrepareModuleInputOutput of torch.distributed.tensor.parallel",
+        "write what this style does in terms of those" if isinstance(given, ParallelStyle) else "give one of them",
+    )
+
+
+def _inputs(given: PrepareModuleInput, pattern: str) -> Wanted:
+    return _states([*(given.desired_input_layouts or ()), *given.desired_input_kwarg_layouts.values()], pattern)
+
+
+def _outputs(given: PrepareModuleOutput, pattern: str) -> Wanted:
+    return _states(given.desired_output_layouts, pattern)
+
+
+def _states(placements: Sequence[Any], pattern: str) -> Wanted:
+    return tuple(_state(p, pattern) for p in placements)
+
+
+def _state(placement: object, pattern: str) -> AxisState | None:
+    if placement is None or isinstance(placement, Partial):
+        return None  # a partial value is reduced where it must be
+    if isinstance(placement, Replicate):
+        return REPLICATED
+    if isinstance(placement, Shard):
+        return AxisState("S", cast(int, placement.dim))
+    raise PlanError(f"{placement} for {pattern!r}", "Shard(dim) or Replicate()", "correct the layout")

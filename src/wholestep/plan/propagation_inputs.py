@@ -1,0 +1,99 @@
+"""What propagation starts from, and which nodes of a step move: those that depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from .. import _torch
+from ..cost.presets import one_host
+from ..cost.speeds import Speeds
+from ..graph import meta
+from ..graph.graph import Input, Role, TrainGraph
+from ..graph.ops import CHEAP, GRAD_READY, PRODUCTS, is_pointwise
+from ..layout import Layout
+from ..mesh import Mesh
+from ..rules.registry import is_random
+from .strategy import Pins
+
+
+@dataclass(frozen=True)
+class PropagationInputs:
+    """What propagation starts from.
+
+    `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
+    the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes layouts of results and
+    operands along some axes. Resharding costs what it takes on `hardware`.
+    """
+
+    graph: TrainGraph
+    mesh: Mesh
+    axes: tuple[str, ...]
+    rest: Mapping[str, Layout]
+    homes: Mapping[str, Layout]
+    reduce_op: str
+    scatter: bool = False
+    per_rank: frozenset[str] = frozenset()
+    storage: frozenset[str] = frozenset()
+    pins: Pins = field(default_factory=Pins)
+    hardware: Speeds = field(default_factory=one_host)
+
+
+def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
+    """Nodes that depend on the batch, on inputs `besides` it or on chance, gradients only until they are complete."""
+    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH or given.name in besides}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.target is GRAD_READY:
+            continue
+        if any(n in found for n in node.all_input_nodes) or is_random(node):
+            found.add(node)
+    return frozenset(found)
+
+
+def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
+    """Products of matrices of less than 32 bits in an update, and what they follow from that adds up as coarsely.
+
+    Each rounds by as much as the order of its sums changes it, and iterations of them (Newton-Schulz, in Muon) do not
+    contract: computed on pieces, the update differs from one device's by far more than the gradients do.
+    """
+    found, seen = set[Node](), set[Node]()
+    todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
+    while todo:
+        node = todo.pop()
+        if node in seen or node in moves or node.target is GRAD_READY or node.op != "call_function":
+            continue
+        seen.add(node)
+        if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):
+            found.add(node)
+        todo += [n for n in node.all_input_nodes if _is_coarse(n)]
+    beside = [n for n in seen - found if any(u in found for given in n.all_input_nodes for u in given.users)]
+    return frozenset(found.union(beside))  # what reads the same: it is gathered once
+
+
+def _is_coarse(node: Node) -> bool:
+    return any(m is not None and m.dtype in (torch.bfloat16, torch.float16) for m in meta.tensors(node))
+
+
+def own_buffers(graph: TrainGraph) -> frozenset[str]:
+    """Buffers that come to differ between ranks with batches of their own: those given what moves.
+
+    A count of steps, the scale of a GradScaler and an average of parameters stay the same everywhere.
+    """
+    buffers = {i.name for i in graph.inputs if i.role is Role.BUFFER}
+    changed = [(o.target, node) for o, node in graph.results() if o.kind == "update" and o.target in buffers]
+    found = frozenset[str]()
+    while changed:
+        moves = moving(graph, found)
+        more = frozenset(name for name, node in changed if node in moves)
+        if more == found:
+            break
+        found = more
+    return found
+
+
+def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
+    """Each rank along `axes` has its own value."""
+    return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))
