@@ -20,9 +20,9 @@ from benchmarks.peers import machine, models
 from benchmarks.peers.sizes import CONFIGS
 from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
+from wholestep.distributed.launch import join
 from wholestep.passes.schedule import Schedule
-from wholestep.runtime.launch import join
-from wholestep.runtime.measure import measure
+from wholestep.profiling.measure_compute import measure_hardware
 from wholestep.runtime.step import CompiledStep
 
 from .results import Scene, Style, Turn
@@ -73,12 +73,12 @@ def main(size: str, rate: str, out: str, turns: int, steps: int, names: list[str
         known = scheduled(name, trained[0].step.schedule if trained else None)  # measured once, for all
         trained.append(_built(name, size, known, x, y))
     place = join(None, "cpu")
-    moments = [measure(place)]
+    moments = [measure_hardware(place)]
     for turn in range(turns):
         for number in range(len(trained)):  # another one is first in each
             one = trained[(turn + number) % len(trained)]
             one.measured.append(_turn(one, x, y, steps))
-        moments.append(measure(place))  # what neighbours leave changes within seconds
+        moments.append(measure_hardware(place))  # what neighbours leave changes within seconds
     styles = tuple(_looked_at(one, moments, x, y) for one in trained)
     if rank == 0:
         Path(out).write_text(Scene(size, rate, world, styles).to_json())

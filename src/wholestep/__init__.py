@@ -4,6 +4,7 @@ from . import collectives
 from .auto.auto import Auto
 from .capture import CaptureOptions
 from .capture.callback import callback
+from .checkpoint.checkpoint import Checkpoint, load, save
 from .compile import capture, compile
 from .cost.machine import Machine
 from .cost.memory import Held, PeakMemory, memory_curve, peak_memory
@@ -43,9 +44,8 @@ from .precision import MixedPrecision
 from .report.page import report
 from .rules.registry import rule
 from .rules.testing.check import CheckResult, check_rule
-from .runtime.checkpoint import Checkpoint, load, save
 from .runtime.step import CompiledStep
-from .runtime.whole import whole
+from .runtime.whole_tensors import whole
 
 __version__ = "0.1.0"
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .auto.auto import Auto
+from .cache.step_cache import folder_of
 from .capture.capture import capture_step
 from .capture.capture_options import CaptureOptions
 from .cost.size import bytes_of
@@ -23,9 +24,8 @@ from .passes.schedule import Schedule
 from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
 from .precision import MixedPrecision
-from .runtime.cached import folder_of
-from .runtime.fit import budgeted
-from .runtime.options import StepOptions
+from .runtime.compile_options import StepOptions
+from .runtime.memory_budget import with_kept_gathers
 from .runtime.progress import Progress
 from .runtime.step import CompiledStep
 
@@ -138,8 +138,8 @@ def compile(
     keeps = strategies.options.reshard_after_forward is False
     gathers_again = keeps if chosen.plan is not None else not keeps
     options = StepOptions(
-        strategies if most is None else budgeted(strategies, schedule, offload), chosen.mesh, backend, capturing,
-        passes, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
+        strategies if most is None else with_kept_gathers(strategies, schedule, offload), chosen.mesh, backend,
+        capturing, passes, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
         cache=folder_of(cache), plan=chosen.plan, check_every=check_every,
         hardware=hardware,
     )  # fmt: skip

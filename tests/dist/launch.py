@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from wholestep.cost.machine import Machine, Wire
-from wholestep.runtime import finish
-from wholestep.runtime.launch import World
+from wholestep.runtime import finalize
+from wholestep.distributed.launch import World
 
 HOST = "127.0.0.1"
 STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack
@@ -174,7 +174,7 @@ def _rank_main(rank: int, world: int, port: int, timeout: float, stacks: str, re
             )
             fn, args, measures = pickle.loads(job)
             if not measures:
-                finish.measure = _usual
+                finalize.measure_hardware = _usual
             message = pickle.dumps((time.monotonic(), True, fn(rank, world, *args)))
         except BaseException:  # SystemExit and KeyboardInterrupt are failures of a rank as well
             message = pickle.dumps((time.monotonic(), False, traceback.format_exc()))

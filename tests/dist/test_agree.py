@@ -10,7 +10,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
-from wholestep.runtime import alike
+from wholestep.runtime import fingerprints
 
 SECONDS = 10.0
 
@@ -72,7 +72,7 @@ def differing(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "backend": attempt(rank, job(rank), backend="eager", check_every=10 + rank),
         "keep_grads": attempt(rank, job(rank), keep_grads=rank == 1),
     }
-    alike.versions = other_version
+    fingerprints.versions = other_version
     return out | {"version": attempt(rank, job(rank))}
 
 

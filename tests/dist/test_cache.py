@@ -15,7 +15,8 @@ from tests.dist.launch import run_ranks
 from tests.dist.test_errors import attempt, train_step
 from wholestep.plan import make_plan as planning
 from wholestep.passes import fit_memory
-from wholestep.runtime import decide, finish
+from wholestep.runtime import choose_strategy
+from wholestep.runtime import finalize
 
 LINK = ws.Machine(link_us=1.0, link_bytes_per_us=1e6)
 
@@ -45,9 +46,9 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int, int], warm: bool) -> dict[str, Any]:
     """Three steps: what the cache did, the parameters after them, the program. A warm start searches nothing."""
     if warm:
-        finish.measure = decide._chosen = fit_memory.choices = refuse
+        finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = refuse
         found = planning.solved
-        planning.solved = lambda strategies, *rest: refuse() if decide.is_open(strategies) else found(strategies, *rest)
+        planning.solved = lambda strategies, *rest: refuse() if choose_strategy.is_open(strategies) else found(strategies, *rest)
     case = CASES["tokens"]
     model = case.build(torch.float32)
     optimizer = OPTIMIZERS["AdamW-fused"].make(model.parameters())
@@ -209,7 +210,7 @@ def test_a_first_rank_that_never_comes_is_an_error(tmp_path: Path) -> None:
 def first_dies_later(rank: int, world: int, folder: str) -> tuple[str, str]:
     """The first rank stops between comparing programs and reading its folder."""
     if rank == 0:
-        finish.Finisher.finish = refuse  # type: ignore[method-assign]
+        finalize.Finalizer.finish = refuse  # type: ignore[method-assign]
     model = nn.Linear(3, 3)
     step = ws.compile(train_step, cache=folder, agree_timeout=2)
     args = (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3))

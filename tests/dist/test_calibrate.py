@@ -15,16 +15,16 @@ from wholestep.cli.calibrate_command import write
 from wholestep.cost.calibrate import Measured, Product, Sent, fit
 from wholestep.cost.curves import KINDS
 from wholestep.cost.fit import Sample
-from wholestep.runtime.calibrate import Sizes, count, measure
+from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 
-TINY = Sizes((4096, 8192, 16384, 32768, 65536, 131072), ((1, 32, 32, 32), (2, 16, 16, 16)), ("float32",), (65536,), 2)
+TINY = CalibrationSizes((4096, 8192, 16384, 32768, 65536, 131072), ((1, 32, 32, 32), (2, 16, 16, 16)), ("float32",), (65536,), 2)
 
 
 def _calibrate(rank: int, world: int, out: str) -> int:
     write("cpu", TINY, "tiny", Path(out))
     said: list[str] = []
-    measure("cpu", TINY, said.append)
-    assert len(said) == count(TINY)
+    measure_mesh("cpu", TINY, said.append)
+    assert len(said) == count_measurements(TINY)
     assert dist.is_initialized()
     return len(said)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from tests.dist.launch import RankError, run_ranks
-from wholestep.runtime import durable
+from wholestep.checkpoint import durable
 
 ROWS = 12
 KILLED = r"exit code -9|Connection|closed"  # the rank itself, or what its peer saw of it

@@ -7,15 +7,15 @@ import torch.distributed as dist
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
-from wholestep.runtime.launch import join
-from wholestep.runtime.measure import measure
-from wholestep.runtime.measure_link import crowded
+from wholestep.distributed.launch import join
+from wholestep.profiling.measure_compute import measure_hardware
+from wholestep.profiling.measure_link import crowded
 
 
 def figures(rank: int, world: int, mesh: str) -> None:
     joined = join(ws.Mesh(mesh), "cpu")
     random = torch.get_rng_state()
-    found = measure(joined)
+    found = measure_hardware(joined)
     assert torch.equal(random, torch.get_rng_state()), "the user's generator is left alone"
     said: list[object] = [None] * world
     dist.all_gather_object(said, asdict(found))

@@ -12,7 +12,7 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.live_bytes import peak_of
 from wholestep.capture.call_structure import take_apart
-from wholestep.runtime.fit import bound
+from wholestep.runtime.memory_budget import bound_to_rank
 from wholestep.runtime.step import CompiledStep
 
 SCHEDULE = ws.Schedule(ws.Machine())
@@ -51,7 +51,7 @@ def _fitted(rank: int, world: int, style: str, part: float) -> dict[str, Any]:
     plain, *_, expected, _ = trained(rank, rows, **options)
     assert plain.local_graph is not None
     assert plain.world is not None
-    before = ws.peak_memory(bound(plain.local_graph, plain.world))
+    before = ws.peak_memory(bound_to_rank(plain.local_graph, plain.world))
     rest = before.rest_bytes if rank == 0 else 0
     budget = int(rest + part * (before.size_bytes - rest)) if rank == 0 else 0
     said: list[Any] = [budget]
@@ -62,7 +62,7 @@ def _fitted(rank: int, world: int, style: str, part: float) -> dict[str, Any]:
     inputs = step.programs[-1].gather_inputs(take_apart(((model, optimizer, x), {})).leaves)
     return {
         "budget": said[0], "before": before.size_bytes,
-        "predicted": ws.peak_memory(bound(step.local_graph, step.world)).size_bytes,
+        "predicted": ws.peak_memory(bound_to_rank(step.local_graph, step.world)).size_bytes,
         # gloo may let go of a tensor late, on a busy machine
         "measured": min(peak_of(step.programs[-1].run, inputs) for _ in range(3)),
         "again": sum("_again" in n.name for n in step.local_graph.graph.nodes),

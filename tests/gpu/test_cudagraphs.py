@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.backend.cudagraphs import WARM_CALLS, CudaRecorder
-from wholestep.runtime.options import StepOptions
+from wholestep.runtime.compile_options import StepOptions
 from wholestep.runtime.step import CompiledStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

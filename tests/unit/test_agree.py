@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import wholestep as ws
-from wholestep.runtime.agree import GRAPH, LAYOUTS, UNKNOWN, Meeting, Others, Section
+from wholestep.distributed.agree import GRAPH, LAYOUTS, UNKNOWN, Meeting, Others, Section
 
 
 class Counting:
@@ -84,7 +84,7 @@ def test_the_first_difference_of_programs_is_shown_from_each_side() -> None:
 
 
 def test_a_large_program_is_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.runtime.agree._PIECE_BYTES", 1000)
+    monkeypatch.setattr("wholestep.distributed.agree._PIECE_BYTES", 1000)
     found = hold(dist.HashStore(), 2, lambda rank: {GRAPH: Section.of([f"{i} {rank}" for i in range(10_000)])})
     assert all("line 1 of 10000" in str(text) for text in found)
 
@@ -118,7 +118,7 @@ def test_ranks_that_do_not_come_are_named_and_told_when_they_do() -> None:
 
 
 def test_a_wait_tells_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.runtime.agree._TELL_S", 0.1)
+    monkeypatch.setattr("wholestep.distributed.agree._TELL_S", 0.1)
     told: list[list[int]] = []
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))

@@ -21,12 +21,12 @@ from wholestep.cache import key as cache_key
 from wholestep.cache.choices import Choices
 from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
+from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph, copy_graph
 from wholestep.passes import fit_memory
 from wholestep.plan.optimal.cuts import Cuts
 from wholestep.plan.strategy import Pins, Strategies
-from wholestep.runtime import decide, finish
-from wholestep.runtime.launch import World
+from wholestep.runtime import choose_strategy, finalize
 
 MEASURED = ws.Machine(flops_per_us=50_000.0, launch_us=7.25)
 BUDGET = 52_000  # bytes; the steps below take 58,900 where nothing is made again
@@ -73,7 +73,7 @@ class Start:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "measure", lambda world: MEASURED)
+    monkeypatch.setattr(finalize, "measure_hardware", lambda world: MEASURED)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_second_start_measures_and_searches_nothing(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("measured or searched")
 
-    for where, name in ((finish, "measure"), (fit_memory, "choices"), (decide, "_chosen")):
+    for where, name in ((finalize, "measure_hardware"), (fit_memory, "choices"), (choose_strategy, "_chosen")):
         monkeypatch.setattr(where, name, refuse)
     warm, second = made[2].run(tmp_path)
     assert (without.cache_log, cold.cache_log, warm.cache_log) == ([], ["miss: no entry"], ["hit"])
@@ -422,6 +422,6 @@ def test_warnings_come_once(tmp_path: Path) -> None:
 
 def test_the_world_is_not_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[World] = []
-    monkeypatch.setattr(finish, "measure", lambda world: asked.append(world) or MEASURED)
+    monkeypatch.setattr(finalize, "measure_hardware", lambda world: asked.append(world) or MEASURED)
     Start(rows=(128, 96), options={"memory_bytes": BUDGET, "schedule": None}).run("")
     assert len(asked) == 1

@@ -21,7 +21,7 @@ from wholestep.graph.graph import Input, Role
 from wholestep.partition.rank_ops import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
-from wholestep.runtime.options import StepOptions
+from wholestep.runtime.compile_options import StepOptions
 from wholestep.runtime.step import CompiledStep
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from wholestep.passes.bucket import join_rows
 from wholestep.passes.contiguous_shards import ContiguousShards, buckets, side_by_side
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
-from wholestep.runtime.flat import lay_side_by_side
+from wholestep.runtime.shard_buffers import pack_buckets
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def test_pieces_side_by_side_are_one_row_without_a_copy() -> None:
     held = [torch.randn(shape) for shape in ((3, 4), (0, 2), (5,), (2, 2), (1,), (2,), (3, 3), ())]
     kept = [piece.clone() for piece in held]
     local = ws.run_passes(program(False), [ContiguousShards()])
-    lay_side_by_side(local, held)
+    pack_buckets(local, held)
     for piece, before in zip(held, kept, strict=True):
         assert torch.equal(piece, before)
     for numbers in buckets(local):
@@ -85,6 +85,6 @@ def test_what_is_part_of_something_larger_stays_there() -> None:
     local, whole = ws.run_passes(program(False), [ContiguousShards()]), torch.arange(12.0)
     held = [whole[:4], *[torch.ones(2, 3) for _ in range(7)]]
     memory = [piece.data_ptr() for piece in held]
-    lay_side_by_side(local, held)
+    pack_buckets(local, held)
     assert [a == piece.data_ptr() for a, piece in zip(memory, held, strict=True)] == [True] * 5 + [False] * 3
     assert side_by_side(held[:5], 1).data_ptr() not in memory

@@ -10,15 +10,15 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "graph mesh layout precision rules cost reshard dtensor errors _torch"
-STAGES = "capture plan partition passes auto backend ddp cache collectives runtime"
+STAGES = "capture plan partition passes auto backend ddp collectives distributed cache profiling runtime checkpoint"
 READERS = "cli __main__"
 
 # A unit imports units of a lower level; support units and readers also import each other.
 LEVEL = (
     dict.fromkeys(SUPPORT.split(), 0)
     | {name: i + 1 for i, name in enumerate(STAGES.split())}
-    | {"compile": 12, "report": 13, "__init__": 14}
-    | dict.fromkeys(READERS.split(), 15)
+    | {"compile": 14, "report": 15, "__init__": 16}
+    | dict.fromkeys(READERS.split(), 17)
 )
 DICT_METHODS = {"get", "update", "setdefault", "pop", "copy", "items", "keys", "values", "clear"}
 

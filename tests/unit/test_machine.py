@@ -12,12 +12,12 @@ from wholestep.cost.compute import node_us, work
 from wholestep.cost.machine import Wire
 from wholestep.cost.schedule import Clock, kind_of, simulate, whole_bytes
 from wholestep.cost.speeds import Work
+from wholestep.distributed.launch import join
 from wholestep.graph.ops import streams
 from wholestep.graph.verify import is_collective, is_wait
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
-from wholestep.runtime.launch import join
-from wholestep.runtime.measure import measure
+from wholestep.profiling.measure_compute import measure_hardware
 
 MESH = ws.Mesh("dp=2")
 PLAIN = ws.Machine(
@@ -188,7 +188,7 @@ def test_steps_whose_collectives_take_processors_are_longer() -> None:
 
 
 def test_a_rank_alone_measures_no_link() -> None:
-    found = measure(join(ws.Mesh("dp=1"), "cpu"))
+    found = measure_hardware(join(ws.Mesh("dp=1"), "cpu"))
     assert found.wires == ()
     figures = asdict(found)
     assert all(figures[name] > 0 for name in figures if name not in ("wires", "link_us", "carried_bytes_per_us"))

@@ -18,9 +18,9 @@ class Choices:
 
     Args:
         machine: how fast the job computes and communicates, as it was measured.
-        auto: what `Auto` chose, as the first rank says it (`runtime.decide`).
+        auto: what `Auto` chose, as the first rank says it (`runtime.choose_strategy`).
         solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
-        again: how the step was fitted into its budget, as the first rank says it (`runtime.fit`).
+        again: how the step was fitted into its budget, as the first rank says it (`runtime.memory_budget`).
         fitted: a fingerprint of the program that `again` is for; names of its nodes mean nothing in another one.
 
     Example:

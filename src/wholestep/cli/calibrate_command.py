@@ -38,7 +38,7 @@ def calibrate(
     import torch.distributed as dist
 
     from wholestep.errors import WholestepError
-    from wholestep.runtime.calibrate import sizes
+    from wholestep.profiling.measure_mesh import calibration_sizes
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
@@ -54,7 +54,7 @@ def calibrate(
             torch.cuda.set_device(local)
         if own:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
-        wanted = sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
+        wanted = calibration_sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
         write(here, wanted, name, out)
     except (WholestepError, OSError) as error:
         typer.echo(f"wholestep calibrate: {error}", err=True)
@@ -70,15 +70,15 @@ def write(device: str, wanted: object, name: str, out: Path) -> None:
 
     from wholestep.cost.calibrate import fit
     from wholestep.cost.topology import Topology
-    from wholestep.runtime.calibrate import Sizes, count, measure
+    from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 
-    assert isinstance(wanted, Sizes)
+    assert isinstance(wanted, CalibrationSizes)
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first)
     columns = TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not first) as progress:
-        task = progress.add_task("measure", total=count(wanted))
-        measured = measure(device, wanted, lambda what: progress.update(task, advance=1, description=what))
+        task = progress.add_task("measure", total=count_measurements(wanted))
+        measured = measure_mesh(device, wanted, lambda what: progress.update(task, advance=1, description=what))
     if not first:
         return
     found, errors = fit(name, measured, Topology.preset("loopback").levels)

@@ -19,7 +19,7 @@ from ..layout import Layout
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = (
     os.path.dirname(torch.__file__) + os.sep,
-    *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "runtime", "plan")),
+    *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
 

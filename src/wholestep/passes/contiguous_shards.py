@@ -21,7 +21,7 @@ from .bucket import GATHER, join_rows
 class ContiguousShards(InPlace):
     """Gathers shards that lie side by side in memory from there, without a copy into a bucket.
 
-    `runtime.flat` puts them there.
+    `runtime.shard_buffers` puts them there.
 
     Every parameter is of one bucket, the first that gathers it; other buckets are copied together as before. So are
     those of which a part is updated while the gather may still read it. Bitwise the same. It goes last, for it has to

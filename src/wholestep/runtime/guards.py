@@ -18,8 +18,8 @@ from ..capture.locations import is_number
 from ..capture.state import Hyper, StepState, baked_numbers, is_zero
 from ..capture.wrappers import switches
 from .condition import Condition
-from .hooks import HookGuard
-from .host import HostWork
+from .hook_guard import HookGuard
+from .host_work import HostWork
 
 
 @dataclass(frozen=True)

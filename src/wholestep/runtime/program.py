@@ -16,24 +16,24 @@ from ..capture.capture import Capture
 from ..capture.effects import Effects
 from ..capture.host_numbers import At
 from ..capture.trace import TensorLeaf
+from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .condition import Condition
-from .flat import lay_side_by_side
 from .guards import Guards
-from .launch import World
-from .place import find_input, local, place_entry
-from .stream import Stream
+from .placement import find_input, local, place_entry
+from .shard_buffers import pack_buckets
+from .shared_rng import SharedRng
 
 
 @dataclass
 class Program:
-    """A compiled step for one kind of call. `deal` makes this rank's part of what the call is given.
+    """A compiled step for one kind of call. `shard_batch` makes this rank's part of what the call is given.
 
     `run` maps the flat list from `gather_inputs` to results followed by state that the step creates; what a step
-    carries to the next is its own business (`carry.Carrying`). `check` is told of each call.
+    carries to the next is its own business (`cross_step_runner.CrossStepRunner`). `check` is told of each call.
     """
 
     capture: Capture
@@ -43,8 +43,8 @@ class Program:
     guards: Guards
     run: Run
     names: Sequence[str]
-    deal: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-    stream: Stream | None = None
+    shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    stream: SharedRng | None = None
     check: Callable[[Program], None] | None = None
     _held: list[Any] = field(default_factory=list[Any])
     _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
@@ -115,7 +115,7 @@ class Program:
                 condition.add("{}[{}] is {}", container, key, tensor)
         self._others_hold = condition.compiled()
         self._check_pieces()
-        lay_side_by_side(self.local, self._held)
+        pack_buckets(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ class Program:
 
     def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat inputs of `run` for a call with these leaves."""
-        leaves = leaves if self.deal is None else self.deal(leaves)
+        leaves = leaves if self.shard_batch is None else self.shard_batch(leaves)
         grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
         return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
 

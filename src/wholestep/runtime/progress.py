@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
-from .launch import job
+from ..distributed.launch import job
 
 Progress = Callable[[str, str, float], None]
 
@@ -22,7 +22,7 @@ _ERASE = "\r\x1b[2K"
 
 
 @dataclass
-class Line:
+class ProgressLine:
     """The line: what is being done, and since when. A thread rewrites it, for a stage may take minutes."""
 
     name: str
@@ -79,7 +79,7 @@ def progress_of(given: Progress | Literal["auto"] | None, name: str) -> Generato
     elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
         yield None
     else:
-        line = Line(name, sys.stderr, _QUIET_S)
+        line = ProgressLine(name, sys.stderr, _QUIET_S)
         with line.showing():
             yield line
 

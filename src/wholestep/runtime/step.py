@@ -23,12 +23,14 @@ from ..backend.build import Backend
 from ..backend.eager import WaitClock, eager
 from ..backend.rank_binding import bind
 from ..cache.key import digest, hardware, metas_of, versions
+from ..cache.step_cache import CachedChoices, StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, capture_step, device_of, find_state
 from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed, scheduled
 from ..capture.state import StepState
 from ..cost.speeds import Speeds
+from ..distributed.launch import World, join
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..partition.lower import partition
@@ -38,29 +40,26 @@ from ..plan.make_plan import plan
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from . import random_state
-from .agree import program_lines
-from .agreement import Agreement
-from .alike import Given, constant_lines, graph_lines, said_of_cache
-from .batches import Dealer, Sizes, dealer
-from .between import gather_before_use
-from .cached import Choosing, Kept
-from .carry import Carrying, settle, settle_before_use
-from .checksum import Check, meets_all
-from .compiled import Compiled
-from .decide import Decided, decide, is_open, lacks_machine, with_machine
-from .finish import Finisher
+from .batch_sharding import BatchSharder, BatchSizes, batch_sharder
+from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
+from .compile_options import StepOptions
+from .consistency import Agreement
+from .cross_step_runner import CrossStepRunner, flush_before_use, flush_pending
+from .eager_gather import gather_before_eager_call
+from .finalize import Finalizer
+from .fingerprints import CallInputs, constant_lines, graph_lines, program_lines, said_of_cache
 from .guards import Missed, ambient, guards_of
-from .launch import World, join
-from .notice import notice
-from .options import StepOptions
-from .place import gather_before_eager_step, place, placed
+from .placement import gather_before_eager_step, place, placed
 from .program import Program
 from .progress import Progress, progress_of
-from .show import step_html, step_line
-from .stream import Stream, draws
+from .rank_program import RankProgram
+from .replica_check import ReplicaCheck, connects_all_ranks
+from .semantics_warning import warn_of_semantics
+from .shared_rng import SharedRng, draws_random
+from .step_repr import step_html, step_line
 
 if TYPE_CHECKING:
-    from .profile import Profile
+    from ..profiling.profile import Profile
 
 MOST_VALUES = 16
 
@@ -93,18 +92,18 @@ class CompiledStep:
         self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
         self._met = WeakSet[Optimizer]()
         self._shares_batches = options.parallel.shares_batches
-        self._dealer: tuple[Structure, Dealer | None] | None = None
-        self._stream: Stream | None = None
-        self._decided: Decided | None = None
-        self._check: Check | None = None
+        self._sharder: tuple[Structure, BatchSharder | None] | None = None
+        self._stream: SharedRng | None = None
+        self._decided: StrategyChoice | None = None
+        self._check: ReplicaCheck | None = None
         self._progress: Progress | None = None
         self._hooked, self._dumped = False, 0
         budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
-        self._finisher = Finisher(
+        self._finisher = Finalizer(
             options.schedule, options.backend, options.hardware, options.passes, budget, options.agree_timeout_s,
             self._watch, self._stage, self._tell_waiting,
         )  # fmt: skip
-        self._kept = Kept(options.cache, self._say) if options.cache else None
+        self._kept = StepCache(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
 
@@ -112,9 +111,9 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
-        sizes = self._deals(call, args, kwargs)
+        sizes = self._batch_sizes(call, args, kwargs)
         program = self._program(call, args, kwargs, sizes)
-        settle(but=program.run)
+        flush_pending(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
         if program.acts:
@@ -140,8 +139,8 @@ class CompiledStep:
         step do it by themselves. Call it before reading or writing parameters directly. All ranks have to.
         """
         for program in self.programs:
-            if isinstance(program.run, Carrying):
-                program.run.settle()
+            if isinstance(program.run, CrossStepRunner):
+                program.run.flush()
 
     def profile(self, *args: Any, machine: Speeds | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
@@ -153,9 +152,9 @@ class CompiledStep:
             >>> found = step.profile(model, optimizer, batch)
             >>> print(found), found.save("step.json")
         """
-        from .profile import profile
+        from .profile_step import profile_step
 
-        return profile(self, machine, repeat, args, kwargs)
+        return profile_step(self, machine, repeat, args, kwargs)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -163,15 +162,15 @@ class CompiledStep:
         given = self.options.schedule
         return given if isinstance(given, Schedule) else self._finisher.measured
 
-    def _deals(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes | None:
+    def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
         """Sizes of the batch on all ranks, where ranks compute on one batch together."""
         if not self._shares_batches:
             return None
         world = self.world or self._join(find_state(self.fn, args, kwargs, self.options.capture.extra)[0])
-        if self._dealer is None or self._dealer[0] != call.structure:
+        if self._sharder is None or self._sharder[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
-            self._dealer = (call.structure, dealer(self.options.parallel, names, call.leaves, world))
-        made = self._dealer[1]
+            self._sharder = (call.structure, batch_sharder(self.options.parallel, names, call.leaves, world))
+        made = self._sharder[1]
         return None if made is None else made.sizes(call.leaves)
 
     def _join(self, state: StepState) -> World:
@@ -180,7 +179,7 @@ class CompiledStep:
         return self.world
 
     def _program(
-        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None
     ) -> Program:
         if self.programs:
             now = ambient(self.programs[-1].world.device, sizes)
@@ -246,9 +245,9 @@ class CompiledStep:
         return list(self._kept.log) if self._kept else []
 
     # -- compiling -----------------------------------------------------------------------
-    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Sizes | None) -> Program:
+    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> Program:
         failure, made, world = "", None, None
-        settle()
+        flush_pending()
         try:
             state, *_ = find_state(self.fn, args, kwargs, self.options.capture.extra)
             world = self.world or self._join(state)
@@ -276,22 +275,24 @@ class CompiledStep:
     def _label(self) -> str:
         return self._agreement.label
 
-    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Given:
+    def _given(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
+    ) -> CallInputs:
         _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
-        return Given(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
+        return CallInputs(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
 
-    def _whole(self, leaves: Sequence[Any], sizes: Sizes | None) -> dict[str, tuple[int, ...]] | None:
-        deals = self._dealer[1] if self._dealer else None
-        return deals.whole_shapes(leaves, sizes) if deals and sizes else None
+    def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> dict[str, tuple[int, ...]] | None:
+        sharder = self._sharder[1] if self._sharder else None
+        return sharder.whole_shapes(leaves, sizes) if sharder and sizes else None
 
     def _tell_waiting(self, ranks: list[int]) -> None:
         self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
-    def _choosing(self, captured: Capture, world: World) -> Choosing:
+    def _choosing(self, captured: Capture, world: World) -> CachedChoices:
         """What is chosen for a program, and what an earlier start chose."""
         label = f"{self._label}/{self._agreement.round}"
         situation = partial(self._situation, captured, world)
-        return Choosing(self._kept, situation, label, world.rank, self.options.agree_timeout_s)
+        return CachedChoices(self._kept, situation, label, world.rank, self.options.agree_timeout_s)
 
     def _situation(self, captured: Capture, world: World) -> dict[str, object]:
         """What choices follow from."""
@@ -306,7 +307,9 @@ class CompiledStep:
             "captured graph": digest([*graph_lines(captured, world.device), *metas_of(captured.graph)]),
         }  # fmt: skip
 
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Compiled:
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
+    ) -> RankProgram:
         options = self.options
         with self._stage("capture"):
             captured = self._capture(args, kwargs, world, sizes)
@@ -316,12 +319,12 @@ class CompiledStep:
         self._dump("1-train-graph", captured.graph)
         choosing = self._finisher.choosing = self._choosing(captured, world)
         decided = self._decide(captured, world) if options.auto is not None else None
-        solves = world.mesh.size > 1 and is_open(self.options.parallel)
+        solves = world.mesh.size > 1 and has_open_layouts(self.options.parallel)
         if solves and self._agreement.is_new:
             self._meet(self.options.parallel.describe(world.mesh))
             choosing.look_up()
-        if lacks_machine(self.options.parallel) and world.mesh.size > 1:
-            parallel = with_machine(self.options.parallel, self._finisher.finish_of(world)[0])
+        if lacks_hardware(self.options.parallel) and world.mesh.size > 1:
+            parallel = with_hardware(self.options.parallel, self._finisher.finish_of(world)[0])
             self.options = replace(self.options, parallel=parallel)
         options = self.options
         with self._stage("plan"):
@@ -333,19 +336,19 @@ class CompiledStep:
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         if not self.programs:
-            notice(planned, world)
+            warn_of_semantics(planned, world)
         planned = decided.explained(planned) if decided else planned
         self._dump("2-plan", planned)
         with self._stage("partition"):
             local = partition(captured.graph, planned)
             self._dump("3-local-graph", local)
-        return Compiled(captured, planned, local, tuple(program_lines(local, planned)))
+        return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
 
     def _meet(self, chooses: str) -> None:
         """Before the first rank chooses for all, ranks that failed until here stop all."""
         self._agreement.lines([chooses, said_of_cache(self._kept is not None)])
 
-    def _decide(self, captured: Capture, world: World) -> Decided:
+    def _decide(self, captured: Capture, world: World) -> StrategyChoice:
         """What `Auto` chooses: at the first compile, the first rank, for all; ranks that failed until here stop all."""
         options = self.options
         assert options.auto is not None, "asked where there is something to choose"
@@ -353,7 +356,7 @@ class CompiledStep:
             if world.mesh.size > 1:
                 self._meet(options.auto.describe(world.mesh))
             with self._stage("choose"):
-                self._decided = decide(
+                self._decided = choose_strategy(
                     options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
                     f"{self._label}/auto/{self._agreement.round}", options.agree_timeout_s,
                 )  # fmt: skip
@@ -362,14 +365,16 @@ class CompiledStep:
                 self._finisher.budget = options.memory_bytes, self._decided.gathers
         return self._decided
 
-    def _finish(self, got: Compiled, world: World) -> Compiled:
+    def _finish(self, got: RankProgram, world: World) -> RankProgram:
         made = self._finisher.finish(got, world, self._label)
         self._dump("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             self._dump(f"4-final-graph-{name}", program)
         return made
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None) -> Capture:
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
+    ) -> Capture:
         leaves = take_apart((args, dict(kwargs))).leaves
         if self.programs:
             note_changed(self.programs[-1].guards.numbers)
@@ -384,7 +389,12 @@ class CompiledStep:
         return sorted(scheduled(state.optimizers.values()))
 
     def _install(
-        self, made: Compiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: Sizes | None
+        self,
+        made: RankProgram,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        world: World,
+        sizes: BatchSizes | None,
     ) -> Program:
         state = made.capture.state
         call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
@@ -393,17 +403,17 @@ class CompiledStep:
             place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
             offload = self.options.capture.offload
             if world.devices is not None or offload is not None:
-                gather_before_use(state.modules, self.options.agree_timeout_s, world.device if offload else None)
+                gather_before_eager_call(state.modules, self.options.agree_timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._met):
                 gather_before_eager_step(optimizer)
                 self._met.add(optimizer)
         self.state = state
         now = ambient(world.device, sizes)
         guards = guards_of(made.capture, call, names, now)
-        deals = self._dealer[1] if self._dealer else None
-        deal = partial(deals.deal, sizes=sizes) if deals and sizes else None
+        sharder = self._sharder[1] if self._sharder else None
+        shard = partial(sharder.shard, sizes=sizes) if sharder and sizes else None
         stream = self._random(made, world)
-        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, deal, stream)
+        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, shard, stream)
         if drawn is not None:
             live = self._scheduled(state)
             self._tell_placed()
@@ -420,26 +430,26 @@ class CompiledStep:
             else:
                 inputs = program.gather_inputs(call.leaves)
                 program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
-        if self.options.check_every and world.mesh.size > 1 and meets_all(made.local):
+        if self.options.check_every and world.mesh.size > 1 and connects_all_ranks(made.local):
             data = self.options.parallel.data
             axes = data.axes(world.mesh) if data else ()
-            self._check = self._check or Check(self.options.check_every, world, axes)
+            self._check = self._check or ReplicaCheck(self.options.check_every, world, axes)
             program.check = self._check.count
         self.programs.append(program)
         return program
 
-    def _carrying(self, steady: LocalGraph, program: Program, bound: Callable[[LocalGraph], Graph]) -> Carrying:
+    def _carrying(self, steady: LocalGraph, program: Program, bound: Callable[[LocalGraph], Graph]) -> CrossStepRunner:
         state = program.capture.state
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
-            settle_before_use(modules, state.optimizers.values())
-            gather_before_use(state.modules, self.options.agree_timeout_s)
+            flush_before_use(modules, state.optimizers.values())
+            gather_before_eager_call(state.modules, self.options.agree_timeout_s)
             self._hooked = True
         assert steady.across is not None, "the end of a step is left to the next call"
         first, flush = steady.across
         runs = [eager(bound(one), self._clock) for one in (first, steady, flush)]
         count = sum(out.kind == "carry" for out in steady.outputs)
-        return Carrying(runs[0], runs[1], runs[2], count, program.gather_lasting)
+        return CrossStepRunner(runs[0], runs[1], runs[2], count, program.gather_lasting)
 
     def _tell_placed(self) -> None:
         """Those that waited for the state to be where it rests may change it now; one that raises is called again."""
@@ -447,14 +457,14 @@ class CompiledStep:
             call_back(self)
         self.on_placed.clear()
 
-    def _random(self, made: Compiled, world: World) -> Stream | None:
+    def _random(self, made: RankProgram, world: World) -> SharedRng | None:
         """The stream of random numbers of ranks that compute one thing together."""
         data = self.options.parallel.data
         per_rank = frozenset(data.axes(world.mesh) if data and data.semantics == "per_rank" else ())
         together = any(a.size > 1 and a.name not in per_rank for a in world.mesh.axes)
-        if not together or not draws(made.local):
+        if not together or not draws_random(made.local):
             return None
-        self._stream = self._stream or Stream.of(world, per_rank)
+        self._stream = self._stream or SharedRng.of(world, per_rank)
         return self._stream
 
     # -- small things ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..backend.eager import Run
 
 
-class Carrying:
+class CrossStepRunner:
     """A Run in three: the first call, those after it, and what completes the last.
 
     `lasting` gives the inputs of `finish` but for what is carried: parameters, state and constants.
@@ -28,7 +28,7 @@ class Carrying:
         carried, self._carried = self._carried, []
         out = self._steady([*inputs, *carried]) if carried else self._first(inputs)
         self._carried = out[len(out) - self._count :]
-        _unfinished.add(self)
+        _pending.add(self)
         return out[: len(out) - self._count]
 
     @property
@@ -36,46 +36,46 @@ class Carrying:
         """Text of the program that runs in all calls but the first."""
         return getattr(self._steady, "source", "")
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Complete the last call."""
         if self._carried:
             lasting = self._lasting()
             carried, self._carried = self._carried, []
             self._finish([*lasting, *carried])
-        _unfinished.discard(self)
+        _pending.discard(self)
 
 
 # Which steps of this process have something to complete. Any other use of their model has to find them, and nothing
 # leads from a model, or from another step that uses it, to them.
-_unfinished = WeakSet[Carrying]()
+_pending = WeakSet[CrossStepRunner]()
 
 
-def settle(but: object = None) -> None:
+def flush_pending(but: object = None) -> None:
     """Complete the last call of every step in this process, except for `but`."""
-    if _unfinished:
-        for one in list(_unfinished):
+    if _pending:
+        for one in list(_pending):
             if one is not but:
-                one.settle()
+                one.flush()
 
 
-def unfinished() -> bool:
+def has_pending() -> bool:
     """True where a step of this process has something to complete."""
-    return bool(_unfinished)
+    return bool(_pending)
 
 
-def settle_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+def flush_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
     """From now on steps are completed before an eager update, and before state is read or loaded.
 
     Before an eager forward they are by what gathers for it (`between`).
     """
     for module in modules:
-        module.register_state_dict_pre_hook(_settle)
-        module.register_load_state_dict_pre_hook(_settle)
+        module.register_state_dict_pre_hook(_flush)
+        module.register_load_state_dict_pre_hook(_flush)
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(_settle)
-        optimizer.register_state_dict_pre_hook(_settle)
-        optimizer.register_load_state_dict_pre_hook(_settle)
+        optimizer.register_step_pre_hook(_flush)
+        optimizer.register_state_dict_pre_hook(_flush)
+        optimizer.register_load_state_dict_pre_hook(_flush)
 
 
-def _settle(*_: Any, **__: Any) -> None:
-    settle()
+def _flush(*_: Any, **__: Any) -> None:
+    flush_pending()

@@ -6,13 +6,13 @@ import sys
 import warnings
 from pathlib import Path
 
+from ..distributed.launch import World
 from ..plan.plan import Plan
-from .launch import World
 
 _OURS = str(Path(__file__).parent.parent)
 
 
-def notice(planned: Plan, world: World) -> None:
+def warn_of_semantics(planned: Plan, world: World) -> None:
     """Warn on the first rank, at the line of the user's that calls the step."""
     if planned.notes and world.rank == 0 and world.mesh.size > 1:
         lines = "\n".join(f"  {note}" for note in planned.notes)
@@ -24,7 +24,7 @@ def notice(planned: Plan, world: World) -> None:
 
 
 def _level() -> int:
-    """How many frames up from `notice` the user's code is."""
+    """How many frames up from `warn_of_semantics` the user's code is."""
     level, frame = 0, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

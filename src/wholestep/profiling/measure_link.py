@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend.buffers import Buffers
 from ..cost.machine import Wire, sent_bytes
-from .launch import World
+from ..distributed.launch import World
 
 _FEW, _LEAST = 4 << 10, 1 << 20
 _SIZES = (

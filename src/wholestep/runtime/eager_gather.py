@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from ..capture.call_structure import walk
 from ..capture.state import WHOLE
+from ..distributed.full_tensors import gather
+from ..distributed.meet import meet
 from ..errors import StateError
-from .carry import settle, unfinished
-from .meet import meet
-from .pieces import gather
+from .cross_step_runner import flush_pending, has_pending
 
 _HOOKED = "_wholestep_gathers"
 _Place = tuple[dict[str, Any], str, Tensor]
 
 
 @dataclass
-class Calls:
+class EagerGather:
     """What gathers for the calls of one module.
 
     `device` is where to move what rests elsewhere. `inside` has, for each call that runs of any module, the modules
@@ -49,12 +49,12 @@ class Calls:
         self.inside.append({id(sub) for sub in module.modules()})
         found = [place for sub in module.modules() for place in _parameters_of(sub)]
         cut = list({id(tensor): tensor for _, _, tensor in found if isinstance(tensor, DTensor)}.values())
-        if not cut and not unfinished() and self.device is None:
+        if not cut and not has_pending() and self.device is None:
             return
         name = f"{type(module).__name__} {self.path!r}" if self.path else type(module).__name__
-        if cut or unfinished():
+        if cut or has_pending():
             meet(f"a call of {name} outside of a compiled step", self.timeout_s)
-            settle()
+            flush_pending()
         whole = dict(zip(map(id, cut), gather(cut), strict=True))
         if self.device is not None:
             plain = [tensor for _, _, tensor in found if not isinstance(tensor, DTensor)]
@@ -75,7 +75,7 @@ class Calls:
                 container[key] = tensor
 
 
-def gather_before_use(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
+def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
     """From now on these modules and all below them can be called outside of a step, on all ranks.
 
     `device` is given where whole parameters rest elsewhere (`offload`): that is where they are called.
@@ -83,7 +83,7 @@ def gather_before_use(modules: Mapping[str, nn.Module], timeout_s: float, device
     inside: list[set[int]] = []
     for path, module in walk(modules):
         if _HOOKED not in vars(module):
-            calls = Calls(path, device, timeout_s, inside)
+            calls = EagerGather(path, device, timeout_s, inside)
             module.register_forward_pre_hook(calls.begin, prepend=True)
             module.register_forward_hook(calls.end, always_call=True)
             vars(module)[_HOOKED] = True

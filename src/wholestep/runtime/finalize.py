@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from ..cache.step_cache import CachedChoices
 from ..cost.machine import Machine
 from ..cost.memory import PeakMemory, peak_memory
 from ..cost.speeds import Speeds
+from ..distributed.agree import agree, from_first_rank
+from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..passes.base import Watch, run_passes
@@ -18,18 +21,15 @@ from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.pipeline import Edit, edited, in_order_of, pipeline
 from ..passes.schedule import Schedule
-from .agree import agree, from_first_rank
-from .cached import Choosing
-from .compiled import Compiled
-from .fit import FirstRanksFitting, bound, refuse_larger
-from .launch import World
-from .measure import measure
+from ..profiling.measure_compute import measure_hardware
+from .memory_budget import FirstRankFitting, bound_to_rank, refuse_larger
+from .rank_program import RankProgram
 
 _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
 
 
 @dataclass
-class Finisher:
+class Finalizer:
     """Schedules the programs of one step; ranks have collectives in the order of the first one.
 
     `edit` is what the user makes of the list of passes. `budget` is what a rank's tensors may take in bytes, and
@@ -49,11 +49,11 @@ class Finisher:
     waiting: Callable[[list[int]], None]
     measured: Schedule | None = None
     machine: Machine | None = None
-    choosing: Choosing = field(default_factory=Choosing)
-    _fits: dict[str, FirstRanksFitting] = field(default_factory=dict[str, FirstRanksFitting])
+    choosing: CachedChoices = field(default_factory=CachedChoices)
+    _fits: dict[str, FirstRankFitting] = field(default_factory=dict[str, FirstRankFitting])
     _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    def finish(self, made: Compiled, world: World, label: str) -> Compiled:
+    def finish(self, made: RankProgram, world: World, label: str) -> RankProgram:
         """The program that this rank runs. What was chosen on the way is kept in the compile cache."""
         made = self._passed(made, world, label, self._schedule(world))
         self.choosing.keep()
@@ -73,7 +73,7 @@ class Finisher:
         if self.machine is None:
             self.choosing.look_up()
             with self.stage("measure"):
-                self.machine = self.choosing.earlier.machine or measure(world)
+                self.machine = self.choosing.earlier.machine or measure_hardware(world)
         self.choosing.note(machine=self.machine)
         return self.machine
 
@@ -84,7 +84,7 @@ class Finisher:
             return schedule.machine, schedule
         return self.hardware or self._measure(world), None
 
-    def _passed(self, made: Compiled, world: World, label: str, schedule: Schedule | None) -> Compiled:
+    def _passed(self, made: RankProgram, world: World, label: str, schedule: Schedule | None) -> RankProgram:
         key = "\n".join(made.lines)
         if self.budget is None:
             passes = edited(pipeline(schedule=schedule, backend=self.backend), self.edit)
@@ -105,10 +105,10 @@ class Finisher:
         timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
         label_of_fit = f"{label}/memory/{len(self._fits)}"
         tell = partial(from_first_rank, label_of_fit, timeout_s=timeout_s, what="what it rematerializes")
-        first = self._fits.setdefault(key, FirstRanksFitting(world, tell))
+        first = self._fits.setdefault(key, FirstRankFitting(world, tell))
 
         def peak(made: LocalGraph) -> PeakMemory:
-            return peak_memory(bound(made, world))
+            return peak_memory(bound_to_rank(made, world))
 
         plain = pipeline(
             machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
@@ -127,7 +127,7 @@ class Finisher:
                 agree(f"{label_of_fit}/fits", {}, failure, timeout_s, self.waiting)
         return made
 
-    def _agreed(self, first: FirstRanksFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
+    def _agreed(self, first: FirstRankFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
         """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
         if first.known is not None:
             return first.known

@@ -9,16 +9,16 @@ from typing import Any
 
 from ..backend.rank_binding import bind
 from ..cost.memory import peak_memory
+from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
 from ..passes.fit_memory import Fitting
 from ..passes.schedule import Schedule
 from ..plan.strategy import Strategies
-from .launch import World
 
 
-def budgeted(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
+def with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
     """The same with gathered parameters kept, where nothing is said about them: the budget decides.
 
     Raises:
@@ -36,7 +36,7 @@ def budgeted(strategies: Strategies, schedule: Schedule | str | None, offload: s
 
 
 @dataclass
-class FirstRanksFitting:
+class FirstRankFitting:
     """What the first rank's search found, for all ranks. `tell` gives every rank the first one's lines."""
 
     world: World
@@ -67,7 +67,7 @@ class FirstRanksFitting:
 
 def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
     """Raise PlanError when what runs in the end holds more than the budget."""
-    found = peak_memory(bound(final, world))
+    found = peak_memory(bound_to_rank(final, world))
     if found.size_bytes > budget_bytes:
         raise PlanError(
             f"the step holds {found.size_bytes} bytes on rank {world.rank}",
@@ -77,7 +77,7 @@ def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
         )
 
 
-def bound(local: LocalGraph, world: World) -> LocalGraph:
+def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
     """What runs on this rank."""
     graph = bind(local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
     return replace(local, graph=graph)

@@ -15,12 +15,12 @@ from .. import _torch, dtensor
 from ..capture import state as held_state
 from ..capture.call_structure import walk
 from ..capture.state import StepState, StepTensor
+from ..distributed.full_tensors import cut
+from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import Input, Role
 from ..layout import Layout, replicated
 from ..plan.plan import Plan
-from .launch import World
-from .pieces import cut
 
 _PLACED = "_wholestep_layout"
 

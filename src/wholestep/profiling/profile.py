@@ -1,42 +1,34 @@
-"""Measures the nodes of a compiled step while it trains, to be put beside what was predicted."""
+"""The measured timeline of a step, beside the predicted one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..backend.build import Backend
-from ..backend.rank_binding import bind
-from ..capture.call_structure import take_apart
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.schedule import Simulated, kind_of
-from ..cost.speeds import Speeds
-from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase, timeline
-from ..errors import PlanError
+from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
 from ..graph.verify import is_collective, is_wait
-from .carry import Carrying
-
-if TYPE_CHECKING:
-    from .step import CompiledStep
 
 _SHOWN = 12
 
 
 @dataclass
-class _SpanClock:
-    """Seconds of each call, by node. On a GPU the device is waited for after each, so that nothing overlaps."""
+class SpanClock:
+    """Start and end of each call in seconds, by node. On a GPU each call is synchronized, so that nothing overlaps."""
 
     on_gpu: bool
     spans: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, timed."""
         name = node.name
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +44,7 @@ class _SpanClock:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as it was `measured`, and as `predicted` for the machine that was named."""
+    """A step as it was measured, and as the cost model predicts it."""
 
     measured: Timeline
     predicted: Timeline
@@ -77,52 +69,10 @@ class Profile:
         return "\n".join(rows)
 
 
-def profile(step: CompiledStep, machine: Speeds | None, repeat: int, args: tuple[Any, ...], kwargs: Any) -> Profile:
-    """Train `repeat` steps on the given arguments with every node timed; the step of median time is shown.
-
-    Without a `machine` the prediction is for the one that the schedule was made for.
-
-    Raises:
-        PlanError: the step leaves its end to the next one, or there is no machine to predict for.
-    """
-    step(*args, **kwargs)
-    program = step.programs[-1]
-    if isinstance(program.run, Carrying):
-        raise PlanError(
-            "a step that ends in the next one (schedule='across_steps') has no timeline of its own",
-            "a schedule within the step",
-            'compile it with schedule="auto" to profile it',
-        )
-    machine = machine or _machine(step)
-    if machine is None:
-        needed = "a Topology or a Machine to predict for"
-        raise PlanError("this step was scheduled for no machine (one rank, or schedule=None)", needed, "give machine=")
-    world, usual = program.world, program.run
-    clock = _SpanClock(world.device.startswith("cuda"))
-    bound = bind(program.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
-    inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
-    program.run = Backend(step.options.backend, clock).run_of(bound, program.local.inputs, inputs)
-    found: list[Timeline] = []
-    try:
-        for _ in range(repeat + 1):  # the first one checks strides, and does not count
-            clock.spans = []
-            begin = time.perf_counter()
-            step(*args, **kwargs)
-            found.append(_measured(program.local, clock.spans, begin, time.perf_counter() - begin))
-    finally:
-        program.run = usual
-    counted = found[1:]
-    middle = sorted(counted, key=lambda one: one.simulated.step_us)[(len(counted) - 1) // 2]
-    return Profile(replace(middle, title="measured"), timeline(program.local, machine))
-
-
-def _machine(step: CompiledStep) -> Speeds | None:
-    """What the step was scheduled for."""
-    schedule = step.schedule
-    return schedule.machine if schedule else None
-
-
-def _measured(local: LocalGraph, seen: list[tuple[str, float, float]], begin: float, seconds: float) -> Timeline:
+def measured_timeline(
+    local: LocalGraph, seen: Sequence[tuple[str, float, float]], begin: float, seconds: float
+) -> Timeline:
+    """The timeline of one call that began at `begin` and took `seconds`, from the spans of its nodes."""
     nodes: Mapping[str, Node] = {node.name: node for node in local.graph.nodes}
     started: dict[Node, float] = {}
     spans: list[Span] = []

@@ -15,11 +15,6 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import RankMismatchError
-from ..graph import meta
-from ..graph.graph import LocalGraph, Role, node_at
-from ..graph.text import short_dtype, show_call
-from ..graph.verify import is_collective
-from ..plan.plan import Plan
 
 LAYOUTS, GRAPH, CONSTANTS = "layouts and collectives", "graphs", "constants"
 PER_CALL = (CONSTANTS, GRAPH)  # follow from the batch: compared among ranks that were given the like
@@ -48,23 +43,6 @@ class Section:
     def of(cls, lines: Sequence[str], where: Callable[[str], str] = lambda _: "") -> Section:
         """These lines."""
         return cls(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24], lines, where)
-
-
-def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
-    """What must be the same on all ranks: where state rests, and every collective in order. Batch sizes may differ."""
-    lines = [f"mesh {plan.mesh}; {plan.strategy}"]
-    for i in plan.inputs:
-        if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
-            lines.append(
-                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]"
-            )
-    for node in local.graph.nodes:
-        if is_collective(node):
-            source = meta.tensor(node_at(node, 0))
-            shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
-            rest = ", ".join(map(str, node.args[1:-1]))
-            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
-    return lines
 
 
 def from_first_rank(

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cost.machine import Machine, Wire
-from .launch import World
+from ..distributed.launch import World
 from .measure_link import measure_link
 
 _ROUNDS = 9
 
 
-def measure(world: World) -> Machine:
+def measure_hardware(world: World) -> Machine:
     """The Machine that the slowest rank and the slowest axis make."""
     before = _together(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]

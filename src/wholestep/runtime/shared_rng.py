@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..distributed.launch import World
 from ..graph.graph import LocalGraph
 from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
 from . import random_state
-from .launch import World
 
 
 @dataclass
-class Stream:
+class SharedRng:
     """States of torch's generators that steps alone advance, kept with checkpoints (`random_state`)."""
 
     states: dict[str, torch.Tensor]
 
     @staticmethod
-    def of(world: World, per_rank: frozenset[str]) -> Stream:
+    def of(world: World, per_rank: frozenset[str]) -> SharedRng:
         """The stream of this process for steps that compute together but along `per_rank` axes (collective)."""
         name = "+".join(sorted(per_rank)) or "all"
         restored = name in random_state.of_steps
@@ -35,8 +35,8 @@ class Stream:
         known = torch.tensor([restored and "cpu" in states], dtype=torch.int32, device=world.device)
         dist.all_reduce(known, dist.ReduceOp.MIN)
         if not known.item():  # a rank that the checkpoint does not know starts all of them anew
-            states |= Stream._start(world, per_rank)
-        return Stream(states)
+            states |= SharedRng._start(world, per_rank)
+        return SharedRng(states)
 
     @staticmethod
     def _start(world: World, per_rank: frozenset[str]) -> dict[str, torch.Tensor]:
@@ -72,6 +72,6 @@ class Stream:
                 torch.cuda.set_rng_state(outside_cuda)
 
 
-def draws(local: LocalGraph) -> bool:
+def draws_random(local: LocalGraph) -> bool:
     """True when a program draws random numbers."""
     return any(n.op == "call_function" and (n.target is drawn or is_random(n)) for n in local.graph.nodes)

@@ -19,14 +19,16 @@ from ..cache.key import own_source
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState
+from ..distributed.agree import CONSTANTS, GRAPH, LAYOUTS, SAYS, Section
 from ..graph import meta
-from ..graph.graph import TrainGraph
-from ..graph.text import short_dtype
-from .agree import CONSTANTS, GRAPH, LAYOUTS, SAYS, Section
-from .place import local
+from ..graph.graph import LocalGraph, Role, TrainGraph, node_at
+from ..graph.text import short_dtype, show_call
+from ..graph.verify import is_collective
+from ..plan.plan import Plan
+from .placement import local
 
 if TYPE_CHECKING:
-    from .options import StepOptions
+    from .compile_options import StepOptions
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
@@ -77,6 +79,23 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
 def said_of_cache(cached: bool) -> str:
     """Whether the compile cache is on."""
     return f"compile cache{SAYS}{'compile cache on' if cached else 'off'}"
+
+
+def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
+    """What must be the same on all ranks: where state rests, and every collective in order. Batch sizes may differ."""
+    lines = [f"mesh {plan.mesh}; {plan.strategy}"]
+    for i in plan.inputs:
+        if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
+            lines.append(
+                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]"
+            )
+    for node in local.graph.nodes:
+        if is_collective(node):
+            source = meta.tensor(node_at(node, 0))
+            shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
+            rest = ", ".join(map(str, node.args[1:-1]))
+            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
+    return lines
 
 
 def option_lines(
@@ -158,7 +177,7 @@ def _name(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Given:
+class CallInputs:
     """What a step was called with. `whole` has the shapes of batch tensors that leaves are parts of."""
 
     structure: Structure
@@ -170,7 +189,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Told:
+class GraphFingerprint:
     """What a rank says of the graph that it captured. `call` is the fingerprint of what the graph was captured for."""
 
     call: str
@@ -183,10 +202,10 @@ class Told:
         return {CONSTANTS: self.constants, GRAPH: self.graph}
 
 
-def told_of(capture: Capture, given: Given) -> Told:
+def graph_fingerprint(capture: Capture, given: CallInputs) -> GraphFingerprint:
     """What this rank says of a capture."""
     graph = Section.of(graph_lines(capture, given.device), partial(_source_of, capture.graph))
-    return Told(call_print(given, capture), graph, Section.of(constant_lines(capture)))
+    return GraphFingerprint(call_print(given, capture), graph, Section.of(constant_lines(capture)))
 
 
 def constant_lines(capture: Capture) -> list[str]:
@@ -209,7 +228,7 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
     return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
 
 
-def call_print(given: Given, capture: Capture) -> str:
+def call_print(given: CallInputs, capture: Capture) -> str:
     """A fingerprint of what a graph may follow from in the arguments: structure, sizes, Python values, values read.
 
     Arguments of a kind that nothing is known of make it differ from every other rank's.

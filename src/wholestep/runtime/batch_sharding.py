@@ -15,18 +15,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ..distributed.launch import World
 from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
 from ..plan.strategy import Strategies
-from .launch import World
 
 MOST_TENSORS = 63
-Sizes = tuple[tuple[int, ...], ...]
+BatchSizes = tuple[tuple[int, ...], ...]
 """For each dim that is cut, the sizes of its parts in order."""
 
 
 @dataclass(frozen=True)
-class Shared:
+class ShardedDim:
     """Dim `dim` of leaf number `leaf` of a call is shared by the ranks along `axes`."""
 
     leaf: int
@@ -35,24 +35,24 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Dealer:
+class BatchSharder:
     """Turns what a rank is given into its part of the batch. Ranks apart along `own` have nothing in common.
 
     `whole`: a rank is given all of it. `exchange`: parts may differ in size.
     """
 
-    shared: tuple[Shared, ...]
+    shared: tuple[ShardedDim, ...]
     names: tuple[str, ...]
     world: World
     own: tuple[str, ...]
     whole: bool
     exchange: bool
 
-    def parts(self, cut: Shared) -> int:
+    def parts(self, cut: ShardedDim) -> int:
         """Number of parts."""
         return prod(self.world.mesh.axis_size(a) for a in cut.axes)
 
-    def part_of(self, rank: int, cut: Shared) -> int:
+    def part_of(self, rank: int, cut: ShardedDim) -> int:
         """The part that `rank` holds; ranks along other axes hold the same."""
         coordinate = self.world.mesh.coordinate(rank)
         number = 0
@@ -60,7 +60,7 @@ class Dealer:
             number = number * self.world.mesh.axis_size(axis) + coordinate[axis]
         return number
 
-    def sizes(self, leaves: Sequence[Any]) -> Sizes:
+    def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
         """Sizes of all parts.
 
         Raises:
@@ -89,7 +89,7 @@ class Dealer:
             f"give ranks the batch of their coordinate on {axes}",
         )
 
-    def whole_shapes(self, leaves: Sequence[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    def whole_shapes(self, leaves: Sequence[Any], sizes: BatchSizes) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole batch, by name of the leaf."""
         out: dict[str, tuple[int, ...]] = {}
         for cut, lengths in zip(self.shared, sizes, strict=True):
@@ -99,7 +99,7 @@ class Dealer:
             out[name] = tuple(shape)
         return out
 
-    def deal(self, leaves: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
+    def shard(self, leaves: Sequence[Any], sizes: BatchSizes) -> Sequence[Any]:
         """This rank's part of every cut leaf.
 
         Raises:
@@ -119,14 +119,14 @@ class Dealer:
                 out[cut.leaf] = out[cut.leaf].contiguous()
         return out
 
-    def _uneven(self, cut: Shared, lengths: Sequence[int]) -> RankMismatchError:
+    def _uneven(self, cut: ShardedDim, lengths: Sequence[int]) -> RankMismatchError:
         return RankMismatchError(
             f"parts of {self.names[cut.leaf]!r} along {', '.join(cut.axes)} have sizes {list(lengths)}",
             "parts as torch.chunk makes them where a tensor is cut along two dims",
             "give every rank as much, or cut one dim only",
         )
 
-    def _piece(self, total: int, cut: Shared, part: int | None = None) -> tuple[int, int]:
+    def _piece(self, total: int, cut: ShardedDim, part: int | None = None) -> tuple[int, int]:
         """Start and length of a part, this rank's by default."""
         mesh, axes = self.world.mesh, tuple((a, self.world.mesh.axis_size(a)) for a in cut.axes)
         coordinate: Mapping[str, int] = self.world.coordinate
@@ -135,7 +135,7 @@ class Dealer:
             coordinate = mesh.coordinate(rank)
         return Extent(total, axes, start=True).at(coordinate), Extent(total, axes).at(coordinate)
 
-    def _gathered(self, leaf: torch.Tensor, cut: Shared, lengths: Sequence[int]) -> torch.Tensor:
+    def _gathered(self, leaf: torch.Tensor, cut: ShardedDim, lengths: Sequence[int]) -> torch.Tensor:
         """The whole batch of one leaf. Ranks apart along other axes may have nothing to gather."""
         rows = leaf.movedim(cut.dim, 0).contiguous()
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
@@ -160,7 +160,9 @@ class Dealer:
         return out
 
 
-def dealer(strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World) -> Dealer | None:
+def batch_sharder(
+    strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World
+) -> BatchSharder | None:
     """How batches of this kind are dealt; None where each rank runs on what it is given.
 
     Raises:
@@ -168,7 +170,7 @@ def dealer(strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], 
     """
     options, mesh = strategies.options, world.mesh
     shared = tuple(
-        Shared(i, cut.dim, cut.axes)
+        ShardedDim(i, cut.dim, cut.axes)
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
         for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if isinstance(leaf, torch.Tensor) else ())
     )
@@ -183,4 +185,4 @@ def dealer(strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], 
             f"at most {MOST_TENSORS} with uneven_batches=True",
             "give equal batches and uneven_batches=False, or fewer tensors",
         )
-    return Dealer(shared, tuple(names), world, own, whole, exchange)
+    return BatchSharder(shared, tuple(names), world, own, whole, exchange)

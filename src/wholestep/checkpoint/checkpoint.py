@@ -22,14 +22,15 @@ from torch.optim import Optimizer
 from ..capture.call_structure import by_name
 from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState, collect
+from ..distributed.launch import join
+from ..distributed.together import connected, everyone, first
 from ..errors import CheckpointError
 from ..graph.graph import Role
-from . import durable, manifest, random_state, snapshot
-from .carry import settle
-from .launch import join
+from ..runtime import random_state
+from ..runtime.cross_step_runner import flush_pending
+from ..runtime.step import CompiledStep
+from . import durable, manifest, snapshot
 from .manifest import Manifest
-from .step import CompiledStep
-from .together import connected, everyone, first
 
 VALUES = "values.pt"
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -80,7 +81,7 @@ def save(
     Raises:
         CheckpointError: on every rank, when it could not be saved on any.
     """
-    settle()
+    flush_pending()
     root, state = Path(directory), _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number
     if state is None or number is None or number < 0 or keep < 1:
@@ -193,7 +194,7 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, or it is damaged or does not fit; nothing was changed then.
     """
-    settle()
+    flush_pending()
     root, state = Path(directory), _state_of(step, model, optimizer)
     folder, found, content = _open(root)
     if state is not None:

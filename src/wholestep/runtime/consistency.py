@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from .. import _torch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
-from . import alike
-from .agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
-from .alike import Given, Told, told_of
-from .compiled import Compiled
-from .options import StepOptions
+from ..distributed.agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
+from . import fingerprints
+from .compile_options import StepOptions
+from .fingerprints import CallInputs, GraphFingerprint, graph_fingerprint
+from .rank_program import RankProgram
 
 _MOST_BYTES = 4 << 20  # of a call's integers, which another rank may need to capture the step for it
 _CANNOT = b"?"
@@ -59,7 +59,12 @@ class Agreement:
             self._agreed.add(section.print)
 
     def program(
-        self, made: Compiled, given: Given, options: StepOptions, cached: bool, recapture: Callable[[Any, Any], Capture]
+        self,
+        made: RankProgram,
+        given: CallInputs,
+        options: StepOptions,
+        cached: bool,
+        recapture: Callable[[Any, Any], Capture],
     ) -> None:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
@@ -70,24 +75,24 @@ class Agreement:
             RankMismatchError: on every rank, naming what differs.
         """
         state = made.capture.state
-        baked, numbers = alike.option_lines(state, made.capture.hypers, made.capture.effects.group_options())
+        baked, numbers = fingerprints.option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
-            alike.VERSIONS: Section.of(alike.versions()),
-            alike.STEP: Section.of(alike.step_lines(options, cached)),
+            fingerprints.VERSIONS: Section.of(fingerprints.versions()),
+            fingerprints.STEP: Section.of(fingerprints.step_lines(options, cached)),
             LAYOUTS: Section.of(made.lines),
-            alike.MEMBERS: Section.of(alike.member_lines(state)),
+            fingerprints.MEMBERS: Section.of(fingerprints.member_lines(state)),
         }
         key = " ".join(section.print for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        told = told_of(made.capture, given)
+        told = graph_fingerprint(made.capture, given)
         said = {
             **lasting,
-            alike.OPTIMIZERS: Section.of(baked),
-            alike.NUMBERS: Section.of([*numbers, *alike.state_lines(state)]),
+            fingerprints.OPTIMIZERS: Section.of(baked),
+            fingerprints.NUMBERS: Section.of([*numbers, *fingerprints.state_lines(state)]),
             **told.sections,
         }
-        others = self._compare({name: said[name] for name in alike.ORDER}, "", told.call)
+        others = self._compare({name: said[name] for name in fingerprints.ORDER}, "", told.call)
         if others.first:
             self._for_one_call(told, others.is_alike, given, made, recapture)
         self._agreed.add(key)
@@ -99,7 +104,12 @@ class Agreement:
             return agree(f"{self.label}/{self.round}", said, failure, self.timeout_s, self.waiting, call)
 
     def _for_one_call(
-        self, told: Told, is_alike: bool, given: Given, made: Compiled, recapture: Callable[[Any, Any], Capture]
+        self,
+        told: GraphFingerprint,
+        is_alike: bool,
+        given: CallInputs,
+        made: RankProgram,
+        recapture: Callable[[Any, Any], Capture],
     ) -> None:
         """Compare the graphs that all ranks have for the first rank's call."""
         key, store = f"{self.label}/{self.round}/call", _torch.default_store()
@@ -113,7 +123,7 @@ class Agreement:
         self._compare(said, "")
 
 
-def _written(given: Given, reads: bool) -> bytes:
+def _written(given: CallInputs, reads: bool) -> bytes:
     """A call for other ranks: shapes, Python values, and integers where the step `reads` some."""
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
@@ -138,7 +148,7 @@ def _written(given: Given, reads: bool) -> bytes:
     return data.getvalue() if data.tell() <= _MOST_BYTES else _CANNOT
 
 
-def _recaptured(call: bytes, given: Given, recapture: Callable[[Any, Any], Capture]) -> dict[str, Section]:
+def _recaptured(call: bytes, given: CallInputs, recapture: Callable[[Any, Any], Capture]) -> dict[str, Section]:
     """What this rank's step is for another rank's call; unknown where it cannot be captured for it."""
     unknown = {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
     if call == _CANNOT:
@@ -151,7 +161,7 @@ def _recaptured(call: bytes, given: Given, recapture: Callable[[Any, Any], Captu
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return unknown
-    return told_of(capture, given).sections
+    return graph_fingerprint(capture, given).sections
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:

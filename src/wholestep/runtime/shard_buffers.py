@@ -11,7 +11,7 @@ from ..graph.graph import LocalGraph
 from ..passes.contiguous_shards import buckets
 
 
-def lay_side_by_side(local: LocalGraph, held: Sequence[Tensor]) -> None:
+def pack_buckets(local: LocalGraph, held: Sequence[Tensor]) -> None:
     """Move the pieces of each bucket into one piece of memory; `held` are the first inputs of `local`.
 
     The tensors stay the same objects. Buckets with a piece that is part of something larger stay where they are, as

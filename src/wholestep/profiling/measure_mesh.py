@@ -25,7 +25,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CalibrationSizes:
     """What is measured: bytes of collectives, sides of products, dtypes, bytes of copies; the fastest of `times`."""
 
     collectives: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Unit:
     group: dist.ProcessGroup | None
 
 
-def sizes(device: str, largest_bytes: int) -> Sizes:
+def calibration_sizes(device: str, largest_bytes: int) -> CalibrationSizes:
     """What fits a device: a GPU gets larger products, and half precision."""
     on_gpu = device.startswith("cuda")
     found, size = list[int](), 4 * _KIB
@@ -57,15 +57,15 @@ def sizes(device: str, largest_bytes: int) -> Sizes:
     products = [(1, s, s, s) for s in sides] + [(1, most, least, s) for s in sides] + [(4, least, least, least)]
     copies = tuple(n << 20 for n in ((1, 16, 256) if on_gpu else (1, 4, 16)))
     dtypes = ("float32", "bfloat16", "float16") if on_gpu else ("float32", "bfloat16")
-    return Sizes((*found, largest_bytes), tuple(products), dtypes, copies)
+    return CalibrationSizes((*found, largest_bytes), tuple(products), dtypes, copies)
 
 
-def count(wanted: Sizes) -> int:
-    """How many times `measure` will call `step`."""
+def count_measurements(wanted: CalibrationSizes) -> int:
+    """How many times `measure_mesh` will call `step`."""
     return len(_levels()) * len(KINDS) * len(wanted.collectives) + len(wanted.dtypes) * len(wanted.products) + 1
 
 
-def measure(device: str, wanted: Sizes, step: Callable[[str], None]) -> Measured:
+def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measured:
     """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each.
 
     Raises:
@@ -146,7 +146,7 @@ def _product(dtype: str, shape: tuple[int, int, int, int], device: str) -> Calla
     return (lambda: torch.mm(left[0], right[0])) if b == 1 else (lambda: torch.bmm(left, right))
 
 
-def _copies(device: str, wanted: Sizes) -> tuple[tuple[tuple[int, float], ...], tuple[int, float], float]:
+def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, float], ...], tuple[int, float], float]:
     """Ops on elements by bytes moved, a copy to the host, and an op on next to nothing."""
 
     def add(x: Tensor) -> Callable[[], object]:

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from ..capture.call_structure import by_name
 from ..capture.state import WHOLE, StepState, collect, put
+from ..distributed.full_tensors import copy, gather, put_piece
+from ..distributed.meet import meet
+from ..distributed.together import connected
 from ..errors import RankMismatchError, StateError
-from .carry import settle
-from .meet import meet
-from .pieces import copy, gather, put_piece
-from .together import connected
+from .cross_step_runner import flush_pending
 
 _INSIDE = "`with ws.whole(...)`"
 
@@ -60,7 +60,7 @@ def whole(
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
     meet(f"`with ws.whole({names})`", timeout)
-    settle()
+    flush_pending()
     swap = _Swap(state)
     swap.enter()
     try:

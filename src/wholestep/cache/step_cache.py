@@ -14,9 +14,9 @@ from ..cache import folder as files
 from ..cache.choices import Choices
 from ..cache.folder import DamagedError
 from ..cache.key import Key, UnknownValueError, digest
+from ..distributed.agree import from_first_rank
 from ..errors import CacheError
 from ..graph.graph import LocalGraph
-from .agree import from_first_rank
 
 HIT = "hit"
 
@@ -37,7 +37,7 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
 
 
 @dataclass
-class Kept:
+class StepCache:
     """The entries of one step in `folder`. `log` says what happened at each compile, `say` tells it as it happens."""
 
     folder: Path
@@ -81,14 +81,14 @@ class Kept:
 
 
 @dataclass
-class Choosing:
+class CachedChoices:
     """What is chosen during one compile. `earlier` is what an earlier start of the same step chose, `now` what this one
     did. Without `kept`, nothing is looked up.
 
     All ranks call `look_up` at the same point, before they measure or search: the first one reads the entry.
     """
 
-    kept: Kept | None = None
+    kept: StepCache | None = None
     values: Callable[[], Mapping[str, object]] = dict[str, object]
     label: str = ""
     rank: int = 0
@@ -118,7 +118,7 @@ class Choosing:
         self.kept.tell(log)
         self.kept.warn(warning)
 
-    def _found(self, kept: Kept) -> tuple[str, Choices, str]:
+    def _found(self, kept: StepCache) -> tuple[str, Choices, str]:
         try:
             self._key = Key.of(self.values())
         except UnknownValueError as error:

@@ -10,7 +10,7 @@ from ..plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Compiled:
+class RankProgram:
     """What a step was captured as, its plan, and what the rank runs. Ranks compare `lines`."""
 
     capture: Capture

@@ -12,6 +12,8 @@ from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
 from ..auto.report import explained
 from ..cost.speeds import Speeds
+from ..distributed.agree import from_first_rank
+from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import Layout
@@ -23,16 +25,14 @@ from ..plan.plan import Objective, Plan
 from ..plan.strategy import Strategies, Strategy, compose
 from ..plan.strategy_file import decode, encode
 from ..plan.tensor_parallel import TensorParallel
-from .agree import from_first_rank
-from .finish import Finisher
-from .launch import World
+from .finalize import Finalizer
 
 _SEARCH_SECONDS = 0.02  # for each node and candidate, at most: what the first rank takes to choose
 _FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Decided:
+class StrategyChoice:
     """The strategies that the first rank chose, and what it said of them. `gathers` is true where parameters that are
     kept gathered may be gathered again to fit. `hardware` is what plans were compared on.
     """
@@ -48,17 +48,17 @@ class Decided:
         return replace(plan, objective=self.objective).with_notes(*self.notes)
 
 
-def is_open(strategies: Strategies) -> bool:
+def has_open_layouts(strategies: Strategies) -> bool:
     """True where layouts are to be solved for."""
     return any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts)
 
 
-def lacks_machine(strategies: Strategies) -> bool:
+def lacks_hardware(strategies: Strategies) -> bool:
     """True where layouts are to be solved for, and nobody says on which machine."""
     return any(map(_lacks_machine, strategies.parts))
 
 
-def with_machine(strategies: Strategies, speeds: Speeds) -> Strategies:
+def with_hardware(strategies: Strategies, speeds: Speeds) -> Strategies:
     """`strategies` with `speeds` where a machine is lacking."""
     parts = (replace(part, topology=speeds) if _lacks_machine(part) else part for part in strategies.parts)
     return Strategies(tuple(parts))
@@ -68,10 +68,10 @@ def _lacks_machine(part: Strategy) -> TypeGuard[TensorParallel]:
     return isinstance(part, TensorParallel) and part.is_open and part.topology is None
 
 
-def decide(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finisher, label: str,
+def choose_strategy(
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finalizer, label: str,
     timeout_s: float,
-) -> Decided:  # fmt: skip
+) -> StrategyChoice:  # fmt: skip
     """The choice of the first rank, on every rank. What is placed already stays where it is.
 
     Raises:
@@ -89,7 +89,7 @@ def decide(
     strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
-    return Decided(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
+    return StrategyChoice(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
 
 
 def _searched(search: Callable[[], list[str]], world: World, label: str, timeout_s: float) -> list[str]:

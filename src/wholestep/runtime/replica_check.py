@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from ..distributed.agree import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
-from .agree import other_value, show_ranks
-from .alike import OPTIMIZERS, option_lines, state_lines
+from .fingerprints import OPTIMIZERS, option_lines, state_lines
 
 if TYPE_CHECKING:
-    from .launch import World
+    from ..distributed.launch import World
     from .program import Program
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,14 +35,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.dtype.itemsize]).sum(dtype=torch.int64)
 
 
-def meets_all(local: LocalGraph) -> bool:
+def connects_all_ranks(local: LocalGraph) -> bool:
     """True where the collectives of a program connect all ranks, so that all of them call it as often."""
     met = {str(node.args[-1]) for node in local.graph.nodes if is_collective(node)}
     return {axis.name for axis in local.mesh.axes if axis.size > 1} <= met
 
 
 @dataclass
-class Check:
+class ReplicaCheck:
     """Compares after each `every` calls. Along axes of `data`, what ranks hold alike is equal to the bit; along others
     each may have computed it for itself, and rounded otherwise.
     """

@@ -1,0 +1,1 @@
+"""Joining the job, and what ranks tell each other through its store."""

@@ -1,0 +1,1 @@
+"""Measurements of the machine: compute, links, collectives."""
