@@ -7,9 +7,9 @@ from itertools import pairwise
 from math import log2
 
 import wholestep as ws
-from benchmarks.accuracy.read import Case, Left, Row, machine, number, whole
-from wholestep.cost.curves import KINDS, curve_us
-from wholestep.cost.fit import Sample, fit_curve
+from benchmarks.accuracy.read import Case, Left, Row, data_sheet, hardware_of, number, whole
+from wholestep.hardware.curve_fit import TimeSample, fit_curve
+from wholestep.hardware.curves import KINDS, curve_us
 
 COLUMNS = ("device", "collective", "n_ranks", "ranks_per_node", "message_bytes", "time_us")
 LARGE, MIDDLE = 64 << 20, 1 << 20
@@ -21,8 +21,8 @@ class Measured:
     """One row on its machine."""
 
     row: Row
-    topology: ws.Topology
-    sample: Sample
+    hardware: ws.Hardware
+    sample: TimeSample
     algorithm: str
 
     @property
@@ -41,13 +41,13 @@ def read(rows: Iterable[Row]) -> tuple[list[Measured], list[Left]]:
     found: list[Measured] = []
     left: list[Left] = []
     for row in rows:
-        topology = machine(row["device"])
+        hardware = hardware_of(row["device"])
         size, us, ranks = (number(row, name) for name in ("message_bytes", "time_us", "n_ranks"))
         label = f"{row['device']} {row['collective']} {row['n_ranks'] or '?'} ranks {row['message_bytes'] or '?'} B"
         if size is None or us is None or ranks is None:
             why = "a peak only: no time" if us is None else "no size" if size is None else "no number of ranks"
             left.append(Left(row.get("source_id", ""), label, why))
-        elif topology is None:
+        elif hardware is None:
             left.append(Left(row.get("source_id", ""), label, "no preset for this device"))
         elif row["collective"] not in KINDS:
             left.append(Left(row.get("source_id", ""), label, f"no such collective: {row['collective']}"))
@@ -55,38 +55,38 @@ def read(rows: Iterable[Row]) -> tuple[list[Measured], list[Left]]:
             left.append(Left(row.get("source_id", ""), label, "one rank, no bytes or no time"))
         else:
             n = int(ranks)
-            per_node = min(whole(row, "ranks_per_node", topology.ranks_per_node) or topology.ranks_per_node, n)
+            per_node = min(whole(row, "ranks_per_node", hardware.ranks_per_node) or hardware.ranks_per_node, n)
             units = (n, -(-n // per_node), 1) if n > per_node else (n, 1, 1)
             found.append(
-                Measured(row, topology, _sample(size, units, us), _algorithm(topology, row["collective"], units))
+                Measured(row, hardware, _sample(size, units, us), _algorithm(hardware, row["collective"], units))
             )
     return found, left
 
 
-def _sample(size: float, units: tuple[int, ...], us: float) -> Sample:
+def _sample(size: float, units: tuple[int, ...], us: float) -> TimeSample:
     """Small messages are noise, and count for little."""
     levels = max(i for i, (under, over) in enumerate(pairwise(units)) if under > over)
     weight = 1.0 if size >= LARGE else 0.35 if size >= MIDDLE else 0.03
-    return Sample(size, units[: levels + 2], us, weight)
+    return TimeSample(size, units[: levels + 2], us, weight)
 
 
-def _algorithm(topology: ws.Topology, kind: str, units: tuple[int, ...]) -> str:
+def _algorithm(hardware: ws.Hardware, kind: str, units: tuple[int, ...]) -> str:
     """What the preset expects the library to use for a large message."""
     levels = max(i for i, (under, over) in enumerate(pairwise(units)) if under > over)
-    rates, late = _links(topology, levels)
-    curves = topology.levels[levels].curves_for(kind, units[0])
+    rates, late = _links(hardware, levels)
+    curves = hardware.levels[levels].curves_for(kind, units[0])
     return min(curves, key=lambda c: curve_us(c, 1 << 30, units[: levels + 2], rates, late)).algorithm
 
 
-def _links(topology: ws.Topology, levels: int) -> tuple[list[float], list[float]]:
-    crossed = topology.levels[: levels + 1]
+def _links(hardware: ws.Hardware, levels: int) -> tuple[list[float], list[float]]:
+    crossed = hardware.levels[: levels + 1]
     return [level.bytes_per_us for level in crossed], [level.latency_us for level in crossed]
 
 
 def in_sample(found: Iterable[Measured]) -> list[Case]:
     """What the presets say."""
     return [
-        _case(one, one.topology.units_us(one.row["collective"], one.sample.size_bytes, _padded(one))) for one in found
+        _case(one, one.hardware.units_us(one.row["collective"], one.sample.size_bytes, _padded(one))) for one in found
     ]
 
 
@@ -115,7 +115,7 @@ def _held_out(found: Iterable[Measured], fold: Callable[[Measured], int]) -> lis
 
 def _fitted(train: list[Measured], test: list[Measured]) -> list[Case]:
     first = train[0]
-    rates, late = _links(first.topology, len(first.sample.units) - 2)
+    rates, late = _links(first.hardware, len(first.sample.units) - 2)
     own = _own_rate(first)
     kind = first.row["collective"]
     ring = first.algorithm in ("ring", "pairwise")
@@ -129,14 +129,14 @@ def _own_rate(one: Measured) -> float:
     A ring that reduces adds the last piece that arrives in a step of its own, as fast as it sends; others copy theirs.
     """
     if one.row["collective"] == "reduce_scatter":
-        return one.topology.levels[len(one.sample.units) - 2].bytes_per_us
+        return one.hardware.levels[len(one.sample.units) - 2].bytes_per_us
     passes = 2 if one.row["collective"] == "all_to_all" else 3  # read, written, by way of a buffer
-    return one.topology.device.memory_bytes_per_us * one.topology.device.memory_rate / passes
+    return data_sheet(one.hardware).memory_bytes_per_us * data_sheet(one.hardware).memory_rate / passes
 
 
 def _padded(one: Measured) -> tuple[int, ...]:
     units = one.sample.units
-    return (*units, *(1 for _ in range(len(one.topology.levels) + 1 - len(units))))
+    return (*units, *(1 for _ in range(len(one.hardware.levels) + 1 - len(units))))
 
 
 def _case(one: Measured, us: float) -> Case:

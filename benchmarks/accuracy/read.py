@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wholestep as ws
+from wholestep.hardware.device import Device
 
 Row = dict[str, str]
 
@@ -61,11 +62,17 @@ def rows(path: Path, needed: Iterable[str]) -> list[Row]:
     return found
 
 
-def machine(name: str) -> ws.Topology | None:
+def data_sheet(hardware: ws.Hardware) -> Device:
+    """The device of hardware that is described, as every preset is."""
+    assert isinstance(hardware.device, Device), "presets have data sheets"
+    return hardware.device
+
+
+def hardware_of(name: str) -> ws.Hardware | None:
     """The preset that a name of hardware means; None where there is none."""
     for pattern, preset in _MACHINES:
         if re.search(pattern, name.lower()):
-            return ws.Topology.preset(preset)
+            return ws.Hardware.preset(preset)
     return None
 
 

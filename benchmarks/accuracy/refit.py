@@ -14,8 +14,8 @@ import numpy as np
 import wholestep as ws
 from benchmarks.accuracy import runs, step
 from benchmarks.accuracy.config import Run
-from benchmarks.accuracy.read import Case, machine
-from wholestep.cost.fit import Array, simplex
+from benchmarks.accuracy.read import Case, data_sheet, hardware_of
+from wholestep.hardware.curve_fit import Array, simplex
 
 _START = (1.0, 0.6, 0.3, 0.8, 2.0, 50.0)
 _ROUNDS, _WIDTH = 50, 0.15
@@ -48,18 +48,18 @@ def _predicted(figures: Array, found: Sequence[Run]) -> dict[str, list[runs.Pred
     return made
 
 
-def _changed(figures: Array, hardware: str) -> ws.Topology:
+def _changed(figures: Array, name: str) -> ws.Hardware:
     tiles, forward, backward, memory, wave, _ = (float(v) for v in np.exp(figures))
-    topology = machine(hardware)
-    assert topology is not None, "runs have a machine"
+    hardware = hardware_of(name)
+    assert hardware is not None, "runs have hardware"
     ceilings = tuple(
         replace(
             top, tiles=tuple(replace(tile, rate=tile.rate * tiles) for tile in top.tiles), attention=forward,
             attention_backward=backward, wave_us=wave,
         ) if top.tiles else top
-        for top in topology.device.ceilings
+        for top in data_sheet(hardware).ceilings
     )  # fmt: skip
-    return replace(topology, device=replace(topology.device, ceilings=ceilings, memory_rate=memory))
+    return replace(hardware, device=replace(data_sheet(hardware), ceilings=ceilings, memory_rate=memory))
 
 
 def _loss(figures: Array, found: Sequence[Run]) -> float:

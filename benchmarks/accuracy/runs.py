@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.accuracy import config, memory, step
-from benchmarks.accuracy.read import Case, Left, Row, machine
+from benchmarks.accuracy.read import Case, Left, Row, hardware_of
 
 _FAR = 0.2
 
@@ -24,13 +24,13 @@ def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Case], list[Left]]:
     held: list[Case] = []
     left: list[Left] = []
     for row in rows:
-        run, topology = config.read(row), machine(row["hw"])
+        run, hardware = config.read(row), hardware_of(row["hw"])
         label = f"{row['model']} on {row['n_gpus']} {row['hw']}"
-        if isinstance(run, str) or topology is None:
+        if isinstance(run, str) or hardware is None:
             left.append(Left(row["source_id"], label, run if isinstance(run, str) else "no preset for this hardware"))
             continue
         if run.step_s:
-            found.append(Predicted(run, step.step_s(run, topology)))
+            found.append(Predicted(run, step.step_s(run, hardware)))
         if run.memory_gib:
             held.append(Case(run.source, run.hardware, _label(run), run.model, run.memory_gib, memory.peak_gib(run)))
     return found, held, left

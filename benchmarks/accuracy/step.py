@@ -1,4 +1,4 @@
-"""Seconds of a transformer's training step, from the cost functions that simulation uses: `Topology`'s.
+"""Seconds of a transformer's training step, from the cost functions that simulation uses: `Hardware`'s.
 
 A layer's products, attention and ops on elements are priced one by one; a layer is then as slow as the slowest of its
 device, its host (which starts op by op unless compiled) and the communication that may hide behind it.
@@ -9,6 +9,7 @@ from math import log2
 
 import wholestep as ws
 from benchmarks.accuracy.config import Run
+from benchmarks.accuracy.read import data_sheet
 
 _HALF, _FULL = 2, 4  # bytes
 _BUCKET = 25 << 20
@@ -40,48 +41,48 @@ class Part:
     exposed_us: float = 0.0
 
 
-def step_s(run: Run, topology: ws.Topology, starting: Host = HOST) -> float:
+def step_s(run: Run, hardware: ws.Hardware, starting: Host = HOST) -> float:
     """Seconds of one step."""
-    layer, ends = _layer(run, topology), _ends(run, topology)
-    gather, scatter = _sharing_us(run, topology, run.layer_parameters // run.tp)
-    slower = topology.device.contention - 1
+    layer, ends = _layer(run, hardware), _ends(run, hardware)
+    gather, scatter = _sharing_us(run, hardware, run.layer_parameters // run.tp)
+    slower = data_sheet(hardware).contention - 1
 
     def beside(compute: float, sent: float) -> float:
         return max(compute, sent) + slower * min(compute, sent)
 
     forward = beside(layer.forward_us + layer.exposed_us / 3, gather)
     backward = beside(layer.backward_us + layer.again_us + 2 * layer.exposed_us / 3, gather + scatter)
-    first, last = _sharing_us(run, topology, run.vocabulary * run.width // run.tp)
+    first, last = _sharing_us(run, hardware, run.vocabulary * run.width // run.tp)
     edges = (gather + scatter + first + last) if run.style == "full" else 0.0
-    host, again = _host_us(run, topology, starting), _AGAIN[run.ac]
+    host, again = _host_us(run, hardware, starting), _AGAIN[run.ac]
     ahead = max(run.layers * forward + ends.forward_us + ends.exposed_us, (run.layers * layer.ops + ends.ops) * host)
     back_ops = run.layers * layer.ops * (again + 2 * starting.backward) + 2 * ends.ops * starting.backward
     back = max(run.layers * backward + ends.backward_us, back_ops * host)
-    once = _reduce_us(run, topology, run.layers * (layer.backward_us + layer.again_us)) + _update_us(run, topology)
+    once = _reduce_us(run, hardware, run.layers * (layer.backward_us + layer.again_us)) + _update_us(run, hardware)
     return (run.accumulate * (ahead + back + edges) + once) / 1e6
 
 
-def _host_us(run: Run, topology: ws.Topology, starting: Host) -> float:
+def _host_us(run: Run, hardware: ws.Hardware, starting: Host) -> float:
     """Of one op. Ranks that share a layer wait in each for the slowest of them, the more the more there are."""
-    own = starting.megatron_us if run.slow_host else topology.device.host_us
+    own = starting.megatron_us if run.slow_host else data_sheet(hardware).host_us
     return own * (1 + 0.06 * log2(run.tp))
 
 
-def _layer(run: Run, topology: ws.Topology) -> Part:
+def _layer(run: Run, hardware: ws.Hardware) -> Part:
     tokens, tp = run.tokens, run.tp
     products = [
         (run.head * (run.heads + 2 * max(run.kv_heads, tp)) // tp, run.width), (run.width, run.width // tp),
         *([(run.hidden // tp, run.width)] * (2 if run.gated else 1)), (run.width, run.hidden // tp),
     ]  # fmt: skip
-    forward = sum(topology.matmul_us(1, tokens, n, k) for n, k in products)
-    backward = sum(topology.matmul_us(1, tokens, k, n) + topology.matmul_us(1, n, k, tokens) for n, k in products)
-    attention, attention_back, attention_ops = _attention(run, topology)
-    elements, ops = _elements(run, topology)
+    forward = sum(hardware.matmul_us(1, tokens, n, k) for n, k in products)
+    backward = sum(hardware.matmul_us(1, tokens, k, n) + hardware.matmul_us(1, n, k, tokens) for n, k in products)
+    attention, attention_back, attention_ops = _attention(run, hardware)
+    elements, ops = _elements(run, hardware)
     exposed = 0.0
     if tp > 1:
         whole = tokens * run.width * _HALF
         kinds = ("all_gather", "reduce_scatter") if run.sequence else ("all_reduce",)
-        once = sum(topology.group_us(kind, whole, tp, min(tp, run.per_node)) for kind in kinds)
+        once = sum(hardware.group_us(kind, whole, tp, min(tp, run.per_node)) for kind in kinds)
         exposed = once * (6 if run.ac == "full" else 4)
     again = {
         "full": forward + attention + elements, "every_other": (forward + attention + elements) / 2,
@@ -91,23 +92,23 @@ def _layer(run: Run, topology: ws.Topology) -> Part:
     return Part(forward + attention + elements, backward + attention_back + 2 * elements, again, ops_forward, exposed)
 
 
-def _attention(run: Run, topology: ws.Topology) -> tuple[float, float, int]:
+def _attention(run: Run, hardware: ws.Hardware) -> tuple[float, float, int]:
     """Forward, backward and the ops of a forward."""
     heads, length = run.heads // run.tp, run.length
     if run.flash:
         given = run.micro, heads, length, length, run.head
-        return topology.attention_us(*given), topology.attention_us(*given, backward=True), 6
+        return hardware.attention_us(*given), hardware.attention_us(*given, backward=True), 6
     scores = run.micro * heads * length * length * _HALF
     batch = run.micro * heads
-    one = topology.matmul_us(batch, length, length, run.head) + topology.matmul_us(batch, length, run.head, length)
+    one = hardware.matmul_us(batch, length, length, run.head) + hardware.matmul_us(batch, length, run.head, length)
     # scaled, masked and softmax as one kernel reads and writes; dropout reads and writes a mask of half the bytes
     if batch % 4:
         # Megatron's fused softmax takes four heads at a time: else scaling, mask, softmax and casts run one by one
-        return one + topology.bytes_us(12 * scores), 2 * one + topology.bytes_us(12 * scores), 17
-    return one + topology.bytes_us(4.5 * scores), 2 * one + topology.bytes_us(6 * scores), 10
+        return one + hardware.bytes_us(12 * scores), 2 * one + hardware.bytes_us(12 * scores), 17
+    return one + hardware.bytes_us(4.5 * scores), 2 * one + hardware.bytes_us(6 * scores), 10
 
 
-def _elements(run: Run, topology: ws.Topology) -> tuple[float, int]:
+def _elements(run: Run, hardware: ws.Hardware) -> tuple[float, int]:
     """Norms, residuals, activations, rotations, casts: microseconds of a forward, and how many ops those are."""
     wide = run.tokens * run.width * _HALF / (run.tp if run.sequence else 1)
     hidden, qkv = run.tokens * run.hidden * _HALF / run.tp, run.tokens * run.width * _HALF / run.tp
@@ -119,39 +120,39 @@ def _elements(run: Run, topology: ws.Topology) -> tuple[float, int]:
         moved, ops = (passes + 8) * wide + 5 * hidden + 8 * qkv, 24
     else:
         moved, ops = (passes + (0 if run.flash else 6)) * wide + (2 if run.flash else 4) * hidden + 2 * qkv, 14
-    return topology.bytes_us(moved), ops
+    return hardware.bytes_us(moved), ops
 
 
-def _ends(run: Run, topology: ws.Topology) -> Part:
+def _ends(run: Run, hardware: ws.Hardware) -> Part:
     """Embedding, last norm, logits and loss."""
     tokens, vocabulary = run.tokens, run.vocabulary // run.tp
-    product = topology.matmul_us(1, tokens, vocabulary, run.width)
-    back = topology.matmul_us(1, tokens, run.width, vocabulary) + topology.matmul_us(1, vocabulary, run.width, tokens)
+    product = hardware.matmul_us(1, tokens, vocabulary, run.width)
+    back = hardware.matmul_us(1, tokens, run.width, vocabulary) + hardware.matmul_us(1, vocabulary, run.width, tokens)
     # cast to float32, log-softmax and its gradient, cast back
-    loss = topology.bytes_us(tokens * vocabulary * (24 if run.compiled else 40))
-    lookup = topology.bytes_us(tokens * run.width * 16)
+    loss = hardware.bytes_us(tokens * vocabulary * (24 if run.compiled else 40))
+    lookup = hardware.bytes_us(tokens * run.width * 16)
     exposed = 0.0
     if run.tp > 1:
-        exposed = 2 * topology.group_us("all_reduce", tokens * run.width * _HALF, run.tp, min(run.tp, run.per_node))
+        exposed = 2 * hardware.group_us("all_reduce", tokens * run.width * _HALF, run.tp, min(run.tp, run.per_node))
     return Part(product + loss / 2 + lookup, back + loss / 2 + lookup, 0.0, 60, exposed)
 
 
-def _sharing_us(run: Run, topology: ws.Topology, parameters: int) -> tuple[float, float]:
+def _sharing_us(run: Run, hardware: ws.Hardware, parameters: int) -> tuple[float, float]:
     """Gathering so many parameters of a rank's layer in half precision, and scattering their gradients."""
     if run.style != "full" or run.shard == 1:
         return 0.0, 0.0
     per_node = max(1, run.per_node // run.tp)
     near = min(run.shard, per_node)
-    gather = topology.group_us("all_gather", parameters * _HALF, run.shard, near)
+    gather = hardware.group_us("all_gather", parameters * _HALF, run.shard, near)
     wide = _HALF if run.pure else _FULL
-    scatter = topology.group_us("reduce_scatter", parameters * wide, run.shard, near)
+    scatter = hardware.group_us("reduce_scatter", parameters * wide, run.shard, near)
     if run.replicate > 1:
         between = max(1, per_node // run.shard)
-        scatter += topology.group_us("all_reduce", parameters * wide / run.shard, run.replicate, between)
+        scatter += hardware.group_us("all_reduce", parameters * wide / run.shard, run.replicate, between)
     return gather, scatter
 
 
-def _reduce_us(run: Run, topology: ws.Topology, hidden_us: float) -> float:
+def _reduce_us(run: Run, hardware: ws.Hardware, hidden_us: float) -> float:
     """What reducing the gradients of whole parameters adds to a step, and gathering parameters where ranks share the
     update.
     """
@@ -161,16 +162,16 @@ def _reduce_us(run: Run, topology: ws.Topology, hidden_us: float) -> float:
     near = min(ranks, max(1, run.per_node // run.tp))
     if run.style == "replicate":
         sent, last = (
-            topology.group_us("all_reduce", size, ranks, near),
-            topology.group_us("all_reduce", _BUCKET, ranks, near),
+            hardware.group_us("all_reduce", size, ranks, near),
+            hardware.group_us("all_reduce", _BUCKET, ranks, near),
         )
         return max(sent - hidden_us, last) if run.overlapped else sent
-    scatter = topology.group_us("reduce_scatter", 2 * size, ranks, near)
-    gather = topology.group_us("all_gather", size, ranks, near)
+    scatter = hardware.group_us("reduce_scatter", 2 * size, ranks, near)
+    gather = hardware.group_us("all_gather", size, ranks, near)
     return max(scatter - hidden_us, 0.0) + max(gather - hidden_us / 2, gather / 4)
 
 
-def _update_us(run: Run, topology: ws.Topology) -> float:
+def _update_us(run: Run, hardware: ws.Hardware) -> float:
     """Adam in float32 (seven accesses, and the norm of the gradients), and casts from and to half precision."""
     shared = 1 if run.style == "replicate" else run.replicate * run.shard if run.style != "full" else run.shard
-    return topology.bytes_us(run.parameters / run.tp / shared * (7 * _FULL + _FULL + 2 * _HALF))
+    return hardware.bytes_us(run.parameters / run.tp / shared * (7 * _FULL + _FULL + 2 * _HALF))

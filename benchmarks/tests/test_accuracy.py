@@ -14,8 +14,8 @@ import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, memory, refit, runs, step
 from benchmarks.accuracy.read import Case, rows
 from benchmarks.accuracy.report import errors, left_out, worst
-from wholestep.cost.curves import Curve, Regime, curve_us
-from wholestep.cost.fit import Sample, fit_curve
+from wholestep.hardware.curve_fit import TimeSample, fit_curve
+from wholestep.hardware.curves import Curve, Regime, curve_us
 
 MIB = 1 << 20
 RUN = {
@@ -48,7 +48,7 @@ def test_a_curve_is_found_again_from_its_own_times(algorithm: str) -> None:
     true = Curve(kind, algorithm, (Regime(20.0, 1.0, 0.4), Regime(60.0, 1.0, 0.9)), 800e3)
     rates, late = (300e3,), (1.5,)
     made = [
-        Sample(size, (ranks, 1), curve_us(true, size, (ranks, 1), rates, late))
+        TimeSample(size, (ranks, 1), curve_us(true, size, (ranks, 1), rates, late))
         for ranks in (2, 4, 8)
         for size in (2.0**i for i in range(12, 31))
     ]
@@ -60,7 +60,7 @@ def test_a_curve_is_found_again_from_its_own_times(algorithm: str) -> None:
 
 def measured(noise: float = 0.0) -> list[dict[str, str]]:
     """All-gathers of the preset, each some percent off."""
-    h100 = ws.Topology.preset("dgx-h100")
+    h100 = ws.Hardware.preset("dgx-h100")
     made = []
     for ranks in (2, 8):
         for power in range(16, 31):
@@ -129,17 +129,17 @@ def test_a_run_is_read_from_its_columns() -> None:
 
 
 def test_steps_are_slower_where_they_must_be() -> None:
-    a100 = ws.Topology.preset("dgx-a100")
+    a100 = ws.Hardware.preset("dgx-a100")
 
-    def seconds(topology: ws.Topology = a100, **changed: str) -> float:
-        return step.step_s(run_of(**changed), topology)
+    def seconds(hardware: ws.Hardware = a100, **changed: str) -> float:
+        return step.step_s(run_of(**changed), hardware)
 
     base = seconds()
     flops = 6 * run_of().parameters * 4096
     assert flops * 4 / 3 / 312e12 < base < 3 * flops / 312e12
     assert seconds(ac="none") < seconds(ac="selective op") < base
     assert seconds(micro_batch="4") == pytest.approx(4 * base, rel=0.2)
-    assert seconds(ws.Topology.preset("dgx-a100+ethernet-10")) > 4 * base
+    assert seconds(ws.Hardware.preset("dgx-a100+ethernet-10")) > 4 * base
     assert seconds(tp="8", dp_shard="2") < base
     assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.1)
 
@@ -174,7 +174,7 @@ def test_one_scalar_for_a_hardware_is_fitted_to_other_models() -> None:
     """Every time is twice the model's, but one model's three times: its own scalar is not used for it."""
     made = []
     for model, factor in (("Llama2-7B", 2.0), ("Llama2-13B", 2.0), ("Llama2-70B", 3.0)):
-        predicted = step.step_s(run_of(model=model), ws.Topology.preset("dgx-a100"))
+        predicted = step.step_s(run_of(model=model), ws.Hardware.preset("dgx-a100"))
         made.append(RUN | {"model": model, "step_time_s": str(factor * predicted)})
     found, _, _ = runs.read(made)
     assert runs.fit_scalar(found) == pytest.approx(2)
@@ -187,7 +187,7 @@ def test_one_scalar_for_a_hardware_is_fitted_to_other_models() -> None:
 
 
 def test_products_are_read_by_dtype() -> None:
-    h100 = ws.Topology.preset("dgx-h100")
+    h100 = ws.Hardware.preset("dgx-h100")
     row = {"device": "H100 (sm_90)", "b": "2", "m": "512", "n": "256", "k": "1024", "dtype": "bf16xbf16->bf16"}
     cases, left = gemms.read([row | {"time_us": "10"}, row | {"dtype": "int4", "time_us": "10"}, row | {"time_us": ""}])
     assert cases[0].predicted == h100.matmul_us(2, 512, 256, 1024)
@@ -226,7 +226,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_figures_are_fitted_again_to_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of odd and even place take alike; then one model's times are doubled, and it is off by half."""
     monkeypatch.setattr(refit, "_ROUNDS", 5)
-    a100 = ws.Topology.preset("dgx-a100")
+    a100 = ws.Hardware.preset("dgx-a100")
     made = [
         RUN | {"model": f"Llama2-{i}B", "n_layers": str(10 + i), "micro_batch": str(1 + i % 3)} for i in range(1, 9)
     ]
@@ -241,7 +241,7 @@ def test_figures_are_fitted_again_to_the_other_half(monkeypatch: pytest.MonkeyPa
 def test_times_that_say_nothing_give_a_curve_all_the_same(seed: int) -> None:
     """Six times that are noise: some figures do not matter to the fit, and must stay figures."""
     noise = np.random.default_rng(seed).normal(6, 1.5, 6)
-    samples = [Sample(4096 << i, (2, 1), float(us)) for i, us in enumerate(np.exp(noise))]
+    samples = [TimeSample(4096 << i, (2, 1), float(us)) for i, us in enumerate(np.exp(noise))]
     found = fit_curve("all_gather", "gloo", samples, [1000.0], [10.0])
     figures = [value for one in found.regimes for value in (one.base_us, one.latency, one.rate)]
     assert all(np.isfinite(figures))

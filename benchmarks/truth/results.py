@@ -44,7 +44,7 @@ class Style:
     waited_ms: tuple[float, float]
     collectives: dict[str, int]
     classes: dict[str, tuple[float, float]]
-    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+    hardware: dict[str, Any] = field(default_factory=dict[str, Any])
     chosen: str = ""
 
     @property

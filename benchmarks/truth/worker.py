@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import wholestep as ws
-from benchmarks.peers import machine, models
+from benchmarks.peers import hardware, models
 from benchmarks.peers.sizes import CONFIGS
-from wholestep.cost.machine import Machine
 from wholestep.cost.schedule import simulate
 from wholestep.distributed.launch import join
+from wholestep.hardware.hardware import Hardware
 from wholestep.passes.schedule import Schedule
 from wholestep.profiling.measure_compute import measure_hardware
 from wholestep.runtime.step import CompiledStep
@@ -97,27 +97,27 @@ def _built(name: str, size: str, schedule: Any, x: Tensor, y: Tensor) -> Trained
 
 def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Measured:
     """Steps of one style. A step ends when the last rank is done; the first one does not count."""
-    busy, own = machine.busy_seconds(), machine.own_seconds()
+    busy, own = hardware.busy_seconds(), hardware.own_seconds()
     dist.barrier()
     begun = time.monotonic()
     marks = [begun]
     for _ in range(1 + steps):
         one.step(one.model, one.optimizer, x, y).item()
         marks.append(time.monotonic())
-    used = torch.tensor([machine.own_seconds() - own])
+    used = torch.tensor([hardware.own_seconds() - own])
     ends = torch.tensor(marks, dtype=torch.float64)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     dist.all_reduce(used)
     took = time.monotonic() - begun
-    others = max(machine.busy_seconds() - busy - float(used), 0.0) / took
+    others = max(hardware.busy_seconds() - busy - float(used), 0.0) / took
     last = [float(end) for end in ends[1:]]
     return statistics.median(after - before for before, after in pairwise(last)) * 1e3, others
 
 
-def _looked_at(one: Trained, moments: Sequence[Machine], x: Tensor, y: Tensor) -> Style:
+def _looked_at(one: Trained, moments: Sequence[Hardware], x: Tensor, y: Tensor) -> Style:
     found = one.step.profile(one.model, one.optimizer, x, y)
     schedule, simulated = one.step.schedule, found.predicted.simulated
-    known = schedule.machine if schedule else None
+    known = schedule.hardware if schedule else None
     classes = {name: (p / 1e3, m / 1e3) for name, (p, m) in found.classes().items()}
     waited = simulated.exposed_us / 1e3, found.measured.simulated.exposed_us / 1e3
     local = one.step.programs[-1].local
@@ -129,7 +129,7 @@ def _looked_at(one: Trained, moments: Sequence[Machine], x: Tensor, y: Tensor) -
     turns = [Turn(*its, sum(both) / 2) for its, both in zip(one.measured, pairwise(at), strict=True)]
     return Style(
         one.name, simulated.step_us / 1e3, tuple(turns), waited, kinds, classes,
-        asdict(known) if isinstance(known, Machine) else {}, chosen,
+        asdict(known) if isinstance(known, Hardware) else {}, chosen,
     )  # fmt: skip
 
 

@@ -6,11 +6,9 @@ from .capture import CaptureOptions
 from .capture.callback import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
 from .compile import capture, compile
-from .cost.machine import Machine
-from .cost.memory import Held, PeakMemory, memory_curve, peak_memory
-from .cost.schedule import Simulated, simulate
+from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
+from .cost.schedule import SimulationResult, simulate
 from .cost.timeline import Span, Timeline, timeline
-from .cost.topology import Topology
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
@@ -29,6 +27,7 @@ from .errors import (
     WholestepError,
 )
 from .graph.graph import LocalGraph, TrainGraph
+from .hardware.hardware import Hardware
 from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
@@ -64,11 +63,11 @@ __all__ = [
     "ConstraintError",
     "DataParallel",
     "GraphError",
-    "Held",
+    "Hardware",
     "Layout",
     "LayoutError",
+    "LiveTensor",
     "LocalGraph",
-    "Machine",
     "Mesh",
     "MeshError",
     "MixedPrecision",
@@ -79,12 +78,11 @@ __all__ = [
     "Recompute",
     "RuleError",
     "Schedule",
-    "Simulated",
+    "SimulationResult",
     "Span",
     "StateError",
     "TensorParallel",
     "Timeline",
-    "Topology",
     "TrainGraph",
     "WholestepError",
     "callback",

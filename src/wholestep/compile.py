@@ -14,10 +14,9 @@ from .auto.auto import Auto
 from .cache.step_cache import folder_of
 from .capture.capture import capture_step
 from .capture.capture_options import CaptureOptions
-from .cost.size import bytes_of
-from .cost.speeds import Speeds
 from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
+from .hardware.hardware import Hardware
 from .mesh import Mesh
 from .passes.pipeline import Edit
 from .passes.schedule import Schedule
@@ -28,6 +27,7 @@ from .runtime.compile_options import StepOptions
 from .runtime.memory_budget import with_kept_gathers
 from .runtime.progress import Progress
 from .runtime.step import CompiledStep
+from .units import parse_bytes
 
 
 class _Options(TypedDict, total=False):
@@ -47,7 +47,7 @@ class _Options(TypedDict, total=False):
     progress: Progress | Literal["auto"] | None
     agree_timeout: float
     check_every: int
-    hardware: Speeds | None
+    hardware: Hardware | None
     device: str | None
     cache: str | os.PathLike[str] | None
 
@@ -75,7 +75,7 @@ def compile(
     progress: Progress | Literal["auto"] | None = "auto",
     agree_timeout: float = 120.0,
     check_every: int = 1000,
-    hardware: Speeds | None = None,
+    hardware: Hardware | None = None,
     device: str | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
@@ -170,7 +170,7 @@ class _Chosen:
 def _chosen(
     parallel: Strategy | Sequence[Strategy] | Auto | Plan | None, memory_bytes: int | str | None, mesh: Mesh | None
 ) -> _Chosen:
-    most = None if memory_bytes is None else bytes_of(memory_bytes)
+    most = None if memory_bytes is None else parse_bytes(memory_bytes)
     if isinstance(parallel, Plan):
         return _applied(parallel, most, mesh)
     if not isinstance(parallel, Auto):

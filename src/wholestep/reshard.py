@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import count
 from math import prod
 
-from .cost.speeds import Speeds
 from .errors import LayoutError
+from .hardware.hardware import Hardware
 from .layout import REPLICATED, AxisState, Layout
 from .mesh import Mesh
 
@@ -49,7 +49,7 @@ class Path:
 
 @lru_cache(maxsize=65536)
 def reshard(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Speeds
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware
 ) -> Path:
     """The cheapest way from `source` to `target` for a tensor of global `shape` with `itemsize` bytes an element.
 
@@ -76,7 +76,7 @@ def reshard(
 
 
 def reshard_us(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Speeds,
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware,
     target_mesh: Mesh | None = None,
 ) -> float:  # fmt: skip
     """What that way costs in microseconds; infinite where values would have to be cut into partial ones, reduced by

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholestep.cost.machine import Machine, Wire
+from wholestep.hardware.hardware import Hardware
+from wholestep.hardware.measured import CollectiveCost
 from wholestep.runtime import finalize
 from wholestep.distributed.launch import World
 
@@ -45,13 +46,13 @@ PRELOAD = [
     "torch.testing._internal.composite_compliance",
     "wholestep",
 ]
-USUAL = Machine(
+USUAL = Hardware.measured(
     flops_per_us=77_000.0, memory_bytes_per_us=18_000.0, launch_us=28.0, link_us=200.0, link_bytes_per_us=1_100.0,
-    math_bytes_per_us=9_000.0, attention_flops_per_us=44_000.0, view_us=14.0, carried_bytes_per_us=5_000.0,
-    wires=(
-        Wire("all_reduce", 200.0, 0.0009, 1_200.0, 0.00056, 213.0, 0.00004, 0.0, 1.1),
-        Wire("all_gather", 195.0, 0.0012, 360.0, 0.0013, 238.0, 0.0002, 0.0, 1.2),
-        Wire("reduce_scatter", 127.0, 0.0009, 430.0, 0.0006, 208.0, 0.00016, 0.001, 1.2),
+    math_bytes_per_us=9_000.0, attention_flops_per_us=44_000.0, view_us=14.0, bucket_copy_bytes_per_us=5_000.0,
+    collectives=(
+        CollectiveCost("all_reduce", 200.0, 0.0009, 1_200.0, 0.00056, 213.0, 0.00004, 0.0, 1.1),
+        CollectiveCost("all_gather", 195.0, 0.0012, 360.0, 0.0013, 238.0, 0.0002, 0.0, 1.2),
+        CollectiveCost("reduce_scatter", 127.0, 0.0009, 430.0, 0.0006, 208.0, 0.00016, 0.001, 1.2),
     ),
 )  # as two ranks on loopback measured it  # fmt: skip
 
@@ -148,7 +149,7 @@ def _hang_text(ranks: list[tuple[BaseProcess, Connection]], late: list[int], tim
     return "\n".join(lines)
 
 
-def _usual(_: World) -> Machine:
+def _usual(_: World) -> Hardware:
     return USUAL
 
 

@@ -15,8 +15,8 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from wholestep.runtime.step import CompiledStep
 
-FAST = ws.Machine(link_us=1.0, link_bytes_per_us=1e6)
-LATE = ws.Machine(link_us=50_000.0, link_bytes_per_us=1e6)
+FAST = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
+LATE = ws.Hardware.measured(link_us=50_000.0, link_bytes_per_us=1e6)
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_the_bits_of_the_template(styles: Any) -> None:
     assert styles is None or first["chosen"].startswith(styles[0])
 
 
-def _told(rank: int, world: int, first: ws.Machine, second: ws.Machine) -> str:
+def _told(rank: int, world: int, first: ws.Hardware, second: ws.Hardware) -> str:
     schedule = ws.Schedule(second if rank else first, bucket_bytes=1 << 10)
     step, _ = trained(rank, rows=256, parallel=ws.Auto(), schedule=schedule)
     assert step.plan is not None
@@ -215,7 +215,7 @@ def _wished(rank: int, world: int, auto: ws.Auto, path: str) -> dict[str, Any]:
 def test_wishes_are_kept_and_compute_the_same(tmp_path: Path) -> None:
     """Through compile, and through a file of the plan; the parameter whole and its state cut, a module all whole."""
     data = ws.DataParallel(semantics="global")
-    auto = ws.Auto(topology=FAST, styles=("fully_shard",), data=data, solve=False, **ASKED)
+    auto = ws.Auto(hardware=FAST, styles=("fully_shard",), data=data, solve=False, **ASKED)
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)), nn.Linear(48, 48))
     graph = ws.capture(train, model, AdamW(model.parameters(), lr=0.01, eps=1e-4), torch.randn(16, 48))

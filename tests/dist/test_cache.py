@@ -18,7 +18,7 @@ from wholestep.passes import fit_memory
 from wholestep.runtime import choose_strategy
 from wholestep.runtime import finalize
 
-LINK = ws.Machine(link_us=1.0, link_bytes_per_us=1e6)
+LINK = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
 
 
 def options_of(kind: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def options_of(kind: str) -> dict[str, Any]:
         "Auto": {"parallel": ws.Auto()},
         "budget": {"parallel": ws.DataParallel("fully_shard"), "memory_bytes": 10_500},
         "solved": {"parallel": ws.TensorParallel("auto"), "mesh": "tp=2"},
-        "solved for a machine": {"parallel": ws.TensorParallel("auto", topology=LINK), "mesh": "tp=2"},
+        "solved for a machine": {"parallel": ws.TensorParallel("auto", hardware=LINK), "mesh": "tp=2"},
         "solved and sharded": {
             "parallel": [ws.DataParallel("zero1", axis="dp"), ws.TensorParallel("auto")],
             "mesh": "dp=1,tp=2",

@@ -50,7 +50,7 @@ def test_each_bucket_rests_in_one_piece_of_memory(tmp_path: Path):
 
 def test_a_second_step_with_other_buckets(tmp_path: Path):
     """Its buckets are copied together; parameters stay where the first one put them."""
-    small = ws.Schedule(ws.Machine(), bucket_bytes=30 << 10, first_bucket_bytes=30 << 10)
+    small = ws.Schedule(ws.Hardware.default(), bucket_bytes=30 << 10, first_bucket_bytes=30 << 10)
     for merged, apart in run_ranks(_both, 2, [SCHEDULE, small], str(tmp_path)):
         assert merged["pieces"] == [1] * 6
         assert _same(merged["values"], apart["values"])

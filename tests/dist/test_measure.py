@@ -20,17 +20,17 @@ def figures(rank: int, world: int, mesh: str) -> None:
     said: list[object] = [None] * world
     dist.all_gather_object(said, asdict(found))
     assert all(one == said[0] for one in said), "ranks schedule alike"
-    assert [wire.kind for wire in found.wires] == ["all_reduce", "all_gather", "reduce_scatter"]
-    for wire in found.wires:
+    assert [wire.kind for wire in found.levels[0].costs[:3]] == ["all_reduce", "all_gather", "reduce_scatter"]
+    for wire in found.levels[0].costs[:3]:
         assert wire.start_us > 0
         assert wire.byte_us > 0
         assert wire.busy_us >= 0
         assert wire.own_us > 0
         assert wire.beside >= 1
         assert (wire.sum_byte_us > 0) == (wire.kind == "reduce_scatter")
-    assert found.carried_bytes_per_us > 0
+    assert found.bucket_copy_bytes_per_us > 0
     assert 0 <= crowded(joined) <= 1
-    assert ws.Machine.of(asdict(found)) == found
+    assert ws.Hardware.of(asdict(found)) == found
 
 
 def test_ranks_measure_the_same() -> None:

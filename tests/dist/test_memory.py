@@ -15,7 +15,7 @@ from wholestep.capture.call_structure import take_apart
 from wholestep.runtime.memory_budget import bound_to_rank
 from wholestep.runtime.step import CompiledStep
 
-SCHEDULE = ws.Schedule(ws.Machine())
+SCHEDULE = ws.Schedule(ws.Hardware.default())
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

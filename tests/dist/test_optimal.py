@@ -13,7 +13,7 @@ from tests.tp_models import MLP, Llama, next_token, step_of
 from wholestep.plan.optimal.mixed import Mixed
 
 TOLERANCE = 1e-10
-QUICK_LINK = ws.Machine(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
+QUICK_LINK = ws.Hardware.measured(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
 
 
 def train(model: torch.nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def _two_axes(rank: int, world: int) -> dict[str, Any]:
     optimizer, other = AdamW(model.parameters(), lr=0.05), AdamW(alone.parameters(), lr=0.05)
     parallel = [
         ws.DataParallel("fully_shard", axis="dp", semantics="global"),
-        ws.TensorParallel("auto", topology=QUICK_LINK),
+        ws.TensorParallel("auto", hardware=QUICK_LINK),
     ]
     step, worst = ws.compile(train, parallel=parallel, mesh="dp=2,tp=2"), 0.0
     for number, count in enumerate((6, 6, 8)):
@@ -62,8 +62,8 @@ def _language_model(rank: int, world: int, auto: bool) -> dict[str, Any]:
     model, alone = Llama(layers=1), Llama(layers=1)
     alone.load_state_dict(model.state_dict())
     optimizer, other = AdamW(model.parameters(), lr=0.05, eps=1e-4), AdamW(alone.parameters(), lr=0.05, eps=1e-4)
-    tensor = ws.TensorParallel("auto", topology=QUICK_LINK)
-    parallel: Any = ws.Auto(topology=QUICK_LINK, tensor=tensor) if auto else tensor
+    tensor = ws.TensorParallel("auto", hardware=QUICK_LINK)
+    parallel: Any = ws.Auto(hardware=QUICK_LINK, tensor=tensor) if auto else tensor
     step, fn, worst = ws.compile(step_of(next_token), parallel=parallel, mesh="tp=2"), step_of(next_token), 0.0
     for number in range(2):
         made = torch.randint(0, 21, (2, 4, 6), generator=torch.Generator().manual_seed(number))
@@ -121,11 +121,11 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
         step(model, optimizer, rows(0, number).float())
     (part,) = step.options.parallel.parts
     assert isinstance(part, ws.TensorParallel)
-    return {"machine": part.topology, "used": step.schedule.machine if step.schedule else None}
+    return {"hardware": part.hardware, "used": step.schedule.hardware if step.schedule else None}
 
 
 def test_it_is_solved_for_the_measured_machine() -> None:
     first, second = run_ranks(_measured, 2, measures=True)
     assert first == second
-    assert first["machine"] == first["used"]
-    assert first["machine"] not in (None, ws.Machine())
+    assert first["hardware"] == first["used"]
+    assert first["hardware"] not in (None, ws.Hardware.default())

@@ -29,14 +29,14 @@ def _profiled(rank: int, world: int, folder: str) -> dict[str, Any]:
         "streams": [made.streams for made in (found.predicted, found.measured)],
         "sent": [sum(span.stream == "dp" for span in made.spans) for made in (found.predicted, found.measured)],
         "collectives": sum(one.count for one in step.local_graph.collectives().values()),  # type: ignore[union-attr]
-        "machine": step.schedule is not None,
+        "hardware": step.schedule is not None,
     }  # fmt: skip
 
 
 def test_a_profile_on_two_ranks(tmp_path: Path):
     for found in run_ranks(_profiled, 2, str(tmp_path)):
         assert found["same"]
-        assert found["machine"]
+        assert found["hardware"]
         assert found["streams"] == [("compute", "wait", "dp")] * 2
         assert found["sent"] == [found["collectives"]] * 2
     names = [e["args"]["name"] for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]

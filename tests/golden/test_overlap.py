@@ -7,7 +7,7 @@ from torch import nn
 import wholestep as ws
 from wholestep.graph.verify import is_collective, is_wait
 
-MACHINE = ws.Machine(flops_per_us=10, memory_bytes_per_us=100, launch_us=1, link_us=5, link_bytes_per_us=20)
+MACHINE = ws.Hardware.measured(flops_per_us=10, memory_bytes_per_us=100, launch_us=1, link_us=5, link_bytes_per_us=20)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:

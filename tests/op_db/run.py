@@ -29,7 +29,7 @@ from wholestep.rules.registry import is_random
 TOLERANCE = 1e-6  # relative to the largest value: some ops are ill-conditioned
 LARGEST = 600  # elements of all tensors of a sample
 SAMPLES = 2
-QUICK_LINK = ws.Machine(
+QUICK_LINK = ws.Hardware.measured(
     flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000
 )  # what can be cut pays, however small
 UNWRITTEN = ("empty", "new_empty")
@@ -226,7 +226,7 @@ def _plans(run: _Run) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     for style in ("replicate", "fully_shard"):
         yield f"per_rank {style}", partial(_per_rank, run, style)
         yield f"global {style} dp=2", partial(_global, run, "dp=2", _data(style))
-    yield "tensor parallel", partial(_global, run, "tp=2", ws.TensorParallel("auto", topology=QUICK_LINK))
+    yield "tensor parallel", partial(_global, run, "tp=2", ws.TensorParallel("auto", hardware=QUICK_LINK))
     if run.kind == "batch":
         yield "global replicate dp=3", partial(_global, run, "dp=3", _data("replicate"))
         for dim in range(1, min(4, max((t.dim() for t in run.leaves[0]), default=0))):

@@ -14,8 +14,11 @@ from wholestep.auto.search import Found, Search, sends_less
 from wholestep.plan.optimal.mixed import Mixed
 from wholestep.report.compare import compare, templates
 
-SLOW, FAST = ws.Machine(link_bytes_per_us=12.0), ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
-MACHINES = {"slow": SLOW, "plain": ws.Machine(), "fast": FAST, "dgx-h100": ws.Topology.preset("dgx-h100")}
+SLOW, FAST = (
+    ws.Hardware.measured(link_bytes_per_us=12.0),
+    ws.Hardware.measured(link_bytes_per_us=100_000.0, link_us=5.0),
+)
+MACHINES = {"slow": SLOW, "plain": ws.Hardware.default(), "fast": FAST, "dgx-h100": ws.Hardware.preset("dgx-h100")}
 PAIRS = ws.TensorParallel({"0.up": "colwise", "0.down": "rowwise", "1.up": "colwise", "1.down": "rowwise"})
 
 
@@ -67,30 +70,30 @@ GRAPHS = {kind: graph_of(kind) for kind in ("blocks", "wide", "convolutions")}
 
 
 # -- never worse -----------------------------------------------------------------------------
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_never_worse_than_any_template(kind: str, machine: str) -> None:
+def test_never_worse_than_any_template(kind: str, hardware: str) -> None:
     """By the same simulator, each template planned and simulated on its own."""
     mesh, tensor = ws.Mesh("dp=4,tp=2"), PAIRS if kind == "blocks" else None
-    found = ws.Auto(topology=MACHINES[machine], tensor=tensor, solve=False).search(GRAPHS[kind], mesh)
-    rows = compare(GRAPHS[kind], mesh, templates(mesh, tensor), MACHINES[machine])
+    found = ws.Auto(hardware=MACHINES[hardware], tensor=tensor, solve=False).search(GRAPHS[kind], mesh)
+    rows = compare(GRAPHS[kind], mesh, templates(mesh, tensor), MACHINES[hardware])
     assert found.best.batch_s == pytest.approx(rows[0].batch_s, rel=1e-12)
     assert len(found.rows) == len(rows)
-    solved = ws.Auto(topology=MACHINES[machine], tensor=tensor).search(GRAPHS[kind], mesh)
+    solved = ws.Auto(hardware=MACHINES[hardware], tensor=tensor).search(GRAPHS[kind], mesh)
     assert solved.best.batch_s <= rows[0].batch_s * (1 + 1e-12)
     assert {row.name for row in found.rows} < {row.name for row in solved.rows}
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_bounds_are_bounds(kind: str, machine: str) -> None:
-    mesh, speeds = ws.Mesh("dp=4,tp=2"), MACHINES[machine]
+def test_bounds_are_bounds(kind: str, hardware: str) -> None:
+    mesh, hardware = ws.Mesh("dp=4,tp=2"), MACHINES[hardware]
     tensor, bounds = PAIRS if kind == "blocks" else None, dict[str, float]()
     for template in templates(mesh, tensor):
         assert isinstance(template.strategies, tuple)
         planned = ws.plan(GRAPHS[kind], mesh, template.strategies)
         local = ws.partition(GRAPHS[kind], planned)
-        least, step = least_us(local, speeds), costs(local, planned, speeds).step_s * 1e6
+        least, step = least_us(local, hardware), costs(local, planned, hardware).step_s * 1e6
         assert 0 < least <= step * (1 + 1e-12), template.name
         bounds[template.name] = least
     for name, least in bounds.items():
@@ -99,7 +102,7 @@ def test_bounds_are_bounds(kind: str, machine: str) -> None:
 
 # -- what it chooses ---------------------------------------------------------------------------
 def test_a_slow_link_gets_the_fewest_bytes() -> None:
-    best = ws.Auto(topology=SLOW, solve=False).search(GRAPHS["wide"], "dp=8").best
+    best = ws.Auto(hardware=SLOW, solve=False).search(GRAPHS["wide"], "dp=8").best
     rows = compare(GRAPHS["wide"], ws.Mesh("dp=8"), templates(ws.Mesh("dp=8")), SLOW)
     sent = {row.name: row.costs.sent_bytes for row in rows if row.costs is not None}
     assert sent[best.name] == min(sent.values())
@@ -107,8 +110,10 @@ def test_a_slow_link_gets_the_fewest_bytes() -> None:
 
 
 def test_tight_memory_shards_everything() -> None:
-    far = ws.Machine(link_us=5_000.0, link_bytes_per_us=1e6, memory_bytes_per_us=1e6)  # what counts is how often
-    whole = ws.Auto(topology=far).search(GRAPHS["wide"], "dp=8")
+    far = ws.Hardware.measured(
+        link_us=5_000.0, link_bytes_per_us=1e6, memory_bytes_per_us=1e6
+    )  # what counts is how often
+    whole = ws.Auto(hardware=far).search(GRAPHS["wide"], "dp=8")
     assert whole.best.name.startswith("replicate")
     peaks = [row.costs.peak_bytes for row in compare(GRAPHS["wide"], MESH, templates(MESH), far) if row.costs]
     least = min(peaks)
@@ -170,7 +175,7 @@ def fates(found: Found) -> dict[str, str]:
 
 def test_counts_add_up_and_pruning_happens() -> None:
     seen: list[str] = []
-    found = ws.Auto(topology=SLOW, tensor=PAIRS).search(GRAPHS["blocks"], "dp=4,tp=2", watch=seen.append)
+    found = ws.Auto(hardware=SLOW, tensor=PAIRS).search(GRAPHS["blocks"], "dp=4,tp=2", watch=seen.append)
     assert seen[0] == "solve for layouts"
     assert found.simulated + found.pruned == len(found.rows) == 14  # twelve templates, two that are solved for
     assert found.simulated == sum(row.costs is not None for row in found.rows)
@@ -204,7 +209,7 @@ def test_what_rests_is_too_much_before_anything_is_planned() -> None:
 
 
 def test_the_plan_says_why() -> None:
-    plan = ws.plan(GRAPHS["wide"], "dp=8", ws.Auto(topology=SLOW, solve=False))
+    plan = ws.plan(GRAPHS["wide"], "dp=8", ws.Auto(hardware=SLOW, solve=False))
     text = str(plan)
     assert "  chosen by Auto: " in text
     assert "  note: Auto chose " in text
@@ -220,7 +225,7 @@ def test_the_plan_says_why() -> None:
 
 
 def test_the_plan_is_that_of_the_template() -> None:
-    found = ws.Auto(topology=SLOW).search(GRAPHS["wide"], "dp=8")
+    found = ws.Auto(hardware=SLOW).search(GRAPHS["wide"], "dp=8")
     assert found.best.strategies is not None
     assert found.plan == ws.plan(GRAPHS["wide"], "dp=8", found.best.strategies, hardware=SLOW)
 
@@ -256,8 +261,8 @@ def test_compile_keeps_what_ranks_are_given() -> None:
 
 
 def test_a_schedule_of_ones_own() -> None:
-    plain = ws.Auto(topology=SLOW, styles=("replicate",)).search(GRAPHS["blocks"], "dp=4")
-    none = ws.Auto(topology=SLOW, styles=("replicate",)).search(
+    plain = ws.Auto(hardware=SLOW, styles=("replicate",)).search(GRAPHS["blocks"], "dp=4")
+    none = ws.Auto(hardware=SLOW, styles=("replicate",)).search(
         GRAPHS["blocks"], "dp=4", finish=Finish(ws.pipeline(schedule=None))
     )
     assert plain.best.batch_s < none.best.batch_s
@@ -270,18 +275,18 @@ def test_meshes_keep_to_nodes() -> None:
         "dp=16", "replicate=2,shard=8", "dp=8,tp=2", "replicate=2,shard=4,tp=2", "dp=4,tp=4",
         "replicate=2,shard=2,tp=4", "dp=2,tp=8",
     ]  # fmt: skip
-    assert [str(mesh) for mesh in meshes(6, ws.Machine(), "tp")] == ["dp=6", "dp=3,tp=2", "dp=2,tp=3", "tp=6"]
-    assert [str(mesh) for mesh in meshes(1, ws.Machine())] == ["dp=1"]
+    assert [str(mesh) for mesh in meshes(6, ws.Hardware.default(), "tp")] == ["dp=6", "dp=3,tp=2", "dp=2,tp=3", "tp=6"]
+    assert [str(mesh) for mesh in meshes(1, ws.Hardware.default())] == ["dp=1"]
     assert all(mesh.size == 16384 for mesh in meshes(16384, MACHINES["dgx-h100"], "tp"))
 
 
 def test_the_mesh_is_searched() -> None:
-    auto = ws.Auto(topology=MACHINES["dgx-h100"], tensor=PAIRS)
+    auto = ws.Auto(hardware=MACHINES["dgx-h100"], tensor=PAIRS)
     found = auto.search(GRAPHS["blocks"], "auto=16")
     assert {row.mesh for row in found.rows} == set(auto.meshes(16))
     assert found.plan.mesh == found.best.mesh
     for mesh in auto.meshes(16):
-        fixed = ws.Auto(topology=MACHINES["dgx-h100"], tensor=PAIRS if "tp" in mesh.names else None)
+        fixed = ws.Auto(hardware=MACHINES["dgx-h100"], tensor=PAIRS if "tp" in mesh.names else None)
         assert found.best.batch_s <= fixed.search(GRAPHS["blocks"], mesh).best.batch_s * (1 + 1e-12)
     assert ws.plan(GRAPHS["blocks"], "auto=16", auto).mesh == found.plan.mesh
 

@@ -23,12 +23,13 @@ from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
 from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph, copy_graph
+from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.optimal.cuts import Cuts
 from wholestep.plan.strategy import Pins, Strategies
 from wholestep.runtime import choose_strategy, finalize
 
-MEASURED = ws.Machine(flops_per_us=50_000.0, launch_us=7.25)
+MEASURED = ws.Hardware.measured(flops_per_us=50_000.0, launch_us=7.25)
 BUDGET = 52_000  # bytes; the steps below take 58,900 where nothing is made again
 
 
@@ -272,9 +273,9 @@ DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
     "other JSON": (lambda text: "[1, 2]", "is no entry of wholestep's compile cache"),
     "another version": (_changed("version", to=0), "is of another version"),
     "another key": (_changed("key", "mesh", to="?"), "is the entry of another key"),
-    "no machine": (_changed("choices", "machine", to={"speed": 1, "wires": []}), "cannot be read (TypeError: "),
+    "no hardware": (_changed("choices", "hardware", to={"speed": 1}), "cannot be read (PlanError: "),
     "a class": (_changed("choices", "solved", to=[{"is": "os.system"}]), "cannot be read (KeyError: 'os.system')"),
-    "a field too few": (_changed("choices", to={}), "cannot be read (KeyError: 'machine')"),
+    "a field too few": (_changed("choices", to={}), "cannot be read (KeyError: 'hardware')"),
 }  # fmt: skip
 
 
@@ -331,8 +332,10 @@ def test_entries_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_entry_is_what_was_written(tmp_path: Path) -> None:
     solved = Strategies((Cuts("tp", {}, Pins(expanded=("mm",)), "said"), ws.DataParallel("zero1", axis="dp")))
-    machine = ws.Machine(wires=(ws.cost.machine.Wire("all_reduce", 0.1, 1 / 3, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),))
-    choices = Choices(machine, ("0", "{}", "a note"), solved, ("1", "gelu:0"), "of this program")
+    hardware = ws.Hardware.measured(
+        collectives=(CollectiveCost("all_reduce", 0.1, 1 / 3, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
+    )
+    choices = Choices(hardware, ("0", "{}", "a note"), solved, ("1", "gelu:0"), "of this program")
     key = Key.of({"mesh": "dp=2,tp=2"})
     files.write(tmp_path, key, choices)
     assert files.read(tmp_path, key) == choices
@@ -353,10 +356,10 @@ class MySpeeds:
 def test_a_step_with_an_option_without_a_text_is_not_kept(tmp_path: Path) -> None:
     options: dict[str, Any] = {"memory_bytes": BUDGET, "schedule": ws.Schedule(MySpeeds())}
     with pytest.warns(
-        UserWarning, match="nothing of this step is kept in the compile cache: option schedule.machine is"
+        UserWarning, match="nothing of this step is kept in the compile cache: option schedule.hardware is"
     ):
         step, losses = Start(options=options).run(tmp_path)
-    assert step.cache_log == [f"off: option schedule.machine is a {__name__}.MySpeeds"]
+    assert step.cache_log == [f"off: option schedule.hardware is a {__name__}.MySpeeds"]
     assert not list(tmp_path.iterdir())
     assert losses == Start(options=options).run("")[1]
 

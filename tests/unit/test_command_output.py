@@ -77,11 +77,11 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
     [
         ("plan", ["--mesh", "4"], "mesh '4'"),
         ("plan", ["--mesh", "dp=4", "--auto", "--memory", "1XB"], "memory_bytes='1XB'"),
-        ("plan", ["--mesh", "dp=4", "--auto", "--topology", "nowhere"], "nowhere"),
+        ("plan", ["--mesh", "dp=4", "--auto", "--hardware", "nowhere"], "nowhere"),
         ("plan", ["--mesh", "dp=4", "--what-if", "mesh=4"], "mesh '4'"),
-        ("plan", ["--mesh", "dp=4", "--what-if", "topology=nowhere"], "nowhere"),
+        ("plan", ["--mesh", "dp=4", "--what-if", "hardware=nowhere"], "nowhere"),
         ("simulate", ["--mesh", "4"], "mesh '4'"),
-        ("simulate", ["--topology", "nowhere"], "nowhere"),
+        ("simulate", ["--hardware", "nowhere"], "nowhere"),
     ],
 )
 def test_what_cannot_be_read_is_said_before_the_step_is_captured(command: str, options: list[str], found: str) -> None:

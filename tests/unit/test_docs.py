@@ -256,7 +256,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Replicate": Replicate, "Shard": Shard, "DistributedDataParallel": DistributedDataParallel,
         "train_step": train_step, "model": model, "net": nn.Linear(8, 8), "optimizer": optimizer, "batch": batch,
         "graph": graph, "plan": plan, "local": ws.partition(graph, plan), "step": step,
-        "hardware": ws.Topology.preset("dgx-h100"), "devices": init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+        "hardware": ws.Hardware.preset("dgx-h100"), "devices": init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
     }  # fmt: skip
     dist.destroy_process_group()
     os.chdir(before)

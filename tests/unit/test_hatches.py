@@ -106,7 +106,7 @@ def test_a_transformation_that_breaks_the_graph_is_named():
 
 
 def test_lists_of_passes_that_cannot_run_are_refused():
-    given = ws.pipeline(ws.Machine())
+    given = ws.pipeline(ws.Hardware.default())
     assert edited(given, None) == given
     for edit, message in (
         (lambda passes: None, r"passes= gives None\n  needed: a list of passes"),

@@ -11,9 +11,9 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.capture import Capture, capture_step
-from wholestep.cost.size import bytes_of
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
+from wholestep.units import parse_bytes
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 
@@ -83,12 +83,12 @@ def test_what_is_held() -> None:
     assert peak.rest_bytes == 2 * 4 * (400 + 20) + 1600 + 8
     assert peak.by_kind()["parameter"] == 2 * 4 * (400 + 20)
     assert peak.by_kind()["batch"] == 1600
-    assert sum(row.size_bytes for row in peak.held) == peak.size_bytes
+    assert sum(row.size_bytes for row in peak.live) == peak.size_bytes
     curve = dict(ws.memory_curve(local))
     assert max(curve.values()) == peak.size_bytes == curve[peak.at]
-    largest = peak.held[0]
+    largest = peak.live[0]
     assert (largest.size_bytes, largest.shape) == (1600, (20, 20))
-    assert {row.module for row in peak.held if row.kind == "activation"} <= {"0", "1", "2", ""}
+    assert {row.module for row in peak.live if row.kind == "activation"} <= {"0", "1", "2", ""}
     assert str(peak).splitlines()[0].startswith(f"peak {peak.size_bytes / 1000:.1f} kB at %")
 
 
@@ -97,7 +97,7 @@ def test_gathered_and_sent_tensors_have_names() -> None:
     graph = ws.capture(train, model, AdamW(model.parameters(), fused=True), torch.randn(2, 200))
     plan = ws.plan(graph, "dp=2", ws.DataParallel("fully_shard", reshard_after_forward=False))
     peak = ws.peak_memory(ws.run_passes(ws.partition(graph, plan), [Reinplace()]))
-    kinds = {row.kind for row in peak.held}
+    kinds = {row.kind for row in peak.live}
     assert {"parameter", "state", "sent", "gradient", "batch"} <= kinds
 
 
@@ -105,7 +105,7 @@ def test_gathered_and_sent_tensors_have_names() -> None:
     ("text", "size"), [("3GiB", 3 << 30), ("500 MB", 500_000_000), (17, 17), ("1.5kib", 1536), ("12", 12)]
 )
 def test_sizes(text: int | str, size: int) -> None:
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["3 gigs", "", "-1", 0, "GB"])

@@ -17,7 +17,7 @@ from tests import tp_models as models
 from tests.together import OneDevice, compare
 from tests.tp_models import MLP, Llama, Normed, next_token, squares, step_of
 from tests.unit.test_tensor_parallel import builder, dp, floats, tokens
-from wholestep import DataParallel, Machine, TensorParallel, Topology
+from wholestep import DataParallel, Hardware, TensorParallel
 from wholestep.auto.costs import costs
 from wholestep.capture import capture_step
 from wholestep.cli.hf import ModelSpec, build
@@ -35,8 +35,12 @@ from wholestep.plan.plan import Plan
 
 TOLERANCE = 1e-10
 STATES = (REPLICATED, AxisState("S", 0), AxisState("P", op="sum"))
-QUICK_LINK = Machine(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
-SLOW_MEMORY = Machine(flops_per_us=1e6, memory_bytes_per_us=10, launch_us=0.01, link_us=1, link_bytes_per_us=100)
+QUICK_LINK = Hardware.measured(
+    flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000
+)
+SLOW_MEMORY = Hardware.measured(
+    flops_per_us=1e6, memory_bytes_per_us=10, launch_us=0.01, link_us=1, link_bytes_per_us=100
+)
 MACHINES = {"quick link": QUICK_LINK, "slow memory": SLOW_MEMORY}
 
 
@@ -112,8 +116,8 @@ def product_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Te
     return loss.detach()
 
 
-def asked(mesh: str, machine: Any, **options: Any) -> Asked:
-    return Asked(Prices(machine, ws.Mesh(mesh), "tp"), **options)
+def asked(mesh: str, hardware: Any, **options: Any) -> Asked:
+    return Asked(Prices(hardware, ws.Mesh(mesh), "tp"), **options)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -146,14 +150,14 @@ def llama(layers: int) -> tuple[TrainGraph, nn.Module]:
 
 def test_layers_that_repeat_are_solved_once() -> None:
     few, many = (
-        len(Build(llama(layers)[0], asked("tp=8", Topology.preset("dgx-h100"))).problem().choices) for layers in (8, 11)
+        len(Build(llama(layers)[0], asked("tp=8", Hardware.preset("dgx-h100"))).problem().choices) for layers in (8, 11)
     )
     assert few == many
 
 
 def test_the_optimum_of_many_layers() -> None:
-    machine = Topology.preset("dgx-h100")
-    found = find(llama(9)[0], replace(asked("dp=32,tp=8", machine), axes=("dp",), storages=STORAGES))[0]
+    hardware = Hardware.preset("dgx-h100")
+    found = find(llama(9)[0], replace(asked("dp=32,tp=8", hardware), axes=("dp",), storages=STORAGES))[0]
     assert found.solution.gap < 0.01
     assert found.solution.binaries < 3000
 
@@ -166,7 +170,7 @@ def test_a_solution_is_that_of_smaller_budgets_that_it_fits(monkeypatch: pytest.
         return solve(problem, *args)
 
     monkeypatch.setattr(sys.modules[find.__module__], "solve", counted)
-    wanted = replace(asked("dp=32,tp=8", Topology.preset("dgx-h100")), axes=("dp",), storages=STORAGES)
+    wanted = replace(asked("dp=32,tp=8", Hardware.preset("dgx-h100")), axes=("dp",), storages=STORAGES)
     graph = llama(2)[0]
     wide, same = find(graph, wanted, (1e15, 1e14))
     assert same is wide
@@ -180,15 +184,15 @@ def test_a_solution_is_that_of_smaller_budgets_that_it_fits(monkeypatch: pytest.
 # -- beside plans by hand -------------------------------------------------------------------------
 
 
-def step_s(graph: TrainGraph, planned: Plan, machine: Topology) -> float:
-    return costs(ws.partition(graph, planned), planned, machine).step_s
+def step_s(graph: TrainGraph, planned: Plan, hardware: Hardware) -> float:
+    return costs(ws.partition(graph, planned), planned, hardware).step_s
 
 
 def test_no_slower_than_the_plans_that_llama_carries() -> None:
-    machine, (graph, model) = Topology.preset("dgx-h100"), llama(2)
-    found = ws.plan(graph, "tp=8", TensorParallel("auto", topology=machine))
+    hardware, (graph, model) = Hardware.preset("dgx-h100"), llama(2)
+    found = ws.plan(graph, "tp=8", TensorParallel("auto", hardware=hardware))
     for by_hand in (TensorParallel.of(model), TensorParallel.of(model, loss_parallel=True)):
-        assert step_s(graph, found, machine) <= step_s(graph, ws.plan(graph, "tp=8", by_hand), machine)
+        assert step_s(graph, found, hardware) <= step_s(graph, ws.plan(graph, "tp=8", by_hand), hardware)
     assert found.rest["model.layers.0.mlp.gate_proj.weight"].show((14336, 4096)) == "14336@tp 4096"
     assert found.rest["model.layers.1.mlp.down_proj.weight"].show((4096, 14336)) == "4096 14336@tp"
     assert "layouts solved for" in found.strategy
@@ -197,11 +201,11 @@ def test_no_slower_than_the_plans_that_llama_carries() -> None:
 
 def test_no_slower_than_a_plan_for_gpt() -> None:
     target = build(ModelSpec("gpt2", layers=2, batch=4))
-    graph, machine = capture_step(target.step, target.args, target.kwargs).graph, Topology.preset("dgx-h100")
+    graph, hardware = capture_step(target.step, target.args, target.kwargs).graph, Hardware.preset("dgx-h100")
     styles = {"attn.c_attn": "colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     by_hand = TensorParallel({"transformer.wte": "rowwise"} | {f"transformer.h.*.{n}": s for n, s in styles.items()})
-    found = ws.plan(graph, "tp=4", TensorParallel("auto", topology=machine))
-    assert step_s(graph, found, machine) <= step_s(graph, ws.plan(graph, "tp=4", by_hand), machine)
+    found = ws.plan(graph, "tp=4", TensorParallel("auto", hardware=hardware))
+    assert step_s(graph, found, hardware) <= step_s(graph, ws.plan(graph, "tp=4", by_hand), hardware)
 
 
 # -- the numbers --------------------------------------------------------------------------------
@@ -218,7 +222,7 @@ def test_what_is_found_computes_the_same(kind: str, mesh: str, name: str) -> Non
         "llama": lambda: OneDevice(builder(Llama, layers=1), step_of(next_token), tokens()),
         "by hand": lambda: OneDevice(builder(Llama, layers=1, by_hand=True, tied=True), step_of(next_token), tokens()),
     }[kind]()
-    tensor = TensorParallel("auto", topology=MACHINES[name])
+    tensor = TensorParallel("auto", hardware=MACHINES[name])
     found = compare(one, mesh, [dp("fully_shard"), tensor] if "dp" in mesh else tensor)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
@@ -226,7 +230,7 @@ def test_what_is_found_computes_the_same(kind: str, mesh: str, name: str) -> Non
 @pytest.mark.usefixtures("double")
 def test_ranks_may_be_given_parts_of_a_sequence() -> None:
     one = OneDevice(builder(Normed), step_of(squares), floats(4, 6, 10))
-    found = compare(one, "tp=2", TensorParallel("auto", input_dim=1, topology=QUICK_LINK))
+    found = compare(one, "tp=2", TensorParallel("auto", input_dim=1, hardware=QUICK_LINK))
     assert found.worst < TOLERANCE
     assert any("6@tp" in layout.show((4, 6, 10)) for layout in found.plan.rest.values() if len(layout.dims) == 3)
 
@@ -234,7 +238,7 @@ def test_ranks_may_be_given_parts_of_a_sequence() -> None:
 def test_what_is_placed_stays() -> None:
     model = MLP()
     graph = capture_step(step_of(squares), (model, torch.optim.SGD(model.parameters()), *floats(6, 12)[0]), {}).graph
-    tensor, strange = TensorParallel("auto", topology=QUICK_LINK), {"net1.weight": ws.Layout(((), ("tp",)))}
+    tensor, strange = TensorParallel("auto", hardware=QUICK_LINK), {"net1.weight": ws.Layout(((), ("tp",)))}
     assert ws.plan(graph, "tp=2", tensor).rest["net1.weight"] != strange["net1.weight"]
     assert ws.plan(graph, "tp=2", tensor, placed=strange).rest["net1.weight"] == strange["net1.weight"]
 
@@ -249,8 +253,8 @@ def test_one_rank_solves_nothing() -> None:
 def test_options_that_say_nothing_are_refused() -> None:
     with pytest.raises(ws.PlanError, match=r'loss_parallel with TensorParallel\("auto"\)'):
         TensorParallel("auto", loss_parallel=True)
-    with pytest.raises(ws.PlanError, match="topology with a plan by module"):
-        TensorParallel(models.MLP_PLAN, topology=Machine())
+    with pytest.raises(ws.PlanError, match="hardware with a plan by module"):
+        TensorParallel(models.MLP_PLAN, hardware=Hardware.default())
 
 
 # -- what a user asks for ----------------------------------------------------------------------------
@@ -262,23 +266,23 @@ def small() -> TrainGraph:
 
 
 def test_pins_are_kept() -> None:
-    free = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK)).rest["net1.weight"]
+    free = ws.plan(small(), "tp=2", TensorParallel("auto", hardware=QUICK_LINK)).rest["net1.weight"]
     assert free.show((32, 12)) == "32@tp 12"
     for placement, shown in ((Shard(1), "32 12@tp"), (Replicate(), "32 12")):
-        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net1.weight": placement})
+        tensor = TensorParallel("auto", hardware=QUICK_LINK, pinned={"net1.weight": placement})
         assert ws.plan(small(), "tp=2", tensor).rest["net1.weight"].show((32, 12)) == shown
 
 
 def test_results_of_modules_can_be_pinned() -> None:
     for placement, shown in ((Shard(0), "6@tp 12"), (Shard(-1), "6 12@tp"), (Replicate(), "6 12")):
-        tensor = TensorParallel("auto", topology=QUICK_LINK, pinned={"net2": placement})
+        tensor = TensorParallel("auto", hardware=QUICK_LINK, pinned={"net2": placement})
         planned = ws.plan(small(), "tp=2", tensor)
         made = [d for name, d in planned.decisions.items() if name.startswith("addmm_1")][-1]
         assert made.given[0].show((6, 12)) == shown
 
 
 def test_modules_can_be_left_whole() -> None:
-    tensor = TensorParallel("auto", topology=QUICK_LINK, whole=("net1",))
+    tensor = TensorParallel("auto", hardware=QUICK_LINK, whole=("net1",))
     planned = ws.plan(small(), "tp=2", tensor)
     assert planned.rest["net1.weight"].is_replicated
     assert planned.rest["net1.bias"].is_replicated
@@ -289,7 +293,7 @@ def test_modules_can_be_left_whole() -> None:
 def test_what_is_asked_for_computes_the_same() -> None:
     one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
     for options in ({"pinned": {"net1.weight": Shard(1), "net2": Shard(0)}}, {"whole": ("net2",)}):
-        assert compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK, **options)).worst < TOLERANCE
+        assert compare(one, "tp=2", TensorParallel("auto", hardware=QUICK_LINK, **options)).worst < TOLERANCE
 
 
 class Three(nn.Module):
@@ -305,7 +309,7 @@ class Three(nn.Module):
 def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
     """It could be written out to stay cut, which is not what was asked for: it takes its operand whole."""
     one = OneDevice(builder(Three), step_of(squares), floats(6, 12))
-    tensor = TensorParallel("auto", topology=Topology.preset("dgx-h100"), pinned={"b": Shard(1)}, whole=("c",))
+    tensor = TensorParallel("auto", hardware=Hardware.preset("dgx-h100"), pinned={"b": Shard(1)}, whole=("c",))
     found = compare(one, "tp=2", tensor)
     assert found.worst < TOLERANCE
     assert not any(
@@ -327,7 +331,7 @@ def test_nothing_is_written_out_of_what_is_empty() -> None:
             return (x @ self.w).softmax(1).square().sum() + none
 
     one = OneDevice(builder(Empty), product_step, [(x,) for x, _ in floats(4, 6)])
-    found = compare(one, "tp=2", TensorParallel("auto", topology=QUICK_LINK))
+    found = compare(one, "tp=2", TensorParallel("auto", hardware=QUICK_LINK))
     assert found.worst < TOLERANCE, found.where
 
 
@@ -349,8 +353,8 @@ def test_a_pin_that_cannot_be() -> None:
 
 def test_a_budget_that_only_a_mixed_plan_meets() -> None:
     """Neither any template nor anything that recomputes: some parameters in parts, others not, fit and are faster."""
-    machine, (graph, model), mesh = Topology.preset("dgx-h100"), llama(2), "dp=32,tp=8"
-    auto = ws.Auto("2GB", machine, tensor=TensorParallel.of(model), recompute=False)
+    hardware, (graph, model), mesh = Hardware.preset("dgx-h100"), llama(2), "dp=32,tp=8"
+    auto = ws.Auto("2GB", hardware, tensor=TensorParallel.of(model), recompute=False)
     with pytest.raises(ws.PlanError, match="no plan fits"):
         replace(auto, solve=False).search(graph, mesh)
     found, slack = auto.search(graph, mesh), replace(auto, memory_bytes="4GB")
@@ -364,7 +368,7 @@ def test_a_budget_that_only_a_mixed_plan_meets() -> None:
 
 
 def test_the_objective_tells_the_program_s_bound() -> None:
-    planned = ws.plan(small(), "dp=4", ws.Auto(topology=QUICK_LINK))
+    planned = ws.plan(small(), "dp=4", ws.Auto(hardware=QUICK_LINK))
     made = planned.objective
     assert made is not None
     assert 0 < made.model_bound_s <= made.model_s
@@ -374,7 +378,7 @@ def test_the_objective_tells_the_program_s_bound() -> None:
 
 
 def test_a_plan_that_was_solved_for_can_be_applied() -> None:
-    planned = ws.plan(small(), "tp=2", TensorParallel("auto", topology=QUICK_LINK))
+    planned = ws.plan(small(), "tp=2", TensorParallel("auto", hardware=QUICK_LINK))
     read = Plan.from_json(planned.to_json())
     assert read.strategies is not None
     assert ws.plan(small(), "tp=2", read.strategies).decisions == planned.decisions

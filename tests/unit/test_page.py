@@ -25,7 +25,7 @@ from wholestep.report.page import page, program, show_us
 from wholestep.report.tables import by_op, sent, verdicts
 from wholestep.report.tree import tree
 
-H100 = ws.Topology.preset("dgx-h100")
+H100 = ws.Hardware.preset("dgx-h100")
 EVIL = """</script><script>alert("1")</script><!--'&"""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -128,7 +128,7 @@ def test_figures_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert found.text["rest"] == human(plan.bytes_at_rest("param") + plan.bytes_at_rest("state"))
     kinds = [[kind, human(size)] for kind, size in peak.by_kind().items()]
     assert [row[:2] for row in found.rows["kinds"][1:]] == kinds
-    assert found.rows["largest"][1][0].startswith(peak.held[0].name)
+    assert found.rows["largest"][1][0].startswith(peak.live[0].name)
     assert "two blocks on dp=4" in text
     rows = found.rows["sent-table"][1:]
     totals = local.collectives().values()
@@ -355,7 +355,7 @@ def test_the_command_writes_page_and_trace(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STEP)
     target, html, trace = f"{tmp_path}/own.py:build", tmp_path / "a" / "plan.html", tmp_path / "b" / "step.json"
     code, text = run(
-        target, "--mesh", "dp=4", "--html", str(html), "--trace", str(trace), "--topology", "dgx-h100"
+        target, "--mesh", "dp=4", "--html", str(html), "--trace", str(trace), "--hardware", "dgx-h100"
     )  # fmt: skip
     assert code == 0, text
     found = Parsed(html.read_text())
@@ -372,7 +372,7 @@ def test_the_command_shows_alternatives(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     code, text = run(
         f"{tmp_path}/own.py:build", "--mesh", "dp=4", "--compare", "--html", str(tmp_path / "plan.html"),
-        "--topology", "dgx-h100", "--json", str(table),
+        "--hardware", "dgx-h100", "--json", str(table),
     )  # fmt: skip
     assert code == 0, text
     found = Parsed((tmp_path / "plan.html").read_text())
@@ -383,10 +383,10 @@ def test_the_command_shows_alternatives(tmp_path: Path) -> None:
     assert rows[0][-1] == "fastest for each batch"
     assert found.text["step"] == rows[0][2]
     assert found.text["peak"] == rows[0][5]
-    assert written["machine"] == "dgx-h100"
+    assert written["hardware"] == "dgx-h100"
 
 
 def test_a_machine_without_a_time_is_refused(tmp_path: Path) -> None:
-    code, text = run("my_step.py:build", "--topology", "dgx-h100")
+    code, text = run("my_step.py:build", "--hardware", "dgx-h100")
     assert code == 2
-    assert "--topology without --auto, --compare, --explain, --html or --trace" in text
+    assert "--hardware without --auto, --compare, --explain, --html or --trace" in text

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.cost.presets import one_host
 from wholestep.graph.graph import copy_graph
 from wholestep.graph.verify import check_local_graph, check_train_graph
+from wholestep.hardware.presets import one_host
 from wholestep.layout import REPLICATED, AxisState, Layout, chunk_range, replicated, sharded
 from wholestep.mesh import Mesh
 from wholestep.reshard import reshard

@@ -187,7 +187,7 @@ def test_a_slower_link_costs_more():
     graph, mesh = graph_of(), ws.Mesh("dp=2")
     plan = ws.plan(graph, mesh, ws.DataParallel("replicate"))
     local = ws.partition(graph, plan)
-    fast, slow = (costs(local, plan, ws.Machine(link_us=us)) for us in (1.0, 1000.0))
+    fast, slow = (costs(local, plan, ws.Hardware.measured(link_us=us)) for us in (1.0, 1000.0))
     assert slow.step_s > fast.step_s
     assert slow.exposed_s > fast.exposed_s
     assert slow.sent_bytes == fast.sent_bytes
@@ -292,7 +292,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
 def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text = run(
-        "--hf", tiny, "--mesh", "dp=4,tp=2", "--auto", "--topology", "dgx-h100", "--memory", "1GiB", "--json", str(out)
+        "--hf", tiny, "--mesh", "dp=4,tp=2", "--auto", "--hardware", "dgx-h100", "--memory", "1GiB", "--json", str(out)
     )  # fmt: skip
     assert code == 0, text
     assert re.search(r"candidate +mesh +at rest +peak", text)
@@ -351,11 +351,11 @@ def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.Monkey
 
 
 def test_compare_for_a_topology(step: str, tmp_path: Path):
-    out, saved = tmp_path / "table.json", tmp_path / "machine.json"
-    ws.Topology.preset("dgx-a100").save(saved)
-    code, text = run(f"{step}:four", "--mesh", "dp=4", "--compare", "--topology", str(saved), "--json", str(out))
+    out, saved = tmp_path / "table.json", tmp_path / "hardware.json"
+    ws.Hardware.preset("dgx-a100").save(saved)
+    code, text = run(f"{step}:four", "--mesh", "dp=4", "--compare", "--hardware", str(saved), "--json", str(out))
     assert code == 0, text
-    assert json.loads(out.read_text())["machine"] == "dgx-a100"
+    assert json.loads(out.read_text())["hardware"] == "dgx-a100"
     _, plain = run(f"{step}:four", "--mesh", "dp=4", "--compare")
     assert plain != text
 
@@ -383,8 +383,8 @@ def test_compare_for_a_topology(step: str, tmp_path: Path):
         (["--batch", "1,2"], "--batch 1,2 without --auto"),
         (["--auto", "--batch", "1,x"], "--batch 1,x: needed a number of at least 1"),
         (["--batch", "0"], "--batch 0: needed a number of at least 1"),
-        (["--topology", "dgx-h100"], "--topology without --auto"),
-        (["--auto", "--topology", "dgx-h101"], "there is no topology 'dgx-h101'"),
+        (["--hardware", "dgx-h100"], "--hardware without --auto"),
+        (["--auto", "--hardware", "dgx-h101"], "there is no hardware 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),
         (["--auto", "--memory", "lots"], "memory_bytes='lots'"),
     ],
@@ -397,10 +397,10 @@ def test_choices_that_cannot_be_made(step: str, options: list[str], said: str):
 
 # -- passes ---------------------------------------------------------------------------------
 def test_passes_are_listed_with_what_they_do():
-    done = CliRunner().invoke(app, ["passes", "--across-steps", "--memory", "1GiB", "--topology", "dgx-h100"])
+    done = CliRunner().invoke(app, ["passes", "--across-steps", "--memory", "1GiB", "--hardware", "dgx-h100"])
     assert done.exit_code == 0, done.output
     rows = [line.split(None, 1)[1] for line in done.output.splitlines()]
-    given = ws.pipeline(ws.Topology.preset("dgx-h100"), schedule="across_steps", memory_bytes="1GiB")
+    given = ws.pipeline(ws.Hardware.preset("dgx-h100"), schedule="across_steps", memory_bytes="1GiB")
     assert [row.split()[0] for row in rows] == [type(one).__name__ for one in given]
     assert all(len(row.split("  ", 1)[1].strip()) > 20 for row in rows), "each says what it does"
 

@@ -170,8 +170,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "layers.*.weight/exp_avg " in said
     rows = [line for line in said.splitlines() if line.startswith(str(tmp_path))]
     assert len(rows) == 2
-    assert diffed(*files, "--topology", "dgx-h100") == (
-        2, "wholestep: --topology without a model: needed MODEL or --hf, as times are those of a step\n",
+    assert diffed(*files, "--hardware", "dgx-h100") == (
+        2, "wholestep: --hardware without a model: needed MODEL or --hf, as times are those of a step\n",
     )  # fmt: skip
     code, said = diffed(files[0], str(tmp_path / "other.json"))
     assert code == 2
@@ -201,12 +201,12 @@ def test_precision_is_kept_with_a_plan_and_asked_for_again(tmp_path: Path) -> No
 
 
 def test_hardware_prices_what_is_explained_and_is_kept(graph: ws.TrainGraph, tmp_path: Path) -> None:
-    slow = ws.Topology.preset("dgx-a100+ethernet-10")
+    slow = ws.Hardware.preset("dgx-a100+ethernet-10")
     made = [ws.plan(graph, "node=4,rank=8", hardware=given) for given in (None, slow)]
     times = [float(one.explain("0.0.weight").split(" us)")[0].rpartition("(")[2]) for one in made]
     assert times[1] > 5 * times[0], "gathered over a slow link between nodes"
     made[1].save(tmp_path / "plan.json")
     assert ws.Plan.load(tmp_path / "plan.json").hardware == slow
-    machine = ws.Machine(link_us=3.0)
-    measured = ws.plan(graph, "dp=2", hardware=machine)
-    assert ws.Plan.from_json(measured.to_json()).hardware == machine
+    hardware = ws.Hardware.measured(link_us=3.0)
+    measured = ws.plan(graph, "dp=2", hardware=hardware)
+    assert ws.Plan.from_json(measured.to_json()).hardware == hardware

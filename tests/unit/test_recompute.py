@@ -28,7 +28,7 @@ from wholestep.passes.saved_tensors import SavedTensors
 from wholestep.passes.schedule import Schedule
 from wholestep.rules.registry import is_random
 
-MACHINE = ws.Machine()
+MACHINE = ws.Hardware.default()
 
 
 # -- the same bits ---------------------------------------------------------------------------

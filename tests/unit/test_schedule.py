@@ -13,12 +13,13 @@ from tests.catalogue import CASES
 from tests.simulate import index_of
 from wholestep.auto.fit import Finish
 from wholestep.backend.rank_binding import bound_arguments
-from wholestep.cost.machine import Machine, Wire
 from wholestep.cost.schedule import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import Role, node_at, operands
 from wholestep.graph.interpret import run_all
 from wholestep.graph.verify import check_local_graph, is_collective, is_wait
+from wholestep.hardware.hardware import Hardware
+from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, Carried, add_call, join_rows, made_by
 from wholestep.passes.bucket_sizes import even_bytes, resized
@@ -181,7 +182,14 @@ def test_splitting_needs_two_sides(side: str) -> None:
         SplitOptimizer(waits)(local)
 
 
-SLOW = Machine(flops_per_us=2000, memory_bytes_per_us=8000, launch_us=4, link_us=100, link_bytes_per_us=400)
+def slow_hardware(flops_per_us: float = 2000, link_bytes_per_us: float = 400) -> Hardware:
+    return Hardware.measured(
+        flops_per_us=flops_per_us, memory_bytes_per_us=8000, launch_us=4, link_us=100,
+        link_bytes_per_us=link_bytes_per_us,
+    )  # fmt: skip
+
+
+SLOW = slow_hardware()
 
 
 @pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
@@ -221,7 +229,7 @@ def test_gathers_wait_for_room() -> None:
 
 def test_gradients_on_the_wire_are_bounded() -> None:
     """What waits to be scattered is at most `in_flight_bytes`, and the step takes about as long as without it."""
-    slow = replace(SLOW, link_bytes_per_us=60)
+    slow = slow_hardware(link_bytes_per_us=60)
     local = layers(12, 300, "fully_shard", rows=128)
     few, many = (Schedule(slow, 512 << 10, 256 << 10, flying)(local) for flying in (3 * MB // 2, 1 << 30))
     assert scattering(few) <= 3 * MB // 2 < scattering(many) - MB
@@ -250,41 +258,41 @@ def test_plain_optimizers_need_no_splitting() -> None:
 
 
 def test_buckets_by_the_link() -> None:
-    sizes = [Machine(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
+    sizes = [Hardware.measured(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
     assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
 
 
 @pytest.mark.parametrize(("busy", "left"), [(0.2, 10), (0.6, 6), (1.0, 2)])
 def test_all_reduces_that_processors_send_are_few(busy: float, left: int) -> None:
     """Nothing hides what takes the processors. The first bucket closes at 1 MiB; a size that is given is kept to."""
-    wire = Wire("all_reduce", start_us=50.0, byte_us=0.001, busy_byte_us=busy * 0.001)
-    machine = Machine(link_us=50.0, link_bytes_per_us=1000.0, wires=(wire,))
+    wire = CollectiveCost("all_reduce", start_us=50.0, byte_us=0.001, cpu_byte_us=busy * 0.001)
+    hardware = Hardware.measured(link_us=50.0, link_bytes_per_us=1000.0, collectives=(wire,))
     local = layers(10, 600)
-    assert count(Schedule(machine)(local)) == {"all_reduce": left}
-    assert count(Schedule(machine, bucket_bytes=MB)(local)) == {"all_reduce": 10}
+    assert count(Schedule(hardware)(local)) == {"all_reduce": left}
+    assert count(Schedule(hardware, bucket_bytes=MB)(local)) == {"all_reduce": 10}
 
 
 def test_few_bytes_go_in_smaller_buckets() -> None:
     """Nothing hides the last bucket: a link that starts slowly wants 8 MiB at once, but not of a step that has 14."""
-    local, machine = layers(10, 600), Machine(link_us=2000, link_bytes_per_us=120)
-    assert machine.bucket_bytes == 8 * MB
-    assert count(Schedule(machine)(local)) == {"all_reduce": 6}, "one, then pairs of 1.4 MB each"
-    late = [even_bytes(machine, local.mesh, reduced, 8 * MB) for reduced in (0, MB, 14 * MB, 100 * MB, 1000 * MB)]
+    local, hardware = layers(10, 600), Hardware.measured(link_us=2000, link_bytes_per_us=120)
+    assert hardware.bucket_bytes == 8 * MB
+    assert count(Schedule(hardware)(local)) == {"all_reduce": 6}, "one, then pairs of 1.4 MB each"
+    late = [even_bytes(hardware, local.mesh, reduced, 8 * MB) for reduced in (0, MB, 14 * MB, 100 * MB, 1000 * MB)]
     assert late == [8 * MB, 512 << 10, 2 * MB, 4 * MB, 8 * MB]
 
 
 def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
     """By what all of it carries, where the part itself carries little and gathers nothing again."""
-    local, machine = layers(10, 600), Machine(link_us=2000, link_bytes_per_us=120)
+    local, hardware = layers(10, 600), Hardware.measured(link_us=2000, link_bytes_per_us=120)
 
-    def of_whole(machine: Machine, whole: Carried) -> ws.LocalGraph:
-        return ws.run_passes(local, resized(Schedule(machine).passes, whole=whole))
+    def of_whole(hardware: Hardware, whole: Carried) -> ws.LocalGraph:
+        return ws.run_passes(local, resized(Schedule(hardware).passes, whole=whole))
 
-    assert count(of_whole(machine, Carried(1000 * MB, 0))) == {"all_reduce": 3}
-    machine = Machine(link_us=200, link_bytes_per_us=100_000)
-    assert count(Schedule(machine)(local)) == {"all_reduce": 2}
-    assert count(of_whole(machine, Carried(12 * MB, 12 * MB))) == {"all_reduce": 10}
-    assert count(of_whole(machine, Carried(36 * MB, 36 * MB))) == {"all_reduce": 4}, "one, then three each"
+    assert count(of_whole(hardware, Carried(1000 * MB, 0))) == {"all_reduce": 3}
+    hardware = Hardware.measured(link_us=200, link_bytes_per_us=100_000)
+    assert count(Schedule(hardware)(local)) == {"all_reduce": 2}
+    assert count(of_whole(hardware, Carried(12 * MB, 12 * MB))) == {"all_reduce": 10}
+    assert count(of_whole(hardware, Carried(36 * MB, 36 * MB))) == {"all_reduce": 4}, "one, then three each"
 
 
 def test_gathering_again_holds_less_on_any_link() -> None:
@@ -293,13 +301,13 @@ def test_gathering_again_holds_less_on_any_link() -> None:
         model, x = nn.Sequential(*[nn.Linear(500, 500) for _ in range(24)]), torch.empty(8, 500)
     graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
     rates = (100.0, 2_000.0, 100_000.0)
-    for machine in (Machine(link_us=200, link_bytes_per_us=rate) for rate in rates):
+    for hardware in (Hardware.measured(link_us=200, link_bytes_per_us=rate) for rate in rates):
         kept, again = (
-            ws.peak_memory(Finish(ws.pipeline(machine))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
+            ws.peak_memory(Finish(ws.pipeline(hardware))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
             for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
         )
         assert again < kept - 6 * MB
-    assert machine.bucket_bytes == 64 * MB
+    assert hardware.bucket_bytes == 64 * MB
 
 
 def test_the_order_of_another_rank() -> None:
@@ -501,19 +509,21 @@ def test_bounds_on_gradients_where_several_are_made_at_once(case: str, style: st
 # -- across steps -----------------------------------------------------------------------
 @pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
 def test_less_is_exposed_across_steps(style: str) -> None:
-    machine = replace(SLOW, flops_per_us=80_000)  # the wire is nearly as busy as the rank
+    hardware = slow_hardware(flops_per_us=80_000)  # the wire is nearly as busy as the rank
     local = layers(8, 300, style, rows=128)
-    schedule = Schedule(machine, 256 << 10, 128 << 10)
+    schedule = Schedule(hardware, 256 << 10, 128 << 10)
     across = replace(schedule, across_steps=True)(local)
     assert across.across is not None
-    alone, steady = simulate(schedule(local), machine), simulate(across, machine)
+    alone, steady = simulate(schedule(local), hardware), simulate(across, hardware)
     assert steady.exposed_us < alone.exposed_us
     assert steady.step_us < 1.001 * alone.step_us
 
 
 def test_what_is_read_first_goes_first() -> None:
     """On a link that is too slow the reduction of the first layer overtakes those that became ready before it."""
-    slow = Machine(flops_per_us=20_000, memory_bytes_per_us=8000, launch_us=4, link_us=10, link_bytes_per_us=100)
+    slow = Hardware.measured(
+        flops_per_us=20_000, memory_bytes_per_us=8000, launch_us=4, link_us=10, link_bytes_per_us=100
+    )
     schedule = Schedule(slow, bucket_bytes=1, first_bucket_bytes=1)
     local = layers(6, 64, fused=False, rows=64)
     across = replace(schedule, across_steps=True)(local)

@@ -19,12 +19,12 @@ from wholestep.layout import REPLICATED, AxisState
 from wholestep.plan.optimal.cuts import Cuts
 from wholestep.plan.strategy import compose
 
-NODES = ws.Topology.preset("dgx-h100")
+NODES = ws.Hardware.preset("dgx-h100")
 
 
 # -- meshes ----------------------------------------------------------------------------------------------
 def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
-    auto, seen = ws.Auto(topology=NODES, tensor=PAIRS), list[str]()
+    auto, seen = ws.Auto(hardware=NODES, tensor=PAIRS), list[str]()
     found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
     plain = replace(auto, solve=False).search(GRAPHS["blocks"], "auto=16")
     ranked = list(dict.fromkeys(str(row.mesh) for row in plain.rows if row.fate in ("chosen", "slower", "bounded")))
@@ -42,7 +42,7 @@ def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
 
 def test_how_many_meshes_are_solved_for() -> None:
     seen: list[str] = []
-    auto = ws.Auto(topology=NODES, tensor=PAIRS, solved_meshes=0)
+    auto = ws.Auto(hardware=NODES, tensor=PAIRS, solved_meshes=0)
     found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
     assert not [name for name in seen if name.startswith("solve ")]
     assert found.solved is None
@@ -67,7 +67,7 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     graph, mesh = deep(256), ws.Mesh("dp=2,tp=4")
     short = shortened(graph, FAST)
     assert short is not None
-    tensor = ws.TensorParallel("auto", topology=FAST)
+    tensor = ws.TensorParallel("auto", hardware=FAST)
     made = next(t.solved for t in Programs(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
     first = f"{short.repeats.prefix}.0.up.weight"
     odd = AxisState("S", 1) if made.found.params[first] != AxisState("S", 1) else REPLICATED
@@ -94,7 +94,7 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
 def test_what_may_be_made_again_is_not_counted() -> None:
     """A budget that activations alone are over has a solution only where they are not counted."""
     graph, mesh, tensor = wide(512), ws.Mesh("tp=2"), ws.TensorParallel("auto")
-    programs = Programs(graph, mesh, ws.Machine(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
+    programs = Programs(graph, mesh, ws.Hardware.default(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
     peaks = [
         [t.solved.solution.load.peak_bytes for t in one.templates() if t.solved]
         for one in (programs, replace(programs, again=True))
@@ -105,11 +105,11 @@ def test_what_may_be_made_again_is_not_counted() -> None:
 
 
 def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
-    graph, machine = wide(64), ws.Machine(link_us=5_000.0, link_bytes_per_us=1e6)
-    free = ws.Auto(topology=machine).search(graph, "dp=4")
+    graph, hardware = wide(64), ws.Hardware.measured(link_us=5_000.0, link_bytes_per_us=1e6)
+    free = ws.Auto(hardware=hardware).search(graph, "dp=4")
     budget = free.best.needs_bytes - 1
-    plain = ws.Auto(budget, machine, recompute=False).search(graph, "dp=4")
-    made = ws.Auto(budget, machine).search(graph, "dp=4")
+    plain = ws.Auto(budget, hardware, recompute=False).search(graph, "dp=4")
+    made = ws.Auto(budget, hardware).search(graph, "dp=4")
     assert made.best.needs_bytes <= budget
     assert made.best.again
     assert made.best.batch_s < plain.best.batch_s
@@ -137,7 +137,9 @@ def test_the_fastest_for_each_sequence_wins() -> None:
     assert len({*alone.values()}) == 3
     assert found.found.best.batch_s / found.batch == min(alone.values())
     assert [i.meta.shape[0] for i in found.graph.inputs if i.meta.shape == (64 * found.batch, 256)]
-    assert found.found.plan == ws.plan(wide(found.batch), "dp=4", found.found.best.strategies, hardware=ws.Machine())
+    assert found.found.plan == ws.plan(
+        wide(found.batch), "dp=4", found.found.best.strategies, hardware=ws.Hardware.default()
+    )
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -17,11 +17,11 @@ from wholestep.cost.memory import peak_memory
 from wholestep.plan.strategy import compose
 
 LAYERS = 12
-FAST = ws.Machine(link_bytes_per_us=100_000.0, link_us=5.0)
+FAST = ws.Hardware.measured(link_bytes_per_us=100_000.0, link_us=5.0)
 MACHINES = {
-    "slow": ws.Machine(link_bytes_per_us=12.0),
-    "dgx-h100": ws.Topology.preset("dgx-h100"),
-    "two levels": ws.Topology.preset("dgx-h100+ethernet-100"),
+    "slow": ws.Hardware.measured(link_bytes_per_us=12.0),
+    "dgx-h100": ws.Hardware.preset("dgx-h100"),
+    "two levels": ws.Hardware.preset("dgx-h100+ethernet-100"),
 }
 PAIRS = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 MESH = ws.Mesh("dp=4,tp=2")
@@ -69,30 +69,30 @@ def deep(width: int, layers: int = LAYERS) -> ws.TrainGraph:
 GRAPHS = {"wide": deep(2048), "narrow": deep(256)}
 
 
-def search(graph: ws.TrainGraph, machine: Any, short: Short | None, memory: int | None = None) -> Found:
+def search(graph: ws.TrainGraph, hardware: Any, short: Short | None, memory: int | None = None) -> Found:
     """By the same code with and without short steps."""
-    auto = ws.Auto(memory, machine, PAIRS)
-    run = Search(graph, machine, memory, finish_of(machine), short=short)
+    auto = ws.Auto(memory, hardware, PAIRS)
+    run = Search(graph, hardware, memory, finish_of(hardware), short=short)
     return run.run(auto.candidates(MESH))
 
 
-def finish_of(machine: Any) -> Any:
+def finish_of(hardware: Any) -> Any:
     from wholestep.auto.fit import Finish
 
-    return Finish(ws.pipeline(machine))
+    return Finish(ws.pipeline(hardware))
 
 
-def short_of(graph: ws.TrainGraph, machine: Any) -> Short:
-    short = shortened(graph, machine)
+def short_of(graph: ws.TrainGraph, hardware: Any) -> Short:
+    short = shortened(graph, hardware)
     assert short is not None
     return short
 
 
-@pytest.mark.parametrize(("kind", "machine"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
-def test_the_winner_is_that_of_all_layers(kind: str, machine: str) -> None:
+@pytest.mark.parametrize(("kind", "hardware"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
+def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
-    graph, speeds = GRAPHS[kind], MACHINES[machine]
-    long, short = search(graph, speeds, None), search(graph, speeds, short_of(graph, speeds))
+    graph, hardware = GRAPHS[kind], MACHINES[hardware]
+    long, short = search(graph, hardware, None), search(graph, hardware, short_of(graph, hardware))
     assert short.best.batch_s == long.best.batch_s
     assert short.best.costs == long.best.costs
     assert short.best.blocks is None
@@ -100,16 +100,16 @@ def test_the_winner_is_that_of_all_layers(kind: str, machine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "mesh", "tensor", "least"),
+    ("hardware", "mesh", "tensor", "least"),
     [
         ("slow", "dp=4,tp=2", PAIRS, 12),
         ("dgx-h100", "dp=4,tp=2", PAIRS, 7),
         ("two levels", "node=4,rank=8", None, 7),
     ],
 )
-def test_extrapolated_costs_are_near(machine: str, mesh: str, tensor: ws.TensorParallel | None, least: int) -> None:
-    graph, speeds, on = deep(2048, 16), MACHINES[machine], ws.Mesh(mesh)
-    short, seen = short_of(graph, speeds), 0
+def test_extrapolated_costs_are_near(hardware: str, mesh: str, tensor: ws.TensorParallel | None, least: int) -> None:
+    graph, hardware, on = deep(2048, 16), MACHINES[hardware], ws.Mesh(mesh)
+    short, seen = short_of(graph, hardware), 0
     for template in templates(on, tensor):
         assert not isinstance(template.strategies, ws.WholestepError)
         strategies = compose(template.strategies)
@@ -118,7 +118,7 @@ def test_extrapolated_costs_are_near(machine: str, mesh: str, tensor: ws.TensorP
             continue
         plans = [(ws.plan(g, on, strategies), g) for g in map(short.with_blocks, pair)]
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
-        made, real = short.priced(pair, programs, finish_of(speeds)), priced(graph, template, speeds, on)
+        made, real = short.priced(pair, programs, finish_of(hardware)), priced(graph, template, hardware, on)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
         assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=0.35), template.name
         assert made.rest_bytes == real.rest_bytes
@@ -127,20 +127,20 @@ def test_extrapolated_costs_are_near(machine: str, mesh: str, tensor: ws.TensorP
     assert seen >= least
 
 
-def priced(graph: ws.TrainGraph, template: Template, machine: Any, mesh: ws.Mesh = MESH) -> Any:
+def priced(graph: ws.TrainGraph, template: Template, hardware: Any, mesh: ws.Mesh = MESH) -> Any:
     planned = ws.plan(graph, mesh, template.strategies)  # pyright: ignore[reportArgumentType]
-    return costs(ws.partition(graph, planned), planned, machine)
+    return costs(ws.partition(graph, planned), planned, hardware)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_bounds_are_those_of_all_layers(machine: str) -> None:
-    graph, speeds = GRAPHS["wide"], MACHINES[machine]
-    short = short_of(graph, speeds)
+@pytest.mark.parametrize("hardware", MACHINES)
+def test_bounds_are_those_of_all_layers(hardware: str) -> None:
+    graph, hardware = GRAPHS["wide"], MACHINES[hardware]
+    short = short_of(graph, hardware)
     for template in templates(MESH, PAIRS):
         assert not isinstance(template.strategies, ws.WholestepError)
 
         def of(graph: ws.TrainGraph, template: Template = template) -> Any:
-            return least(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), speeds)  # pyright: ignore
+            return least(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), hardware)  # pyright: ignore
 
         made, real = short.least(FEWEST, [of(short.with_blocks(n)) for n in FEWEST]), of(graph)
         assert made.sent == real.sent
@@ -237,9 +237,9 @@ def test_a_pattern_for_each_layer() -> None:
 
 def test_auto_says_what_is_extrapolated() -> None:
     graph = GRAPHS["wide"]
-    found = ws.Auto(topology=FAST, tensor=PAIRS).search(graph, MESH)
+    found = ws.Auto(hardware=FAST, tensor=PAIRS).search(graph, MESH)
     assert found.short is not None
     assert any(row.blocks is not None and row.costs is not None for row in found.rows)
-    plan = ws.plan(graph, MESH, ws.Auto(topology=FAST, tensor=PAIRS))
+    plan = ws.plan(graph, MESH, ws.Auto(hardware=FAST, tensor=PAIRS))
     assert plan.objective is not None
     assert plan.objective.batch_s == found.best.batch_s

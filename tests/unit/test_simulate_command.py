@@ -42,22 +42,24 @@ def run(*args: str) -> tuple[int, str]:
 def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
     trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
     found: dict[str, float] = {}
-    for machine in ("dgx-h100", "dgx-h100+ethernet-10"):
-        code, said = run(model, "--mesh", "dp=16", "--topology", machine, "--trace", str(trace), "--json", str(figures))
+    for hardware in ("dgx-h100", "dgx-h100+ethernet-10"):
+        code, said = run(
+            model, "--mesh", "dp=16", "--hardware", hardware, "--trace", str(trace), "--json", str(figures)
+        )
         assert code == 0, said
         assert "axis dp: busy" in said
         assert "peak" in said
         made = json.loads(figures.read_text())
         assert made["busy_us"]["dp"] > 0
         assert 0 < made["mfu"] < 1
-        found[machine] = made["step_us"]
+        found[hardware] = made["step_us"]
     assert found["dgx-h100"] < found["dgx-h100+ethernet-10"]
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
 def test_a_topology_from_a_file(model: str, tmp_path: Path) -> None:
-    ws.Topology.preset("dgx-a100").save(tmp_path / "mine.json")
-    code, said = run(model, "--topology", str(tmp_path / "mine.json"))
+    ws.Hardware.preset("dgx-a100").save(tmp_path / "mine.json")
+    code, said = run(model, "--hardware", str(tmp_path / "mine.json"))
     assert code == 0, said
     assert "A100" in said
 
@@ -65,7 +67,7 @@ def test_a_topology_from_a_file(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--topology", "dgx-h1000"), "dgx-h1000"),
+        (("--hardware", "dgx-h1000"), "dgx-h1000"),
         (("--hf", "gpt2"), "needed one of them"),
         (("--mesh", "dp=0"), "dp"),
         (("--mesh", "dp=2,tp=2"), "plan"),

@@ -18,7 +18,9 @@ from wholestep.graph import meta
 from wholestep.graph.verify import is_collective
 from wholestep.passes.write_into_buckets import WriteIntoBuckets
 
-MACHINE = ws.Machine(flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100)
+MACHINE = ws.Hardware.measured(
+    flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100
+)
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def test_model_flops_utilization_counts_what_the_model_needs() -> None:
     counted = (3 * 4 - 1) * 2.0 * 64 * 256 * 256
     assert sum(flops(n) for n in local.graph.nodes if n.op == "call_function") == counted
     made = ws.simulate(local, MACHINE)
-    assert made.mfu == pytest.approx(counted / MACHINE.flops_per_us / made.step_us)
+    assert made.mfu == pytest.approx(counted / MACHINE.peak_flops_per_us("float32") / made.step_us)
 
 
 def test_what_is_made_again_is_no_work_of_the_model() -> None:
@@ -80,7 +82,7 @@ def test_what_is_made_again_is_no_work_of_the_model() -> None:
     executed = [sum(flops(n) for n in one.graph.nodes if n.op == "call_function") for one in (before, after)]
     made = [ws.simulate(one, MACHINE) for one in (before, after)]
     assert executed[1] > executed[0]
-    assert [m.mfu * m.step_us for m in made] == pytest.approx([executed[0] / MACHINE.flops_per_us] * 2)
+    assert [m.mfu * m.step_us for m in made] == pytest.approx([executed[0] / MACHINE.peak_flops_per_us("float32")] * 2)
 
 
 def collectives(axes: tuple[str, ...]) -> tuple[Graph, list[Node]]:
@@ -96,16 +98,16 @@ def collectives(axes: tuple[str, ...]) -> tuple[Graph, list[Node]]:
 
 
 def test_collectives_of_axes_that_share_a_link_get_half_of_it_each() -> None:
-    mesh, machine = ws.Mesh("a=2,b=2"), replace(MACHINE, launch_us=0.0)
+    mesh, hardware = ws.Mesh("a=2,b=2"), replace(MACHINE, device=replace(MACHINE.device, launch_us=0.0))
     _, (one, other) = collectives(("a", "b"))
-    alone = sent_us(one, machine, mesh)
-    clock = Clock(machine, mesh)
+    alone = sent_us(one, hardware, mesh)
+    clock = Clock(hardware, mesh)
     clock.run(one)
     clock.run(other)
     assert (clock.done[one], clock.done[other]) == (pytest.approx(2 * alone), pytest.approx(2 * alone))
 
     _, (one, other) = collectives(("a", "a"))
-    clock = Clock(machine, mesh)
+    clock = Clock(hardware, mesh)
     clock.run(one)
     clock.run(other)
     assert (clock.done[one], clock.done[other]) == (pytest.approx(alone), pytest.approx(2 * alone))
@@ -113,16 +115,16 @@ def test_collectives_of_axes_that_share_a_link_get_half_of_it_each() -> None:
 
 def test_axes_on_links_of_their_own_do_not_slow_each_other() -> None:
     """Tensor parallel within nodes of eight, data parallel between them."""
-    topology = ws.Topology.preset("dgx-h100")
+    hardware = ws.Hardware.preset("dgx-h100")
     inside, across = ws.Mesh("dp=4,tp=8"), ws.Mesh("dp=4,tp=2")
-    assert not topology.shares_links(inside, "dp", "tp")
-    assert topology.shares_links(across, "dp", "tp")
+    assert not hardware.shares_links(inside, "dp", "tp")
+    assert hardware.shares_links(across, "dp", "tp")
     for mesh, factor in ((inside, 1.0), (across, 2.0)):
         _, (one, other) = collectives(("dp", "tp"))
-        clock = Clock(replace(topology, device=replace(topology.device, launch_us=0.0)), mesh)
+        clock = Clock(replace(hardware, device=replace(hardware.device, launch_us=0.0)), mesh)
         clock.run(one)
         clock.run(other)
-        short = min(sent_us(one, clock.machine, mesh), sent_us(other, clock.machine, mesh))
+        short = min(sent_us(one, clock.hardware, mesh), sent_us(other, clock.hardware, mesh))
         assert min(clock.done.values()) == pytest.approx(factor * short)
 
 
@@ -165,7 +167,7 @@ def test_a_profile_beside_its_prediction(tmp_path: Path) -> None:
     twin.load_state_dict(model.state_dict())
     optimizer, other = SGD(model.parameters(), lr=0.1), SGD(twin.parameters(), lr=0.1)
     step, x = ws.compile(train), torch.randn(8, 32)
-    found = step.profile(model, optimizer, x, machine=MACHINE, repeat=3)
+    found = step.profile(model, optimizer, x, hardware=MACHINE, repeat=3)
     for _ in range(5):  # one to compile, one that checks, three that count
         train(twin, other, x)
     assert torch.equal(model.weight, twin.weight)
@@ -182,5 +184,5 @@ def test_a_profile_beside_its_prediction(tmp_path: Path) -> None:
 def test_a_profile_needs_a_machine() -> None:
     model = nn.Linear(4, 4)
     step = ws.compile(train)
-    with pytest.raises(ws.PlanError, match="give machine="):
+    with pytest.raises(ws.PlanError, match="give hardware="):
         step.profile(model, SGD(model.parameters(), lr=0.1), torch.ones(2, 4))

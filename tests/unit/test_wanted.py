@@ -30,7 +30,7 @@ def mlp() -> ws.TrainGraph:
 
 
 def auto(**options: Any) -> ws.Auto:
-    return ws.Auto(topology=options.pop("topology", QUICK_LINK), **options)
+    return ws.Auto(hardware=options.pop("hardware", QUICK_LINK), **options)
 
 
 def shape_on(plan: ws.Plan, name: str) -> str:
@@ -126,7 +126,7 @@ def test_a_plan_by_module_that_breaks_a_wish_is_none() -> None:
 
 
 def test_tensor_parallel_auto_gets_the_wishes() -> None:
-    tensor = ws.TensorParallel("auto", topology=QUICK_LINK, pinned={"net1.bias": Replicate()})
+    tensor = ws.TensorParallel("auto", hardware=QUICK_LINK, pinned={"net1.bias": Replicate()})
     options: Any = {"tensor": tensor, "pinned": {"net1.weight": {"tp": Shard(1)}}}
     found = auto(**options).search(mlp(), "tp=2", same_batches=True)
     assert shape_on(found.plan, "net1.weight") == "32 12@tp"
@@ -161,7 +161,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     """Its equals are the layers on one side of it, if they are enough; what is said of the winner is of all."""
     graph = deep(256)
     options: dict[str, Any] = {"solve": layer == 0, "styles": None if layer == 0 else ("replicate", "fully_shard")}
-    asked = auto(topology=FAST, tensor=PAIRS, whole={f"layers.{layer}": ("dp", "tp")}, **options)
+    asked = auto(hardware=FAST, tensor=PAIRS, whole={f"layers.{layer}": ("dp", "tp")}, **options)
     found = asked.search(graph, "dp=4,tp=2")
     assert (found.short.count if found.short else 0) == equal
     assert found.best.blocks is None
@@ -172,7 +172,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
 
 
 def test_a_wish_for_all_layers_leaves_them_equal() -> None:
-    found = auto(topology=FAST, whole={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
+    found = auto(hardware=FAST, whole={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
     assert found.short is not None
     assert found.short.count == LAYERS
     assert found.plan.rest["layers.7.norm.weight"].is_replicated
@@ -186,15 +186,15 @@ def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.
     )
     graph = GRAPHS["wide"]
     with pytest.raises(ws.PlanError, match=r"'head' is to be cut along dim 0 over dp: \w+ is another value on each"):
-        auto(topology=FAST, pinned={"head": {"dp": Shard(0)}}, solve=False).search(graph, "dp=8")
+        auto(hardware=FAST, pinned={"head": {"dp": Shard(0)}}, solve=False).search(graph, "dp=8")
     assert planned
     assert max(planned) < len(graph.graph.nodes) / 2
 
 
 def test_on_searched_meshes_axes_that_a_mesh_lacks_are_left_out() -> None:
     tensor, graph = ws.TensorParallel({"net1": "colwise", "net2": "rowwise"}), mlp()
-    nodes = ws.Topology.preset("dgx-h100")
-    found = auto(tensor=tensor, whole={"net1.weight": ("shard", "dp")}, topology=nodes).search(graph, "auto=16")
+    nodes = ws.Hardware.preset("dgx-h100")
+    found = auto(tensor=tensor, whole={"net1.weight": ("shard", "dp")}, hardware=nodes).search(graph, "auto=16")
     assert {str(row.mesh) for row in found.rows if row.fate != "no plan"} >= {"dp=16", "replicate=2,shard=8"}
     assert not {"dp", "shard"} & set(found.plan.rest["net1.weight"].axes)
     with pytest.raises(ws.PlanError, match=r"axis 'sp' of the wish for 'net1' is on no mesh: the \d+ meshes that are"):

@@ -14,7 +14,7 @@ from wholestep.report.compare import costs
 from wholestep.report.page import page
 from wholestep.report.what_if import WhatIfCase, as_json, other_sizes, resized, show, what_if
 
-H100 = ws.Topology.preset("dgx-h100")
+H100 = ws.Hardware.preset("dgx-h100")
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -35,16 +35,16 @@ def test_a_case_costs_what_a_plan_of_it_does() -> None:
     graph, larger = graph_of(), graph_of(128)
     made = ws.plan(graph, "dp=4", ws.DataParallel("fully_shard"))
     cases = [WhatIfCase("more", mesh=ws.Mesh("dp=8")), WhatIfCase("larger", graph=larger, batch_parts=2),
-             WhatIfCase("slow", machine=ws.Machine())]  # fmt: skip
+             WhatIfCase("slow", hardware=ws.Hardware.default())]  # fmt: skip
     seen: list[str] = []
     own, more, large, slow = what_if(made, graph, H100, cases, seen.append)
     assert seen == ["this plan", "more", "larger", "slow"]
-    for row, source, mesh, machine in (
+    for row, source, mesh, hardware in (
         (own, graph, "dp=4", H100), (more, graph, "dp=8", H100), (large, larger, "dp=4", H100),
-        (slow, graph, "dp=4", ws.Machine()),
+        (slow, graph, "dp=4", ws.Hardware.default()),
     ):  # fmt: skip
         again = ws.plan(source, mesh, ws.DataParallel("fully_shard"))
-        assert row.row.costs == costs(ws.partition(source, again), again, machine)
+        assert row.row.costs == costs(ws.partition(source, again), again, hardware)
         assert str(row.mesh) == mesh
     assert own.times == 1.0
     assert own.row.costs is not None
@@ -88,9 +88,9 @@ def planned(*args: str) -> tuple[int, str]:
 
 def test_the_command(tmp_path: Path) -> None:
     page_file = tmp_path / "plan.html"
-    code, said = planned(STEP, "--what-if", "mesh=dp=4", "--what-if", "topology=dgx-a100", "--topology", "dgx-h100")
+    code, said = planned(STEP, "--what-if", "mesh=dp=4", "--what-if", "hardware=dgx-a100", "--hardware", "dgx-h100")
     assert code == 0, said
-    rows = [line for line in said.splitlines() if line.startswith(("this plan", "mesh=dp=4", "topology=dgx-a100"))]
+    rows = [line for line in said.splitlines() if line.startswith(("this plan", "mesh=dp=4", "hardware=dgx-a100"))]
     assert len(rows) == 3
     code, said = planned(STEP, "--html", str(page_file))
     assert code == 0, said
@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("ranks=4", "--what-if ranks=4: needed mesh=AXES, topology=NAME, or with --hf batch=N or seq=N"),
+        ("ranks=4", "--what-if ranks=4: needed mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"),
         ("batch=2", "--what-if batch=2 without --hf"),
         ("mesh", "--what-if mesh: needed mesh=AXES"),
     ],

@@ -8,12 +8,10 @@ from typing import get_args
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ..cost.machine import Machine
-from ..cost.size import bytes_of
-from ..cost.speeds import Speeds
 from ..errors import MeshError, PlanError
 from ..graph.gc_control import collector_ahead
 from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.pipeline import pipeline
@@ -23,6 +21,7 @@ from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies
 from ..plan.tensor_parallel import TensorParallel
+from ..units import parse_bytes
 from .even import Even
 from .fit import Finish
 from .meshes import is_open, meshes
@@ -50,8 +49,8 @@ class Auto:
 
     Args:
         memory_bytes: what the tensors of a rank may take at most, activations included, as "80GiB"; None for no bound.
-        topology: the machine, a `Topology` or a `Machine`. By default `compile` measures it, and `plan` takes
-            `Machine()`, a slow CPU and a slow link.
+        hardware: to predict times for. By default `compile` measures it, and `plan` takes `Hardware.default()`, a slow
+            CPU and a slow link.
         tensor: tensor parallelism that may be used along its axis; `TensorParallel("auto")` is solved for.
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
@@ -66,14 +65,14 @@ class Auto:
             their state rest whole along them, and where ranks of the axis compute together, its forward runs whole.
 
     Example:
-        >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Topology.preset("dgx-h100")))
+        >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Hardware.preset("dgx-h100")))
 
     Raises:
         PlanError: an option is malformed.
     """
 
     memory_bytes: int | str | None = None
-    topology: Speeds | None = None
+    hardware: Hardware | None = None
     tensor: TensorParallel | None = None
     data: DataParallel = field(default_factory=DataParallel)
     styles: Sequence[Style] | None = None
@@ -88,7 +87,7 @@ class Auto:
         if type(self.solved_meshes) is not int or self.solved_meshes < 0:
             raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
-            object.__setattr__(self, "memory_bytes", bytes_of(self.memory_bytes))
+            object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
         known = [style for style in get_args(Style) if style != "default"]
         wrong = [style for style in self.styles or () if style not in known]
         if wrong or (self.styles is not None and (isinstance(self.styles, str) or not self.styles)):
@@ -99,7 +98,7 @@ class Auto:
     @property
     def budget_bytes(self) -> int | None:
         """`memory_bytes` as a number."""
-        return None if self.memory_bytes is None else bytes_of(self.memory_bytes)
+        return None if self.memory_bytes is None else parse_bytes(self.memory_bytes)
 
     def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
         """The plan that `search` finds, with notes on what it considered.
@@ -116,52 +115,52 @@ class Auto:
         mesh: Mesh | str,
         placed: Mapping[str, Layout] | None = None,
         same_batches: bool = False,
-        machine: Speeds | None = None,
+        hardware: Hardware | None = None,
         finish: Finish | None = None,
         watch: Watch | None = None,
     ) -> Found:
         """Every candidate with what became of it, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
-        With `same_batches`, only those that give ranks the batches of `base`. `machine` takes the place of `topology`,
+        With `same_batches`, only those that give ranks the batches of `base`. `hardware` replaces the option,
         `finish` of `pipeline(machine)`; `watch` is told of each candidate that is planned.
 
         Raises:
             PlanError: none fits, or none can be made.
         """
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-        speeds = machine or self.topology or Machine()
-        finish = finish or Finish(pipeline(speeds))
-        on = self.meshes(mesh.size, speeds) if is_open(mesh) else [mesh]
+        hardware = hardware or self.hardware or Hardware.default()
+        finish = finish or Finish(pipeline(hardware))
+        on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = wanted(graph, on, self.pinned, self.whole) or Wanted()
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
-        short = shortened(graph, speeds, placed, asked.marks(graph))
-        run = Search(graph, speeds, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
+        short = shortened(graph, hardware, placed, asked.marks(graph))
+        run = Search(graph, hardware, self.budget_bytes, finish, self.recompute, placed, watch, short, asked)
         even = Even(graph, short.repeats) if short is not None else None
 
         def programs(on: Mesh, free: str | None) -> Programs:
-            return replace(auto._programs(graph, on, speeds, asked, placed, free), even=even)
+            return replace(auto._programs(graph, on, hardware, asked, placed, free), even=even)
 
         def roughly(on: Mesh, again: bool) -> Programs:
             return replace(programs(on, None), again=again, roughly=True)
 
         solved = auto._solved(mesh, same_batches, programs, watch)
         several = Several(roughly, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
-        chosen = auto.candidates(mesh, same_batches, speeds, solved.layouts)
+        chosen = auto.candidates(mesh, same_batches, hardware, solved.layouts)
         chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
         found = run.run(chosen, several if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
         return replace(found, solved=solved.program or several.program(found.best.mesh))
 
-    def meshes(self, ranks: int, topology: Speeds | None = None) -> list[Mesh]:
+    def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
         axis = self.tensor.axis if self.tensor else None
-        return meshes(ranks, topology or self.topology or Machine(), axis)
+        return meshes(ranks, hardware or self.hardware or Hardware.default(), axis)
 
     def candidates(
         self,
         mesh: Mesh,
         same_batches: bool = False,
-        machine: Speeds | None = None,
+        hardware: Hardware | None = None,
         layouts: tuple[Cuts | None, Cuts | None] = (None, None),
     ) -> Candidates:
         """The templates that are compared on `mesh`; those of `base` alone with `same_batches`. `layouts` are what
@@ -171,7 +170,7 @@ class Auto:
             MeshError: the mesh has no axis for `tensor`.
         """
         if is_open(mesh):
-            return [row for one in self.meshes(mesh.size, machine) for row in self._open(one)]
+            return [row for one in self.meshes(mesh.size, hardware) for row in self._open(one)]
         tensor = self.tensor.axis if self.tensor else "tp"
         exact, alike = layouts
         found = templates(mesh, exact or self.tensor, tensor, base=self.data, alone=not same_batches)
@@ -199,7 +198,7 @@ class Auto:
         return _Solved(programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made)
 
     def _programs(
-        self, graph: TrainGraph, mesh: Mesh, machine: Speeds, asked: Wanted, placed: Mapping[str, Layout] | None,
+        self, graph: TrainGraph, mesh: Mesh, hardware: Hardware, asked: Wanted, placed: Mapping[str, Layout] | None,
         free: str | None = None,
     ) -> Programs:  # fmt: skip
         """What is solved for on one mesh: along the axis of `tensor`, if it has that, or else along the one that is
@@ -209,7 +208,7 @@ class Auto:
         axis = free if given is None else given.axis if given.axis in mesh.names else None
         tensor = given if given is not None and given.is_open and axis else None
         tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
-        return Programs(graph, mesh, machine, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
+        return Programs(graph, mesh, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
 
     def _open(self, mesh: Mesh) -> Candidates:
         """On one of several meshes: all of its axes are used, and groups for `hybrid` by that alone."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from ..cost.speeds import Speeds
 from ..errors import BudgetError, PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .auto import Auto
 from .search import Considered, Found, Watch
@@ -44,7 +44,7 @@ class Batches:
 
 def search_batches(
     auto: Auto, capture: Callable[[int], TrainGraph], mesh: Mesh | str, sizes: Sequence[int] | None = None,
-    machine: Speeds | None = None, watch: Watch | None = None,
+    hardware: Hardware | None = None, watch: Watch | None = None,
 ) -> Batches:  # fmt: skip
     """Lets `auto` choose for each of `sizes`, the number of sequences in a captured batch, and compares the winners by
     time for each sequence. Without `sizes`: 1, 2, 4 and on, until nothing fits, or a sequence is hardly faster.
@@ -53,7 +53,7 @@ def search_batches(
     which no plan fits. `watch` is told of each candidate, after the size.
 
     Example:
-        >>> search_batches(Auto("80GiB", topology), lambda size: capture(step, model, optimizer, batch(size)), "dp=16")
+        >>> search_batches(Auto("80GiB", hardware), lambda size: capture(step, model, optimizer, batch(size)), "dp=16")
 
     Raises:
         PlanError: sizes are malformed, or no plan can be made; of kind BudgetError where none fits for the smallest.
@@ -67,7 +67,7 @@ def search_batches(
             continue
         graph = capture(size)
         try:
-            found = auto.search(graph, mesh, machine=machine, watch=_told(watch, size))
+            found = auto.search(graph, mesh, hardware=hardware, watch=_told(watch, size))
         except BudgetError as error:
             refused = error
             rows.append(Sized(size, why=error.found))

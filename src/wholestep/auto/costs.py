@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ..cost.compute import flops, node_us
 from ..cost.memory import peak_memory
 from ..cost.schedule import kind_of, simulate, whole_bytes
-from ..cost.speeds import Speeds
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
@@ -33,14 +33,14 @@ class Costs:
     exposed_s: float
 
 
-def costs(local: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
+def costs(local: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
     """What the program of a rank costs on `machine`, as a compiled step would run it."""
-    return costs_of(Finish(pipeline(machine))(local), planned, machine)
+    return costs_of(Finish(pipeline(hardware))(local), planned, hardware)
 
 
-def costs_of(program: LocalGraph, planned: Plan, machine: Speeds) -> Costs:
+def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
     """The same of a program that has been through all passes."""
-    took, totals = simulate(program, machine), program.collectives().values()
+    took, totals = simulate(program, hardware), program.collectives().values()
     return Costs(
         planned.bytes_at_rest("param") + planned.bytes_at_rest("state"),
         peak_memory(program).size_bytes,
@@ -60,23 +60,23 @@ class Least:
     computed_us: float
     sent: Mapping[tuple[str, str], float]
 
-    def us(self, machine: Speeds, mesh: Mesh) -> float:
+    def us(self, hardware: Hardware, mesh: Mesh) -> float:
         """The longest of computing, and of what an axis has to carry, each kind at once.
 
         A larger collective is never dearer than its parts, as a curve of the cost model bends down or is straight.
         """
         wires: dict[str, float] = {}
         for (axis, kind), size in self.sent.items():
-            wires[axis] = wires.get(axis, 0.0) + machine.collective_us(kind, size, mesh, axis)
+            wires[axis] = wires.get(axis, 0.0) + hardware.collective_us(kind, size, mesh, axis)
         return max([self.computed_us, *wires.values()])
 
 
-def least_us(local: LocalGraph, machine: Speeds) -> float:
+def least_us(local: LocalGraph, hardware: Hardware) -> float:
     """What `local` takes at least, however it is scheduled."""
-    return least(local, machine).us(machine, local.mesh)
+    return least(local, hardware).us(hardware, local.mesh)
 
 
-def least(local: LocalGraph, machine: Speeds) -> Least:
+def least(local: LocalGraph, hardware: Hardware) -> Least:
     """What no schedule removes from `local`: products, optimizer, and all that it sends."""
     sent: Counter[tuple[str, str]] = Counter()
     computed = 0.0
@@ -84,7 +84,7 @@ def least(local: LocalGraph, machine: Speeds) -> Least:
         if is_collective(node):
             sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
         elif node.op == "call_function" and (flops(node) or any(word in str(node.target) for word in _LISTS)):
-            computed += node_us(node, machine)
+            computed += node_us(node, hardware)
     return Least(computed, sent)
 
 

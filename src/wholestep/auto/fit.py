@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cost.memory import peak_memory
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import Carried
 from ..passes.bucket_sizes import resized, tighter
@@ -37,12 +37,12 @@ class Finish:
         """The same for part of a step, all of which carries so much."""
         return Finish(resized(self.passes, whole=whole))
 
-    def fit(self, local: LocalGraph, budget_bytes: int, machine: Speeds, gathers: bool) -> Fitted:
+    def fit(self, local: LocalGraph, budget_bytes: int, hardware: Hardware, gathers: bool) -> Fitted:
         """`local` within the budget, in the shortest simulated step. `gathers`: parameters may be gathered again too.
 
         Where nothing fits, `peak_bytes` is what it takes at least: a budget of that is met.
         """
-        fitting = FitMemory(budget_bytes, machine, gathers, self.passes)
+        fitting = FitMemory(budget_bytes, hardware, gathers, self.passes)
         try:
             found = fitting.choose(local)
         except PlanError:

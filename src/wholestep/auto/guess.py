@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..cost.speeds import Speeds
 from ..graph.graph import Role, TrainGraph
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.strategy import Strategies
 
 
-def guess_us(graph: TrainGraph, mesh: Mesh, strategies: Strategies, machine: Speeds, computing_us: float) -> float:
+def guess_us(graph: TrainGraph, mesh: Mesh, strategies: Strategies, hardware: Hardware, computing_us: float) -> float:
     """Microseconds of a step, the shorter of arithmetic (`computing_us` on one rank) and communication half hidden."""
     together = [a for a in strategies.axes(mesh) if strategies.data is None or a not in strategies.data.axes(mesh)]
     ranks = 1
@@ -16,7 +16,7 @@ def guess_us(graph: TrainGraph, mesh: Mesh, strategies: Strategies, machine: Spe
         ranks *= mesh.axis_size(axis)
     computed = computing_us / ranks
     whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
-    sent = sum(machine.collective_us(*one) for one in _sent(mesh, strategies, whole))
+    sent = sum(hardware.collective_us(*one) for one in _sent(mesh, strategies, whole))
     return max(computed, sent) + 0.5 * min(computed, sent)
 
 

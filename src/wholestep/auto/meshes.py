@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..cost.speeds import Speeds
-from ..cost.topology import Topology
+from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
 
 _OPEN = "auto"
@@ -15,11 +14,11 @@ def is_open(mesh: Mesh) -> bool:
     return mesh.names == (_OPEN,)
 
 
-def meshes(ranks: int, machine: Speeds, tensor_axis: str | None = None) -> list[Mesh]:
+def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> list[Mesh]:
     """Data parallelism outside, tensor parallelism inside a node (in parts of it that are equal), and for `hybrid` the
     data-parallel ranks in groups, `shard`, that fill one node or eight.
     """
-    node = machine.ranks_per_node if isinstance(machine, Topology) else 0
+    node = hardware.ranks_per_node
     node = min(node, ranks) if node else ranks
     found: list[Mesh] = []
     for inside in range(1, node + 1 if tensor_axis else 2):

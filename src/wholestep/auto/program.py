@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ..cost.speeds import Speeds
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..plan.data_parallel import DataParallel
@@ -46,7 +46,7 @@ class Programs:
 
     graph: TrainGraph
     mesh: Mesh
-    machine: Speeds
+    hardware: Hardware
     data: DataParallel
     tensor: TensorParallel | None = None
     styles: Sequence[str] | None = None
@@ -94,13 +94,13 @@ class Programs:
     def _asked(self) -> Asked:
         if self.tensor is not None:
             beside = (replace(self.data, axis=self.axes),) if self.axes else ()
-            tensor = replace(self.tensor, topology=self.machine)
+            tensor = replace(self.tensor, hardware=self.hardware)
             made = asked_of(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
             return replace(made, storages=self.storages, only=self._only(), again=self.again)
         ranks = prod(self.mesh.axis_size(a) for a in self.axes)
         share = 1 / ranks if self.data.semantics == "global" else 1.0
         axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
-        prices = Prices(self.machine, self.mesh, "", share)
+        prices = Prices(self.hardware, self.mesh, "", share)
         return Asked(prices, axes, self.storages, dict[str, AxisState](), only=self._only(), again=self.again)
 
     def _only(self) -> dict[str, tuple[Storage, ...]]:

@@ -10,10 +10,10 @@ from typing import Literal
 
 from ..cost.compute import peak_us
 from ..cost.memory import peak_memory
-from ..cost.speeds import Speeds
 from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
+from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
@@ -116,7 +116,7 @@ class Search:
     """
 
     graph: TrainGraph
-    machine: Speeds
+    hardware: Hardware
     budget_bytes: int | None
     finish: Finish
     recompute: bool = True
@@ -157,7 +157,7 @@ class Search:
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Considered]:
         """One after the other, the most promising first."""
         rows = [self._resting(mesh, template) for mesh, template in candidates]
-        computing_us = peak_us(self.graph.graph, self.machine)
+        computing_us = peak_us(self.graph.graph, self.hardware)
         for i in sorted(range(len(rows)), key=lambda i: self._promise(rows[i], computing_us)):
             if rows[i].fate == "slower":
                 rows[i] = self._tried(rows[i])
@@ -212,7 +212,7 @@ class Search:
     def _promise(self, row: Considered, computing_us: float) -> float:
         if row.strategies is None:
             return float("inf")
-        return guess_us(self.graph, row.mesh, row.strategies, self.machine, computing_us) / row.batches
+        return guess_us(self.graph, row.mesh, row.strategies, self.hardware, computing_us) / row.batches
 
     def _tried(self, row: Considered) -> Considered:
         """Planned, bounded and, unless it loses by that, simulated."""
@@ -232,9 +232,9 @@ class Search:
             if short and not isinstance(error, ConstraintError):  # a pattern that names a layer, perhaps
                 return self._simulated(replace(row, blocks=None), "all layers: ")
             return replace(row, fate="no plan", why=first_line(error))
-        parts = [least(local, self.machine) for _, local in made]
+        parts = [least(local, self.hardware) for _, local in made]
         bound = short.least(FEWEST, parts) if short else parts[0]
-        row = replace(row, bound_s=bound.us(self.machine, row.mesh) / 1e6 / row.batches)
+        row = replace(row, bound_s=bound.us(self.hardware, row.mesh) / 1e6 / row.batches)
         self.bounds[row.mesh, row.name] = row.bound_s
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
@@ -248,7 +248,7 @@ class Search:
         if short and row.blocks:
             row = self._priced(row, short.priced(row.blocks, made, self.finish))
         else:
-            row = self._priced(row, costs_of(self.finish(made[0][1]), made[0][0], self.machine))
+            row = self._priced(row, costs_of(self.finish(made[0][1]), made[0][0], self.hardware))
         return replace(row, fate="peak") if self._over(row.needs_bytes) else self._compared(row, made[-1][0])
 
     def _fitted_short(self, rows: list[Considered], short: Short, budget_bytes: int) -> list[Considered]:
@@ -287,7 +287,7 @@ class Search:
         row = replace(row, blocks=None)
         for tried in (fit, replace(fit, kinds=(*fit.kinds, *fit.partly), partly=(), blocks=0)):
             made = fitting.whole(local, tried)
-            found = costs_of(made[0], planned, self.machine) if made else None
+            found = costs_of(made[0], planned, self.hardware) if made else None
             if made and found and found.peak_bytes <= budget_bytes:
                 return self._compared(replace(self._priced(row, found), again=made[1]), planned)
         return self._fitted(replace(row, fate="peak"), budget_bytes)
@@ -311,10 +311,10 @@ class Search:
         if self.best is not None and row.bound_s >= self.best.batch_s:
             return replace(row, fate="bounded")
         planned, local = self._planned(row, self.graph, "made to fit: ")
-        made = self.finish.fit(local, budget_bytes, self.machine, row.gathers)
+        made = self.finish.fit(local, budget_bytes, self.hardware, row.gathers)
         if made.program is None:
             return replace(row, needs_bytes=made.peak_bytes)
-        row = self._priced(row, costs_of(made.program, planned, self.machine))
+        row = self._priced(row, costs_of(made.program, planned, self.hardware))
         return self._compared(replace(row, fate="slower", again=made.again), planned)
 
     def _planned(self, row: Considered, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
@@ -322,7 +322,7 @@ class Search:
         assert strategies is not None, "it has a plan"
         if self.watch is not None and doing:
             self.watch(f"{doing}{row.name}")
-        planned = plan(graph, row.mesh, strategies, self.placed, self.machine)
+        planned = plan(graph, row.mesh, strategies, self.placed, self.hardware)
         self.wanted.check(planned)
         return planned, partition(graph, planned)
 
@@ -379,7 +379,7 @@ class Search:
             made = fitting.whole(local, least)
             if made is not None:
                 return replace(row, needs_bytes=max(peak_memory(made[0]).size_bytes, ceil(least.peak_bytes)))
-        return replace(row, needs_bytes=self.finish.fit(local, 0, self.machine, row.gathers).peak_bytes)
+        return replace(row, needs_bytes=self.finish.fit(local, 0, self.hardware, row.gathers).peak_bytes)
 
 
 def sends_less(name: str) -> str:

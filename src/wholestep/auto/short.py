@@ -8,11 +8,11 @@ from math import ceil, prod
 
 from torch.fx import Node
 
-from ..cost.speeds import Speeds
 from ..errors import GraphError, WholestepError
 from ..graph.fold import folded
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.repeats import Repeats, find_repeats
+from ..hardware.hardware import Hardware
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from ..passes.bucket import Carried, carried_by
@@ -36,7 +36,7 @@ class Short:
 
     graph: TrainGraph
     repeats: Repeats
-    machine: Speeds
+    hardware: Hardware
     graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
     alike: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
@@ -65,7 +65,7 @@ class Short:
                    for axis in part.axes(mesh))  # fmt: skip
         owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
                  if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
-        several = ceil(_BUCKETS * self.machine.bucket_bytes * cut / max(sum(owned), 1))
+        several = ceil(_BUCKETS * self.hardware.bucket_bytes * cut / max(sum(owned), 1))
         axes = strategies.data.axes(mesh) if strategies.data else ()
         behind = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
         few = max(FEWEST[0] + behind, several)
@@ -102,7 +102,7 @@ class Short:
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], finish: Finish) -> Costs:
         """What the whole step costs, from plans and programs of those with so many blocks, finished as it would be."""
         finish = finish.part_of(self.carried(pair, [local for _, local in made]))
-        return self.costs(pair, [costs_of(finish(local), planned, self.machine) for planned, local in made])
+        return self.costs(pair, [costs_of(finish(local), planned, self.hardware) for planned, local in made])
 
     def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> Carried:
         """What the whole step carries, from programs of those with so many blocks."""
@@ -146,7 +146,7 @@ class Short:
 
 
 def shortened(
-    graph: TrainGraph, machine: Speeds, placed: Mapping[str, Layout] | None = None,
+    graph: TrainGraph, hardware: Hardware, placed: Mapping[str, Layout] | None = None,
     marks: Mapping[Node, Hashable] | None = None,
 ) -> Short | None:  # fmt: skip
     """`graph` as what can be made short; None where it has no equal layers, too few to be worth it, or where they are
@@ -159,7 +159,7 @@ def shortened(
     for columns in zip(*repeats.blocks, strict=True):
         if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
             return None
-    short = Short(graph, repeats, machine)
+    short = Short(graph, repeats, hardware)
     try:
         short.with_blocks(FEWEST[0])
     except GraphError:

@@ -152,7 +152,7 @@ class ShortFit:
                 held[storage.first : last + 1] += storage.size_bytes * (times - 1)
                 storage.size_bytes *= times
         alike = {node: times for node, (block, _) in self.more.places.items() if block == 1}
-        path = choices(saved, held.tolist(), self.short.machine, times=alike)
+        path = choices(saved, held.tolist(), self.short.hardware, times=alike)
         found: list[tuple[Kind, ...]] = [()]
         for name in path[-1].names:
             kind = self.more.of[name]
@@ -191,7 +191,10 @@ class ShortFit:
         made = [made_again(v.saved, v.names(kinds)) for v in (self.few, self.more)]
         passes = resized(passes, whole=self.short.carried(self.pair, made))
         done = [run_passes(local, passes) for local in made]
-        took, peaks = [simulate(p, self.short.machine).step_us for p in done], [peak_memory(p).size_bytes for p in done]
+        took, peaks = (
+            [simulate(p, self.short.hardware).step_us for p in done],
+            [peak_memory(p).size_bytes for p in done],
+        )
         return self.short.whole(self.pair, (took[0], took[1])), self.short.whole(self.pair, (peaks[0], peaks[1]))
 
     def whole(self, local: LocalGraph, fit: Fit) -> tuple[LocalGraph, tuple[str, ...]] | None:

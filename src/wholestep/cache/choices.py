@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from ..cost.machine import Machine
+from ..hardware.hardware import Hardware
+from ..hardware.hardware_file import from_json, to_json
 from ..plan import strategy_file
 from ..plan.strategy import Strategies
 
@@ -17,7 +18,7 @@ class Choices:
     partitions, so an entry that is wrong makes a step slow, and not wrong.
 
     Args:
-        machine: how fast the job computes and communicates, as it was measured.
+        hardware: how fast the job computes and communicates, as it was measured.
         auto: what `Auto` chose, as the first rank says it (`runtime.choose_strategy`).
         solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
         again: how the step was fitted into its budget, as the first rank says it (`runtime.memory_budget`).
@@ -28,7 +29,7 @@ class Choices:
         ('0', '{}')
     """
 
-    machine: Machine | None = None
+    hardware: Hardware | None = None
     auto: tuple[str, ...] = ()
     solved: Strategies | None = None
     again: tuple[str, ...] = ()
@@ -37,7 +38,7 @@ class Choices:
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""
         return {
-            "machine": None if self.machine is None else asdict(self.machine),
+            "hardware": None if self.hardware is None else to_json(self.hardware),
             "auto": list(self.auto),
             "solved": strategy_file.encode(self.solved),
             "again": list(self.again),
@@ -52,7 +53,7 @@ class Choices:
             TypeError, KeyError, ValueError: not what `to_json` writes.
         """
         return Choices(
-            None if data["machine"] is None else Machine.of(data["machine"]),
+            None if data["hardware"] is None else from_json(data["hardware"]),
             tuple(map(str, data["auto"])),
             strategy_file.decode(data["solved"]),
             tuple(map(str, data["again"])),

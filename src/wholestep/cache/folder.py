@@ -15,7 +15,7 @@ from typing import Any, cast
 from .choices import Choices
 from .key import Key, digest
 
-FORMAT, VERSION = "wholestep.choices", 3
+FORMAT, VERSION = "wholestep.choices", 4
 ENDING = ".choices.json"
 MOST_FILES = 256
 _LOOKED_AT = 16

@@ -1,4 +1,4 @@
-"""`wholestep calibrate`: measure the job it runs in, and write the topology that fits."""
+"""`wholestep calibrate`: measure the job it runs in, and write the hardware description that fits."""
 
 import os
 from datetime import timedelta
@@ -13,13 +13,13 @@ from rich.table import Table
 from . import output_files
 
 if TYPE_CHECKING:
-    from wholestep.cost.calibrate import Error
+    from wholestep.hardware.calibration import FitError
 
 _MIB = 1 << 20
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("topology.json"),
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("hardware.json"),
     name: Annotated[str, typer.Option("--name", help="What to call the machine.")] = "calibrated",
     largest: Annotated[
         float,
@@ -28,11 +28,11 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda where there is one.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a collective may take.", min=1)] = 300,
 ) -> None:
-    """Measure collectives by size, matrix products by shape and dtype, and copies; write the topology that fits.
+    """Measure collectives by size, matrix products by shape and dtype, and copies; write the hardware that fits.
 
     Run it by the launcher of your jobs, on as many nodes as links are to be measured:
     torchrun --nproc-per-node 8 -m wholestep calibrate. Alone it measures the device, and takes the links of the
-    loopback preset. `wholestep.Topology.load` reads the file.
+    loopback preset. `wholestep.Hardware.load` reads the file.
     """
     import torch
     import torch.distributed as dist
@@ -68,8 +68,8 @@ def write(device: str, wanted: object, name: str, out: Path) -> None:
     """Measure, fit, write on the first rank and show how far the fit is. All ranks of the job call it."""
     import torch.distributed as dist
 
-    from wholestep.cost.calibrate import fit
-    from wholestep.cost.topology import Topology
+    from wholestep.hardware.calibration import fit
+    from wholestep.hardware.hardware import Hardware
     from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 
     assert isinstance(wanted, CalibrationSizes)
@@ -81,14 +81,14 @@ def write(device: str, wanted: object, name: str, out: Path) -> None:
         measured = measure_mesh(device, wanted, lambda what: progress.update(task, advance=1, description=what))
     if not first:
         return
-    found, errors = fit(name, measured, Topology.preset("loopback").levels)
+    found, errors = fit(name, measured, Hardware.preset("loopback").levels)
     found.save(out)
     console.print(_table(errors))
     console.print(f"{found}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(errors: "list[Error]") -> Table:
+def _table(errors: "list[FitError]") -> Table:
     table = Table(title="error of the fit", title_justify="left")
     for column in ("what", "measured", "median", "worst"):
         table.add_column(column, justify="left" if column == "what" else "right")

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .screen import Screen, staged
-from .target import built, from_function, machine_of, refuse, working
+from .target import built, from_function, hardware_of, refuse, working
 
 if TYPE_CHECKING:
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
     from wholestep.graph.graph import TrainGraph
+    from wholestep.hardware.hardware import Hardware
     from wholestep.plan.plan import Plan
 
 
@@ -26,7 +25,7 @@ def diff(
     batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
     seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
-    topology: Annotated[
+    hardware: Annotated[
         str | None, typer.Option(help="With a model: a preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = None,
 ) -> None:
@@ -36,8 +35,8 @@ def diff(
     """
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
-    if topology is not None and target is None and hf is None:
-        refuse("--topology without a model: needed MODEL or --hf, as times are those of a step")
+    if hardware is not None and target is None and hf is None:
+        refuse("--hardware without a model: needed MODEL or --hf, as times are those of a step")
     from wholestep.plan.plan import Plan
 
     with working() as shown:
@@ -50,11 +49,11 @@ def diff(
                 import wholestep as ws
 
                 graph = ws.capture(found.step, *found.args, **found.kwargs)
-            text += "\n\n" + _costs(shown, graph, dict(zip((before, after), plans, strict=True)), machine_of(topology))
+            text += "\n\n" + _costs(shown, graph, dict(zip((before, after), plans, strict=True)), hardware_of(hardware))
     typer.echo(text)
 
 
-def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", machine: "Machine | Topology") -> str:
+def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", hardware: "Hardware") -> str:
     """A row for each plan: what a step of it costs."""
     import wholestep as ws
     from wholestep.auto.templates import batches
@@ -64,5 +63,5 @@ def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", machin
     for path, plan in plans.items():
         with staged(shown, f"simulate {path}"):
             count = batches(plan.strategies, plan.mesh) if plan.strategies else 1
-            rows.append(PlanRow(str(path), count, costs(ws.partition(graph, plan), plan, machine)))
+            rows.append(PlanRow(str(path), count, costs(ws.partition(graph, plan), plan, hardware)))
     return show(rows, "plan")

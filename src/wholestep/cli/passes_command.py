@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from .target import machine_of, working
+from .target import hardware_of, working
 
 
 def passes(
-    topology: Annotated[
+    hardware: Annotated[
         str | None, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = None,
     across_steps: Annotated[bool, typer.Option(help="Leave the end of a step to the next call.")] = False,
@@ -24,7 +24,7 @@ def passes(
         from wholestep.passes.pipeline import pipeline
 
         schedule = "across_steps" if across_steps else "auto"
-        found = pipeline(machine_of(topology), schedule=schedule, memory_bytes=memory, backend=backend)
+        found = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
         rows = [(" ".join([type(one).__name__, *getattr(one, "kinds", ())]), _says(one)) for one in found]
     width = max(len(name) for name, _ in rows)
     for number, (name, says) in enumerate(rows, 1):

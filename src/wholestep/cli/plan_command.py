@@ -14,11 +14,10 @@ from . import what_if_options as what_ifs
 from .constraint_options import wishes
 from .planning import Done, PlanRequest
 from .screen import Screen, staged
-from .target import RETURNS, Style, Target, check_given, check_mesh, from_function, machine_of, refuse, working
+from .target import RETURNS, Style, Target, check_given, check_mesh, from_function, hardware_of, refuse, working
 
 if TYPE_CHECKING:
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
+    from wholestep.hardware.hardware import Hardware
     from wholestep.plan.plan import Plan
     from wholestep.report.what_if import WhatIf
 
@@ -85,8 +84,8 @@ def plan(
     stop_after: Annotated[
         str | None, typer.Option(help="With --program: print it after this pass (`wholestep passes` lists them).")
     ] = None,
-    topology: Annotated[
-        str | None, typer.Option(help="Predict for this machine: a preset, or a file of wholestep calibrate.")
+    hardware: Annotated[
+        str | None, typer.Option(help="Predict for this hardware: a preset, or a file of wholestep calibrate.")
     ] = None,
     html: _Html = None,
     trace: Annotated[
@@ -105,7 +104,7 @@ def plan(
     given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     check_given(target, hf)
     _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    timed = topology is None or bool(auto or compare or explain or html or trace or what_if)
+    timed = hardware is None or bool(auto or compare or explain or html or trace or what_if)
     _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     if stop_after and not show:
         refuse("--stop-after without --program: nothing would be printed by it")
@@ -113,11 +112,20 @@ def plan(
     with working() as shown:
         check_mesh(mesh)
         what_ifs.check(what_if or [], hf is not None)
-        machine, wanted = machine_of(topology), _wanted(hf, given)
+        described, wanted = hardware_of(hardware), _wanted(hf, given)
         found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
-        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", machine)
+        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described)
         asked = PlanRequest(
-            found, mesh, machine, machine if topology else None, kind, tensor, tp_axis, explain or (), show, stop_after
+            found,
+            mesh,
+            described,
+            described if hardware else None,
+            kind,
+            tensor,
+            tp_axis,
+            explain or (),
+            show,
+            stop_after,
         )
         if compare:
             done = planning.compared(shown, asked)
@@ -131,16 +139,16 @@ def plan(
     with working() as shown:
         output_files.written(out, lambda path: path.write_text(done.as_json), shown.note)
         if what_if or html:
-            cases = what_ifs.rows(shown, what_if or [], _plan(done), done.graph, machine, done.target, wanted)
+            cases = what_ifs.rows(shown, what_if or [], _plan(done), done.graph, described, done.target, wanted)
     if what_if:
         typer.echo(what_ifs.text(cases))
     if html or trace:
         with working() as shown:
-            _draw(shown, done, machine, html, trace, cases)
+            _draw(shown, done, described, html, trace, cases)
 
 
 def _draw(
-    shown: Screen, done: Done, machine: "Machine | Topology", html: Path | None, trace: Path | None,
+    shown: Screen, done: Done, hardware: "Hardware", html: Path | None, trace: Path | None,
     cases: "list[WhatIf]",
 ) -> None:  # fmt: skip
     """Write the page and the trace; of the fastest, if several were compared."""
@@ -149,11 +157,11 @@ def _draw(
 
     made, rows = _plan(done), done.rows
     with staged(shown, "simulate"):
-        local = program(made, done.graph, machine)
+        local = program(made, done.graph, hardware)
     chosen = rows[0].name if rows else ""
     page = partial(ws.report, model=done.target.name, alternatives=rows, chosen=chosen, what_if=cases)
-    output_files.written(html, lambda path: page(path, made, local, machine), shown.note)
-    output_files.written(trace, lambda path: ws.timeline(local, machine).save(path), shown.note)
+    output_files.written(html, lambda path: page(path, made, local, hardware), shown.note)
+    output_files.written(trace, lambda path: ws.timeline(local, hardware).save(path), shown.note)
 
 
 def _plan(done: Done) -> "Plan":
@@ -180,7 +188,7 @@ def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dic
     if idle and not auto:
         refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
     if not timed:
-        refuse("--topology without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
+        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
 
 
 def _target(shown: Screen, target: str | None, wanted: "ModelSpec | None") -> Target:

@@ -14,10 +14,9 @@ from .target import Style, Target, refuse
 if TYPE_CHECKING:
     from wholestep.auto.auto import Auto
     from wholestep.auto.search import Found
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
     from wholestep.errors import WholestepError
     from wholestep.graph.graph import TrainGraph
+    from wholestep.hardware.hardware import Hardware
     from wholestep.passes.base import Pass
     from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
@@ -35,8 +34,8 @@ class PlanRequest:
 
     target: Target
     mesh: str
-    machine: Machine | Topology
-    hardware: Machine | Topology | None
+    hardware: Hardware
+    planned_on: Hardware | None
     semantics: Literal["per_rank", "global"]
     tensor: Strategy | WholestepError | None
     tp_axis: str
@@ -80,7 +79,7 @@ def chooser(shown: Screen, asked: PlanRequest, memory: str | None, wishes: dict[
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
-    return ws.Auto(memory, asked.machine, used, data, **wishes)
+    return ws.Auto(memory, asked.hardware, used, data, **wishes)
 
 
 def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
@@ -90,7 +89,7 @@ def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
     strategies = _strategies(asked, style)
     graph = capture(shown, asked.target)
     with staged(shown, "plan"):
-        made = ws.plan(graph, asked.mesh, strategies, hardware=asked.hardware)
+        made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
     return Done("\n".join([str(made), *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
 
 
@@ -121,15 +120,15 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
     among = templates(on, asked.tensor, asked.tp_axis, asked.semantics)
     graph = capture(shown, asked.target)
     with each(shown, len(among)) as watch:
-        rows = compare(graph, on, among, asked.machine, watch)
+        rows = compare(graph, on, among, asked.hardware, watch)
     best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
-    made = ws.plan(graph, on, list(best), hardware=asked.machine) if isinstance(best, tuple) else None
-    table = json.dumps(as_json(rows, on, name, asked.machine), indent=1) + "\n"
+    made = ws.plan(graph, on, list(best), hardware=asked.hardware) if isinstance(best, tuple) else None
+    table = json.dumps(as_json(rows, on, name, asked.hardware), indent=1) + "\n"
     return Done(f"{name} on mesh {on}\n{show(rows)}", asked.target, graph, made, rows, table)
 
 
 def tensor_parallel(
-    target: Target, tp: Sequence[str], axis: str, mesh: str, machine: Machine | Topology
+    target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: Hardware
 ) -> Strategy | WholestepError | None:
     """Tensor parallelism as asked for; if nothing is, by the model's own plan where `mesh` has its axis, or has axes to
     be chosen. An error if the model has none.
@@ -137,7 +136,7 @@ def tensor_parallel(
     import wholestep as ws
 
     if list(tp) == ["auto"]:
-        return ws.TensorParallel("auto", axis=axis, topology=machine)
+        return ws.TensorParallel("auto", axis=axis, hardware=hardware)
     if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
         return None
     if not tp or list(tp) == ["model"]:
@@ -172,7 +171,7 @@ def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: PlanRequest) 
         with staged(shown, "partition"):
             local = ws.partition(graph, plan)
             if asked.stop_after:
-                local = ws.run_passes(local, _until(asked.stop_after, ws.pipeline(asked.machine)))
+                local = ws.run_passes(local, _until(asked.stop_after, ws.pipeline(asked.hardware)))
             parts.append(f"\n{local}")
     return parts
 

@@ -8,12 +8,11 @@ import typer
 
 from . import output_files
 from .screen import Screen, staged
-from .target import Style, Target, built, check_given, check_mesh, from_function, machine_of, working
+from .target import Style, Target, built, check_given, check_mesh, from_function, hardware_of, working
 
 if TYPE_CHECKING:
-    from wholestep.cost.machine import Machine
     from wholestep.cost.timeline import Timeline
-    from wholestep.cost.topology import Topology
+    from wholestep.hardware.hardware import Hardware
 
 
 def simulate(
@@ -29,7 +28,7 @@ def simulate(
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
     style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = Style.fully_shard,
-    topology: Annotated[
+    hardware: Annotated[
         str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = "dgx-h100",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
@@ -43,7 +42,7 @@ def simulate(
     output_files.check(trace=trace, json=out)
     with working() as shown:
         check_mesh(mesh)
-        machine = machine_of(topology)
+        machine = hardware_of(hardware)
         with staged(shown, "model"):
             found = from_function(target) if target is not None else built(hf or "", batch, seq, layers)
         made = _simulated(shown, found, mesh, style, machine)
@@ -54,7 +53,7 @@ def simulate(
         output_files.written(out, lambda path: path.write_text(figures), shown.note)
 
 
-def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "Machine | Topology") -> "Timeline":
+def _simulated(shown: Screen, found: Target, mesh: str, style: Style, hardware: "Hardware") -> "Timeline":
     import wholestep as ws
     from wholestep.report.page import program
 
@@ -66,17 +65,17 @@ def _simulated(shown: Screen, found: Target, mesh: str, style: Style, machine: "
     with staged(shown, "capture"):
         graph = ws.capture(found.step, *found.args, **found.kwargs)
     with staged(shown, "plan"):
-        planned = ws.plan(graph, mesh, strategies, hardware=machine)
+        planned = ws.plan(graph, mesh, strategies, hardware=hardware)
     with staged(shown, "schedule"):
-        local = program(planned, graph, machine)
+        local = program(planned, graph, hardware)
     with staged(shown, "simulate"):
-        return ws.timeline(local, machine)
+        return ws.timeline(local, hardware)
 
 
-def _figures(found: Target, mesh: str, machine: "Machine | Topology", made: "Timeline") -> dict[str, Any]:
+def _figures(found: Target, mesh: str, hardware: "Hardware", made: "Timeline") -> dict[str, Any]:
     took = made.simulated
     return {
-        "model": found.name, "mesh": mesh, "machine": str(machine), "step_us": took.step_us,
+        "model": found.name, "mesh": mesh, "hardware": str(hardware), "step_us": took.step_us,
         "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
         "rest_bytes": made.peak.rest_bytes, "busy_us": {name: made.busy_us(name) for name in made.streams},
     }  # fmt: skip

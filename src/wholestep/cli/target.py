@@ -20,8 +20,7 @@ from .screen import Screen, screen
 if TYPE_CHECKING:
     from torch import nn
 
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
+    from wholestep.hardware.hardware import Hardware
 
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
@@ -79,14 +78,13 @@ def check_mesh(mesh: str) -> None:
     Mesh(mesh)
 
 
-def machine_of(topology: str | None) -> Machine | Topology:
-    """A preset, or what a file holds; without either the default machine."""
-    from wholestep.cost.machine import Machine
-    from wholestep.cost.topology import Topology
+def hardware_of(given: str | None) -> Hardware:
+    """The hardware of a preset or a file; without either the default."""
+    from wholestep.hardware.hardware import Hardware
 
-    if topology is None:
-        return Machine()
-    return Topology.load(topology) if Path(topology).is_file() else Topology.preset(topology)
+    if given is None:
+        return Hardware.default()
+    return Hardware.load(given) if Path(given).is_file() else Hardware.preset(given)
 
 
 def from_function(target: str) -> Target:

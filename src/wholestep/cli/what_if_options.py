@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .screen import Screen, staged
-from .target import Target, check_mesh, machine_of, refuse
+from .target import Target, check_mesh, hardware_of, refuse
 
 if TYPE_CHECKING:
-    from wholestep.cost.speeds import Speeds
     from wholestep.graph.graph import TrainGraph
+    from wholestep.hardware.hardware import Hardware
     from wholestep.plan.plan import Plan
     from wholestep.report.what_if import WhatIf, WhatIfCase
 
     from .hf import ModelSpec
 
-FORMS = "mesh=AXES, topology=NAME, or with --hf batch=N or seq=N"
+FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
 
 
 def check(asked: list[str], hf: bool) -> None:
     """Refuse what cannot be asked, before anything long is done for it."""
     for text in asked:
         kind, equals, value = text.partition("=")
-        if not equals or kind not in ("mesh", "topology", "batch", "seq"):
+        if not equals or kind not in ("mesh", "hardware", "batch", "seq"):
             refuse(f"--what-if {text}: needed {FORMS}")
         if kind in ("batch", "seq"):
             if not hf:
@@ -33,7 +33,7 @@ def check(asked: list[str], hf: bool) -> None:
         elif kind == "mesh":
             check_mesh(value)
         else:
-            machine_of(value)
+            hardware_of(value)
 
 
 def rows(
@@ -41,7 +41,7 @@ def rows(
     asked: list[str],
     plan: Plan,
     graph: TrainGraph,
-    machine: Speeds,
+    hardware: Hardware,
     found: Target,
     wanted: ModelSpec | None,
 ) -> list[WhatIf]:
@@ -50,7 +50,7 @@ def rows(
 
     cases = [_case(shown, text, found, wanted) for text in asked] or other_sizes(plan.mesh)
     with staged(shown, "what if"):
-        return what_if(plan, graph, machine, cases)
+        return what_if(plan, graph, hardware, cases)
 
 
 def text(found: list[WhatIf]) -> str:
@@ -69,8 +69,8 @@ def _case(shown: Screen, text: str, found: Target, wanted: ModelSpec | None) -> 
     kind, _, value = text.partition("=")
     if kind == "mesh":
         return WhatIfCase(text, mesh=ws.Mesh(value))
-    if kind == "topology":
-        return WhatIfCase(text, machine=machine_of(value))
+    if kind == "hardware":
+        return WhatIfCase(text, hardware=hardware_of(value))
     assert wanted is not None, "checked before anything was made"
     with staged(shown, f"capture {text}"):
         changed = replace(wanted, batch=int(value)) if kind == "batch" else replace(wanted, seq=int(value))

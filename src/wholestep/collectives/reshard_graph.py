@@ -7,12 +7,12 @@ from functools import lru_cache
 import torch
 from torch.fx import Graph
 
-from ..cost.presets import one_host
 from ..errors import LayoutError
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.meta import TensorMeta
 from ..graph.verify import check_local_graph
+from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.collectives import Emitter, contiguous

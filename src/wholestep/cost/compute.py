@@ -15,17 +15,18 @@ from ..graph.graph import operands
 from ..graph.ops import CARRIED, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, streams
 from ..graph.storage import shared_operand
 from ..graph.verify import is_mutating
-from .speeds import Speeds, Work
+from ..hardware.hardware import Hardware
+from ..hardware.work import Work
 
 aten = torch.ops.aten
 
 
-def node_us(node: Node, speeds: Speeds) -> float:
+def node_us(node: Node, hardware: Hardware) -> float:
     """Microseconds of one call node on one rank, at least those of a launch or a view; picks of items are free."""
     made = work(node)
     if made is not None:
-        return speeds.work_us(made)
-    return speeds.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
+        return hardware.work_us(made)
+    return hardware.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
 
 
 def work(node: Node) -> Work | None:
@@ -87,13 +88,13 @@ def flops(node: Node) -> float:
     return 0.0
 
 
-def peak_us(graph: Graph, speeds: Speeds) -> float:
+def peak_us(graph: Graph, hardware: Hardware) -> float:
     """Microseconds of a graph's products at the machine's peak; without those that are made again in the backward."""
     total = 0.0
     for node in graph.nodes:
         count = 0.0 if node.op != "call_function" or meta.is_again(node) else flops(node)
         made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
-        total += count / speeds.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
+        total += count / hardware.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
     return total
 
 

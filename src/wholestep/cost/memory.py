@@ -22,7 +22,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveTensor:
     """One tensor in memory: `name` is that of the node that made it, or of the input.
 
     `kind` is parameter, buffer, state, gradient, batch, constant, number or carried for an input; activation (made by
@@ -31,7 +31,7 @@ class Held:
     made it.
 
     Example:
-        >>> largest = ws.peak_memory(local).held[0]
+        >>> largest = ws.peak_memory(local).live[0]
         >>> print(largest.name, largest.kind, largest.size_bytes)
     """
 
@@ -50,7 +50,7 @@ class Held:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most bytes a rank holds at once: `size_bytes`, while the node `at` runs; `held` is all that is there, the
+    """The most bytes a rank holds at once: `size_bytes`, while the node `at` runs; `live` is all that is there, the
     largest first. `rest_bytes` of it are inputs, held from the start of the step to its end.
 
     Example:
@@ -62,20 +62,20 @@ class PeakMemory:
     rest_bytes: int
     at: str
     module: str
-    held: tuple[Held, ...]
+    live: tuple[LiveTensor, ...]
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind, the largest first."""
         found: dict[str, int] = {}
-        for one in self.held:
+        for one in self.live:
             found[one.kind] = found.get(one.kind, 0) + one.size_bytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.by_kind().items())
-        left = len(self.held) - _SHOWN
-        rows = [f"  {one}" for one in self.held[:_SHOWN]]
+        left = len(self.live) - _SHOWN
+        rows = [f"  {one}" for one in self.live[:_SHOWN]]
         rows += [f"  ... and {left} smaller"] if left > 0 else []
         return "\n".join([f"peak {human(self.size_bytes)} at %{self.at}{where}: {kinds}", *rows])
 
@@ -126,12 +126,12 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     return PeakMemory(sizes[at], rest, calls[at].name, meta.module_path(calls[at]), tuple(rows))
 
 
-def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> Held:
+def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
     made = meta.tensors(node)[storage.index]
     assert made is not None, "storage is made by a tensor"
     name, kind = roles.get(node) or (node.name, _kind(storage))
-    return Held(name, kind, made.shape, short_dtype(made.dtype), storage_bytes(made), meta.module_path(node))
+    return LiveTensor(name, kind, made.shape, short_dtype(made.dtype), storage_bytes(made), meta.module_path(node))
 
 
 def _kind(storage: Storage) -> str:

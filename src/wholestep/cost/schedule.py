@@ -10,10 +10,10 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.verify import is_collective, is_wait
+from ..hardware.curves import KINDS
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .compute import node_us, peak_us
-from .curves import KINDS
-from .speeds import Speeds
 
 _MOST_TAKEN = 0.9  # of computing, by collectives: something is left
 
@@ -26,7 +26,7 @@ class Clock:
     from computing, evenly while they are on their way.
     """
 
-    machine: Speeds
+    hardware: Hardware
     mesh: Mesh
     now: float = 0.0
     waited: float = 0.0
@@ -51,34 +51,36 @@ class Clock:
             self.waited += max(arrived - self.now, 0.0)
             self.now = max(self.now, arrived)
             if is_collective(sent):
-                self.now += handled_us(sent, self.machine, self.mesh)[1]
+                self.now += host_us(sent, self.hardware, self.mesh)[1]
         elif is_collective(node):
-            self.now += handled_us(node, self.machine, self.mesh)[0]
+            self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
         else:
-            self._compute(node_us(node, self.machine))
+            self._compute(node_us(node, self.hardware))
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
-        us = self.machine.collective_us(kind, whole, self.mesh, axis) * self.machine.beside(kind)
+        slowdown = self.hardware.overlap_slowdown(kind, self.mesh, axis)
+        us = self.hardware.collective_us(kind, whole, self.mesh, axis) * slowdown
         begin = max(self.wires.get(axis, 0.0), self.now)
         beside = 0.0
         for other, until in self.wires.items():
             both = min(until - begin, us)
-            if other != axis and both > 0 and self.machine.shares_links(self.mesh, axis, other):
+            if other != axis and both > 0 and self.hardware.shares_links(self.mesh, axis, other):
                 self._delay(other, begin, both)
                 beside += both
         self.begun[node], self.flying[node] = begin, axis
         self.done[node] = self.wires[axis] = begin + us + beside
-        if taken := self.machine.taken_us(kind, whole, self.mesh, axis):
+        if taken := self.hardware.compute_steal_us(kind, whole, self.mesh, axis):
             self.taken[node] = taken
 
     def _hurry(self, sent: Node) -> None:
         """A rank that waits for `sent` computes nothing beside what is on its way."""
-        beside = self.machine.beside(kind_of(sent)) if sent in self.flying else 1.0
-        if beside == 1 or self.done[sent] <= self.now:
+        axis = self.flying.get(sent)
+        slowdown = self.hardware.overlap_slowdown(kind_of(sent), self.mesh, axis) if axis else 1.0
+        if slowdown == 1 or self.done[sent] <= self.now:
             return
-        gained = (self.done[sent] - self.now) * (1 - 1 / beside)
+        gained = (self.done[sent] - self.now) * (1 - 1 / slowdown)
         for node in self.flying:
             if self.done[node] > self.now:
                 self.begun[node] -= min(gained, max(self.begun[node] - self.now, 0.0))
@@ -110,7 +112,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """What a step takes by the simulation, in microseconds: in all, and waiting for collectives.
 
     `mfu` is the model FLOPs utilization: operations of a rank's products, convolutions and attention (two for a
@@ -118,7 +120,7 @@ class Simulated:
     machine's peak for each one's dtype.
 
     Example:
-        >>> found = ws.simulate(local, ws.Topology.preset("dgx-h100"))
+        >>> found = ws.simulate(local, ws.Hardware.preset("dgx-h100"))
         >>> print(found.step_us, found.exposed_us, found.mfu)
     """
 
@@ -127,28 +129,30 @@ class Simulated:
     mfu: float = 0.0
 
 
-def simulate(local: LocalGraph, machine: Speeds) -> Simulated:
+def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
     """Run the nodes of `local` in their order; where a step ends in the next one, after a step of the same kind.
 
     Example:
-        >>> print(ws.simulate(local, ws.Topology.preset("dgx-h100")).step_us)
+        >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    clock = start(local, machine, {})
+    clock = start(local, hardware, {})
     run_all(clock, local.graph.nodes)
     if any(i.role is Role.CARRY for i in local.inputs):
-        clock = start(local, machine, left(local, clock))
+        clock = start(local, hardware, left(local, clock))
         run_all(clock, local.graph.nodes)
     return simulated(local, clock)
 
 
-def simulated(local: LocalGraph, clock: Clock) -> Simulated:
+def simulated(local: LocalGraph, clock: Clock) -> SimulationResult:
     """What `clock` shows after it has run `local`."""
-    return Simulated(clock.now, clock.waited, peak_us(local.graph, clock.machine) / clock.now if clock.now else 0.0)
+    return SimulationResult(
+        clock.now, clock.waited, peak_us(local.graph, clock.hardware) / clock.now if clock.now else 0.0
+    )
 
 
-def start(local: LocalGraph, machine: Speeds, arrivals: Mapping[str, float]) -> Clock:
+def start(local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float]) -> Clock:
     """The start of a step. `arrivals`: when what is carried into it is complete, in microseconds from now."""
-    clock = Clock(machine, local.mesh)
+    clock = Clock(hardware, local.mesh)
     for given, node in local.placeholders():
         if given.role is Role.CARRY:
             clock.done[node] = arrivals.get(given.name, 0.0)
@@ -170,14 +174,14 @@ def run_all(clock: Clock, nodes: Iterable[Node]) -> None:
             clock.run(node)
 
 
-def sent_us(node: Node, machine: Speeds, mesh: Mesh) -> float:
+def sent_us(node: Node, hardware: Hardware, mesh: Mesh) -> float:
     """Microseconds a collective keeps the wire."""
-    return machine.collective_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
+    return hardware.collective_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
 
 
-def handled_us(node: Node, machine: Speeds, mesh: Mesh) -> tuple[float, float]:
+def host_us(node: Node, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
     """Microseconds in which a rank computes nothing as it starts a collective, and once that is complete."""
-    return machine.handled_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
+    return hardware.host_us(kind_of(node), whole_bytes(node), mesh, str(node.args[-1]))
 
 
 def whole_bytes(node: Node) -> int:

@@ -14,9 +14,9 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, node_at
 from ..graph.text import human
 from ..graph.verify import is_collective, is_wait
+from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
-from .schedule import Clock, Simulated, kind_of, left, run_all, simulated, start
-from .speeds import Speeds
+from .schedule import Clock, SimulationResult, kind_of, left, run_all, simulated, start
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -36,7 +36,7 @@ class Span:
         size_bytes: of the largest buffer of a collective; of the result of an op.
 
     Example:
-        >>> longest = max(ws.timeline(local, ws.Topology.preset("dgx-h100")).spans, key=lambda span: span.us)
+        >>> longest = max(ws.timeline(local, ws.Hardware.preset("dgx-h100")).spans, key=lambda span: span.us)
     """
 
     name: str
@@ -54,13 +54,13 @@ class Timeline:
     """A step in time: spans in the order of their starts, bytes held by (microsecond, bytes).
 
     Example:
-        >>> found = ws.timeline(local, ws.Topology.preset("dgx-h100"))
+        >>> found = ws.timeline(local, ws.Hardware.preset("dgx-h100"))
         >>> print(found)
         >>> found.save("step.json")  # for Perfetto
     """
 
     spans: tuple[Span, ...]
-    simulated: Simulated
+    simulated: SimulationResult
     memory: tuple[tuple[float, int], ...]
     peak: PeakMemory
     title: str = "predicted"
@@ -101,16 +101,16 @@ class Timeline:
         return "\n".join([*rows, str(self.peak)])
 
 
-def timeline(local: LocalGraph, machine: Speeds) -> Timeline:
+def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     """Run the nodes of `local` in their order on `machine`; where a step ends in the next one, after one of its kind.
 
     Example:
-        >>> print(wholestep.timeline(step.local_graph, wholestep.Topology.preset("dgx-h100")))
+        >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    clock = start(local, machine, {})
+    clock = start(local, hardware, {})
     if any(given.role is Role.CARRY for given in local.inputs):
         run_all(clock, local.graph.nodes)
-        clock = start(local, machine, left(local, clock))
+        clock = start(local, hardware, left(local, clock))
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..cost.machine import Machine
-from ..cost.speeds import Speeds, Work
 from ..graph.graph import BucketSizes, LocalGraph
+from ..hardware.hardware import Hardware
+from ..hardware.work import Work
 from ..mesh import Mesh
 from .base import Pass
 from .bucket import Carried, carried_by
@@ -35,7 +35,7 @@ class SizeBuckets:
     Passes that bucket and order collectives follow it. A graph that has sizes keeps them.
     """
 
-    hardware: Speeds = field(default_factory=Machine)
+    hardware: Hardware = field(default_factory=Hardware.default)
     bucket_bytes: int | None = None
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
@@ -90,15 +90,15 @@ def tighter(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     return found
 
 
-def alone_bytes(machine: Speeds, mesh: Mesh) -> int:
+def alone_bytes(hardware: Hardware, mesh: Mesh) -> int:
     """From how many bytes on one more collective takes less than copying them into a bucket or out of it does."""
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
-    starts = [_start_us(machine, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
-    copy_us = machine.work_us(Work(2 * _SAMPLE, carried=True)) - machine.launch_us
+    starts = [_start_us(hardware, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
+    copy_us = hardware.work_us(Work(2 * _SAMPLE, bucketed=True)) - hardware.launch_us
     return int(max(starts, default=0.0) * _SAMPLE / max(copy_us, 1e-9))
 
 
-def even_bytes(machine: Speeds, mesh: Mesh, reduced_bytes: int, most_bytes: int) -> int:
+def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: int) -> int:
     """What collectives should carry that reduce so much in all: `most_bytes`, or half as often as that takes less.
 
     Nothing hides the last one of a step, and all have to be started: n of them, of which computing could hide T
@@ -108,7 +108,9 @@ def even_bytes(machine: Speeds, mesh: Mesh, reduced_bytes: int, most_bytes: int)
 
     def cost_us(size: int) -> float:
         started = reduced_bytes / size
-        costs = (started * _start_us(machine, "all_reduce", mesh, a) + _hidden_us(machine, size, mesh, a) for a in axes)
+        costs = (
+            started * _start_us(hardware, "all_reduce", mesh, a) + _hidden_us(hardware, size, mesh, a) for a in axes
+        )
         return max(costs, default=0.0)
 
     best = most_bytes
@@ -117,14 +119,14 @@ def even_bytes(machine: Speeds, mesh: Mesh, reduced_bytes: int, most_bytes: int)
     return best
 
 
-def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
+def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
     """What an all-reduce should carry where others carry `bucket_bytes`: doubled as often as computing beside it hides
     half as much of it. What processors send while they should compute is not hidden at all, and few send it cheapest.
     """
 
     def hidden(axis: str) -> float:
-        whole_us = machine.collective_us("all_reduce", bucket_bytes, mesh, axis)
-        return _hidden_us(machine, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
+        whole_us = hardware.collective_us("all_reduce", bucket_bytes, mesh, axis)
+        return _hidden_us(hardware, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
     while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:
@@ -132,13 +134,13 @@ def summed_bytes(machine: Speeds, mesh: Mesh, bucket_bytes: int) -> int:
     return bucket_bytes
 
 
-def _hidden_us(machine: Speeds, size_bytes: int, mesh: Mesh, axis: str) -> float:
+def _hidden_us(hardware: Hardware, size_bytes: int, mesh: Mesh, axis: str) -> float:
     """How much of an all-reduce computing beside it can hide."""
     carried = "all_reduce", size_bytes, mesh, axis
-    return max(machine.collective_us(*carried) - machine.taken_us(*carried), 0.0)
+    return max(hardware.collective_us(*carried) - hardware.compute_steal_us(*carried), 0.0)
 
 
-def _start_us(machine: Speeds, kind: str, mesh: Mesh, axis: str) -> float:
+def _start_us(hardware: Hardware, kind: str, mesh: Mesh, axis: str) -> float:
     """What a collective takes of the wire, or of the processors where that is more, however few its bytes."""
-    computing = machine.taken_us(kind, 0, mesh, axis) + sum(machine.handled_us(kind, 0, mesh, axis))
-    return max(machine.collective_us(kind, 0, mesh, axis), computing)
+    computing = hardware.compute_steal_us(kind, 0, mesh, axis) + sum(hardware.host_us(kind, 0, mesh, axis))
+    return max(hardware.collective_us(kind, 0, mesh, axis), computing)

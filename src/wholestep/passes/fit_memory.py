@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..cost.machine import Machine
 from ..cost.memory import peak_memory
 from ..cost.schedule import simulate
-from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
 from .base import Pass, run_passes
 from .bucket_sizes import SizeBuckets, tighter
 from .recompute import Peak, choose, held_by, too_small
@@ -53,7 +52,7 @@ class FitMemory:
     """
 
     budget_bytes: int
-    hardware: Speeds = field(default_factory=Machine)
+    hardware: Hardware = field(default_factory=Hardware.default)
     gathers: bool = True
     after: tuple[Pass, ...] = ()
     peak: Peak = peak_memory

@@ -11,13 +11,12 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..cost.machine import Machine
 from ..cost.schedule import Clock, left, start
-from ..cost.speeds import Speeds
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
+from ..hardware.hardware import Hardware
 from ..rules.registry import is_random
 from .base import InPlace
 
@@ -36,7 +35,7 @@ class Overlap(InPlace):
     Ranks whose batches differ in size may find different orders: `SameOrder` gives them that of one.
     """
 
-    machine: Speeds = field(default_factory=Machine)
+    hardware: Hardware = field(default_factory=Hardware.default)
     in_flight_bytes: int | None = 64 << 20
     in_flight: int | None = 1
 
@@ -51,10 +50,10 @@ class Overlap(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Put the nodes of `local` into another order."""
         most = most_in_flight(local, self.in_flight_bytes, self.in_flight)
-        work = _Work(local, self.machine, most, {})
+        work = _Work(local, self.hardware, most, {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.machine, most, left(local, work.clock))
+            work = _Work(local, self.hardware, most, left(local, work.clock))
             work.run()
         _order(local.graph, work.order)
         return local if local.across is None else in_one_order(local)
@@ -160,7 +159,7 @@ class _Work:
     """
 
     local: LocalGraph
-    machine: Speeds
+    hardware: Hardware
     most: tuple[int, int]
     arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])
@@ -173,7 +172,7 @@ class _Work:
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
-        self.clock = start(self.local, self.machine, self.arrivals)
+        self.clock = start(self.local, self.hardware, self.arrivals)
         moving, main = parts(self.local, hops=False)
         urgency = self._urgency([n for n in calls if n in main and n in moving])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in moving]
@@ -267,7 +266,7 @@ class _Work:
         """True unless collectives along another axis are on the links that it needs: it would slow them down."""
         axis, mesh = str(node.args[-1]), self.local.mesh
         busy = [other for other, until in self.clock.wires.items() if other != axis and until > self.clock.now]
-        return not any(self.machine.shares_links(mesh, axis, other) for other in busy)
+        return not any(self.hardware.shares_links(mesh, axis, other) for other in busy)
 
     def _must_wait(self, gather: Node) -> bool:
         """True when there is no room for it, or what it gathers has not arrived."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
-from ..cost.machine import Machine
-from ..cost.size import bytes_of
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
+from ..units import parse_bytes
 from .base import Pass
 from .contiguous_shards import ContiguousShards
 from .fit_memory import FitMemory
@@ -24,7 +23,7 @@ Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 
-def schedule_for(hardware: Speeds, schedule: HowScheduled = "auto") -> Schedule | None:
+def schedule_for(hardware: Hardware, schedule: HowScheduled = "auto") -> Schedule | None:
     """The schedule of a name on `hardware`; a schedule, or None, as it is."""
     if not isinstance(schedule, str):
         return schedule
@@ -61,7 +60,7 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
 
 
 def pipeline(
-    hardware: Speeds | None = None,
+    hardware: Hardware | None = None,
     *,
     schedule: HowScheduled = "auto",
     memory_bytes: int | str | None = None,
@@ -81,11 +80,11 @@ def pipeline(
         PlanError: `memory_bytes` is no size.
 
     Example:
-        >>> passes = wholestep.pipeline(wholestep.Topology.preset("dgx-h100"))
+        >>> passes = wholestep.pipeline(wholestep.Hardware.preset("dgx-h100"))
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), passes)
     """
-    speeds = hardware or (schedule.machine if isinstance(schedule, Schedule) else Machine())
-    scheduled = schedule_for(speeds, schedule)
+    hardware = hardware or (schedule.hardware if isinstance(schedule, Schedule) else Hardware.default())
+    scheduled = schedule_for(hardware, schedule)
     ordered = (*scheduled.passes, SameOrder()) if scheduled is not None else ()
     direct = backend != "inductor"
     last: tuple[Pass, ...] = (
@@ -94,4 +93,4 @@ def pipeline(
     passes = (*ordered, *last)
     if memory_bytes is None:
         return passes
-    return FitMemory(bytes_of(memory_bytes), speeds, gathers_again, passes), *passes
+    return FitMemory(parse_bytes(memory_bytes), hardware, gathers_again, passes), *passes

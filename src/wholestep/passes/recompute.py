@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..cost.machine import Machine
 from ..cost.memory import PeakMemory, bytes_held, peak_memory
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
+from ..hardware.hardware import Hardware
 from .reinplace import Reinplace
 from .remat_frontier import RematChoice, choices
 from .rematerialize import made_again
@@ -31,7 +30,7 @@ class Recompute:
 
     Args:
         budget_bytes: of a rank, at most.
-        machine: what arithmetic and the link cost.
+        hardware: that prices arithmetic and the link.
         compute: values that depend on the batch may be made again.
         gathers: gathered parameters may be gathered again instead of kept.
 
@@ -43,7 +42,7 @@ class Recompute:
     """
 
     budget_bytes: int
-    machine: Speeds = field(default_factory=Machine)
+    hardware: Hardware = field(default_factory=Hardware.default)
     compute: bool = True
     gathers: bool = False
 
@@ -52,7 +51,7 @@ class Recompute:
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step under the budget, as it was if it fits."""
         saved = SavedTensors(local, self.compute, self.gathers)
-        path = choices(saved, held_by(local), self.machine)
+        path = choices(saved, held_by(local), self.hardware)
         names = choose(saved, path, self.budget_bytes, in_place_peak)
         if names is None:
             raise too_small(saved, path, self.budget_bytes, in_place_peak)

@@ -15,11 +15,11 @@ import numpy as np
 from torch.fx import Node
 
 from ..cost.compute import node_us
-from ..cost.schedule import handled_us, sent_us
-from ..cost.speeds import Speeds
+from ..cost.schedule import host_us, sent_us
 from ..graph.graph import operands
 from ..graph.storage import Storage
 from ..graph.verify import is_collective, is_wait
+from ..hardware.hardware import Hardware
 from .saved_tensors import SavedTensor, SavedTensors
 
 _STAGES = 32
@@ -41,7 +41,7 @@ class RematChoice:
 def choices(
     saved: SavedTensors,
     held: Sequence[int],
-    machine: Speeds,
+    hardware: Hardware,
     wire_price: float = 1.0,
     times: Mapping[Node, int] | None = None,
 ) -> list[RematChoice]:
@@ -49,7 +49,7 @@ def choices(
 
     A gather costs `wire_price` of the time for which it keeps the wire. `times`: calls that stand for several.
     """
-    search = _Search(saved, machine, wire_price, np.array(held, dtype=np.int64), times or {})
+    search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {})
     found = [search.choice()]
     first, rest = int(search.held.max(initial=0)), sum(s.size_bytes for s in saved.storages if s.first < 0)
     for stage in range(1, _STAGES + 1):
@@ -63,7 +63,7 @@ def choices(
 @dataclass
 class _Search:
     saved: SavedTensors
-    machine: Speeds
+    hardware: Hardware
     wire_price: float
     held: Array
     times: Mapping[Node, int]
@@ -113,12 +113,12 @@ class _Search:
         if is_wait(node):
             return 0.0
         if is_collective(node):
-            sent = self.wire_price * sent_us(node, self.machine, self.saved.local.mesh)
-            handled = sum(handled_us(node, self.machine, self.saved.local.mesh))
+            sent = self.wire_price * sent_us(node, self.hardware, self.saved.local.mesh)
+            handled = sum(host_us(node, self.hardware, self.saved.local.mesh))
             return (handled + sent) * self.times.get(node, 1)
         here = self.saved.stretch[node]
         moves = all(user.op == "call_function" and self.saved.stretch[user] > here for user in node.users)
-        return 0.0 if moves else node_us(node, self.machine) * self.times.get(node, 1)
+        return 0.0 if moves else node_us(node, self.hardware) * self.times.get(node, 1)
 
 
 @dataclass

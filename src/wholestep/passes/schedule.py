@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..cost.machine import Machine
-from ..cost.speeds import Speeds
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
 from .base import Pass, run_passes
 from .bucket import Bucket
 from .bucket_sizes import SizeBuckets
@@ -24,7 +23,7 @@ class Schedule:
     It is a pass itself: called with a LocalGraph it runs its `passes`.
 
     Args:
-        machine: how fast a rank computes, and its link: a `Machine`, or a `Topology`.
+        hardware: to schedule for.
         bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
         first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
         in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be on their way to be
@@ -33,11 +32,11 @@ class Schedule:
             updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
 
     Example:
-        >>> scheduled = ws.run_passes(local, [ws.Schedule(ws.Topology.preset("dgx-h100"))])
+        >>> scheduled = ws.run_passes(local, [ws.Schedule(ws.Hardware.preset("dgx-h100"))])
         >>> step = ws.compile(train_step, schedule=ws.Schedule(bucket_bytes=4 << 20))
     """
 
-    machine: Speeds = field(default_factory=Machine)
+    hardware: Hardware = field(default_factory=Hardware.default)
     bucket_bytes: int | None = None
     first_bucket_bytes: int = 1 << 20
     in_flight_bytes: int | None = None
@@ -50,8 +49,8 @@ class Schedule:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that it stands for."""
-        sizes = SizeBuckets(self.machine, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
+        sizes = SizeBuckets(self.hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
         sums = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
         merging = (sizes, SinkWaits(), *sums, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
         across = (CrossStep(),) if self.across_steps else ()
-        return (*merging, *across, Overlap(self.machine, None, None), LimitInflight())
+        return (*merging, *across, Overlap(self.hardware, None, None), LimitInflight())

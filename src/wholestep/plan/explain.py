@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from ..cost.speeds import Speeds
 from ..errors import LayoutError, PlanError
 from ..graph import meta
 from ..graph.graph import Role
 from ..graph.meta import TensorMeta
+from ..hardware.hardware import Hardware
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..reshard import Path, reshard
@@ -57,7 +57,7 @@ def whole_reason(group: Group) -> str:
 
 
 def moves(
-    given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Speeds
+    given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
 ) -> Iterator[str]:
     """What it takes to bring the operands together, and the time of that on `hardware`."""
     for node, before, after in zip(given, have, want, strict=True):
@@ -66,12 +66,12 @@ def moves(
             yield f"%{node.name} {_move(made, before, after, mesh, hardware)}"
 
 
-def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Speeds) -> str:
+def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
     """A result that is resharded where it is made."""
     return f"the result {_move(made, before, after, mesh, hardware)}, once for all readers" if made else ""
 
 
-def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Speeds) -> str:
+def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
     try:
         path = reshard(before, after, made.shape, made.dtype.itemsize, mesh, hardware)
     except LayoutError:

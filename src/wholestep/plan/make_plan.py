@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ..cost.presets import one_host
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import ROUNDS, expand, expandable
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Role, TrainGraph
+from ..hardware.hardware import Hardware
+from ..hardware.presets import one_host
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
@@ -30,7 +30,7 @@ def plan(
     mesh: Mesh | str,
     parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
     placed: Mapping[str, Layout] | None = None,
-    hardware: Speeds | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
 
@@ -42,7 +42,7 @@ def plan(
     `Auto` names its hardware itself.
 
     Example:
-        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
+        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Hardware.preset("dgx-h100"))
 
     Example:
         >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]

@@ -9,12 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..cost.presets import one_host
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph.decompose import expand
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.text import seconds
+from ..hardware.hardware import Hardware
+from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .strategy import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Plan:
     strategies: Strategies | None = field(default=None, compare=False)
     mixed_precision: MixedPrecision | None = None
     offload: bool = False
-    hardware: Speeds = field(default_factory=one_host)
+    hardware: Hardware = field(default_factory=one_host)
 
     def explain(self, name: str) -> str:
         """Where an input rests and why, what reads it and at which cost; or the same of an operation.

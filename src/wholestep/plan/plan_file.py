@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from ..cost.machine import Machine
-from ..cost.speeds import Speeds
-from ..cost.topology import Topology
-from ..cost.topology_file import from_json, to_json
 from ..errors import MeshError, PlanError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
+from ..hardware.hardware_file import from_json, to_json
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
@@ -54,7 +50,7 @@ def encode(plan: Plan) -> dict[str, Any]:
     head |= {"objective": None if plan.objective is None else vars(plan.objective)}
     head |= {"strategies": strategy_file.encode(plan.strategies)}
     head |= {"mixed_precision": _encode_precision(plan.mixed_precision), "offload": plan.offload}
-    head |= {"hardware": encode_hardware(plan.hardware)}
+    head |= {"hardware": to_json(plan.hardware)}
     head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
     return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
 
@@ -69,24 +65,6 @@ def _decode_precision(value: Mapping[str, str | None] | None) -> MixedPrecision 
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def encode_hardware(hardware: Speeds) -> dict[str, Any]:
-    """A topology, or a machine as it was measured, as JSON values.
-
-    Raises:
-        PlanError: it is neither.
-    """
-    if isinstance(hardware, Topology):
-        return to_json(hardware)
-    if isinstance(hardware, Machine):
-        return {"measured": asdict(hardware)}
-    raise PlanError(f"hardware is a {type(hardware).__name__}", "a Topology or a Machine, which can be written", "")
-
-
-def decode_hardware(value: Mapping[str, Any]) -> Speeds:
-    """Inverse of `encode_hardware`."""
-    return Machine.of(value["measured"]) if "measured" in value else from_json(value, "field 'hardware'")
 
 
 def _encode_input(given: Input) -> dict[str, Any]:
@@ -127,7 +105,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         strategies=_field({"strategies": None, **data}, "strategies", strategy_file.decode),
         mixed_precision=_field(data, "mixed_precision", _decode_precision),
         offload=_field(data, "offload", bool),
-        hardware=_field(data, "hardware", decode_hardware),
+        hardware=_field(data, "hardware", lambda v: from_json(v, "field 'hardware'")),
     )
 
 

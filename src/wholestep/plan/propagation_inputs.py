@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
-from ..cost.presets import one_host
-from ..cost.speeds import Speeds
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.ops import CHEAP, GRAD_READY, PRODUCTS, is_pointwise
+from ..hardware.hardware import Hardware
+from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.registry import is_random
@@ -39,7 +39,7 @@ class PropagationInputs:
     per_rank: frozenset[str] = frozenset()
     storage: frozenset[str] = frozenset()
     pins: Pins = field(default_factory=Pins)
-    hardware: Speeds = field(default_factory=one_host)
+    hardware: Hardware = field(default_factory=one_host)
 
 
 def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.fx import Node
 
-from ..cost.speeds import Speeds
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
 from .attention_heads import check_heads
@@ -48,7 +48,7 @@ class TensorParallel:
             for a sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`.
             None: all are given the same.
         strict: every pattern must name a module.
-        topology: the machine that `"auto"` solves for, the same on all ranks; by default `Machine()`, a slow CPU and a
+        hardware: that `"auto"` solves for, the same on all ranks; by default `Hardware.default()`, a slow CPU and a
             slow link.
         pinned: what `"auto"` may not choose: layouts along the axis of parameters, and of the results of modules, by
             glob: `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
@@ -65,7 +65,7 @@ class TensorParallel:
     loss_parallel: bool = False
     input_dim: BatchDim | None = None
     strict: bool = True
-    topology: Speeds | None = None
+    hardware: Hardware | None = None
     pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
     whole: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ class TensorParallel:
                 found = f'{unread[0]} with TensorParallel("auto")'
                 raise PlanError(found, "nothing: it solves for that", f"drop {unread[0]}")
             return
-        unread = [name for name in ("topology", "pinned", "whole") if getattr(self, name)]
+        unread = [name for name in ("hardware", "pinned", "whole") if getattr(self, name)]
         if unread:
             needed = f'TensorParallel("auto", {unread[0]}=...)'
             raise PlanError(f"{unread[0]} with a plan by module", needed, f"drop {unread[0]}")

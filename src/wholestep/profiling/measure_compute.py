@@ -12,15 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cost.machine import Machine, Wire
 from ..distributed.launch import World
+from ..hardware.hardware import Hardware
+from ..hardware.measured import CollectiveCost
 from .measure_link import measure_link
 
 _ROUNDS = 9
 
 
-def measure_hardware(world: World) -> Machine:
-    """The Machine that the slowest rank and the slowest axis make."""
+def measure_hardware(world: World) -> Hardware:
+    """The hardware, as the slowest rank and the slowest axis measure it."""
     before = _together(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
     rounds = torch.cat([before, _together(world)], 1)  # others may compute during half of them
@@ -33,14 +34,16 @@ def measure_hardware(world: World) -> Machine:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         found = [float(v) for v in slowest]
         times, rest = found[: len(times)], iter(found[len(times) :])
-        wires = tuple(Wire(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True))
+        wires = tuple(
+            CollectiveCost(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True)
+        )
     product, attention, math, moved, launch, view, carried = times
-    return Machine(
+    return Hardware.measured(
         flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
         math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
         view_us=0.0 if world.device.startswith("cuda") else view,
-        carried_bytes_per_us=1 / carried if carried else 0.0, wires=wires,
+        bucket_copy_bytes_per_us=1 / carried if carried else 0.0, collectives=wires,
     )  # fmt: skip
 
 

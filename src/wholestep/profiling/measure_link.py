@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend.buffers import Buffers
-from ..cost.machine import Wire, sent_bytes
 from ..distributed.launch import World
+from ..hardware.measured import CollectiveCost, sent_bytes
 
 _FEW, _LEAST = 4 << 10, 1 << 20
 _SIZES = (
@@ -53,7 +53,7 @@ class Link:
     writes; 0 where that is as any other.
     """
 
-    wires: tuple[Wire, ...]
+    wires: tuple[CollectiveCost, ...]
     carried_byte_us: float
 
 
@@ -77,7 +77,7 @@ def measure_link(world: World, axis: str) -> Link:
     wires = tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
     after = before if on_cuda else _of_what_came(ranks, group)
     copied, added = (min(both) for both in zip(before, after, strict=True))  # others may compute for a while
-    return Link(tuple(replace(w, sum_byte_us=added) if w.kind == "reduce_scatter" else w for w in wires), copied)
+    return Link(tuple(replace(w, reduce_byte_us=added) if w.kind == "reduce_scatter" else w for w in wires), copied)
 
 
 def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
@@ -99,7 +99,9 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
     return statistics.median(copies) * 1e6 / (2 * whole.nbytes), statistics.median(sums) * 1e6 / sent
 
 
-def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float) -> Wire:
+def _wire(
+    kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float
+) -> CollectiveCost:
     """From few bytes and many, and many beside products. What processors do for few varies tenfold: their time for many
     is what is kept to, and bytes are at least half of that; of the time that few take, starting is.
     """
@@ -113,7 +115,7 @@ def _wire(kind: str, most: int, often: tuple[int, int], ranks: int, group: str, 
     busy = max(busy_us - short.busy_us, busy_us / 2, 1e-6) / (many - few)
     start = max(short.us - short.own_us - each * few, short.us / 2, 1.0)
     taken = max(busy_us - busy * many, 0.0)
-    return Wire(kind, start, each, taken, busy, short.own_us, own, beside=stretch)
+    return CollectiveCost(kind, start, each, taken, busy, short.own_us, own, overlap_slowdown=stretch)
 
 
 def crowded(world: World) -> float:

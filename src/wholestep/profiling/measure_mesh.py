@@ -1,4 +1,4 @@
-"""Measures the job it runs in for `cost.calibrate`: collectives by size, products by shape and dtype, copies."""
+"""Measures the job it runs in for `hardware.calibration`: collectives by size, products by shape and dtype, copies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend.rank_binding import add_parts, funcol, gather, swap
-from ..cost.calibrate import Measured, Product, Sent
-from ..cost.fit import Sample
 from ..errors import MeshError
+from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
+from ..hardware.curve_fit import TimeSample
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 wait = torch.ops._c10d_functional.wait_tensor.default
@@ -37,7 +37,7 @@ class CalibrationSizes:
 
 @dataclass(frozen=True)
 class _Unit:
-    """The group that measures one level of links: this rank's group, and how its ranks stand (see `cost.curves`)."""
+    """The group that measures one level of links: this rank's group, and its units (see `hardware.curves`)."""
 
     name: str
     ranks: int
@@ -65,7 +65,7 @@ def count_measurements(wanted: CalibrationSizes) -> int:
     return len(_levels()) * len(KINDS) * len(wanted.collectives) + len(wanted.dtypes) * len(wanted.products) + 1
 
 
-def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measured:
+def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measurements:
     """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each.
 
     Raises:
@@ -73,22 +73,24 @@ def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], No
     """
     levels = _levels()
     units = list(_units(levels))
-    sent: list[Sent] = []
+    sent: list[TimedCollective] = []
     for number, unit in enumerate(units):
         for kind in KINDS:
             for size in wanted.collectives:
                 step(f"{unit.name} {kind}")
                 run, held = _collective(kind, size, unit, device)
-                sent.append(Sent(kind, number, Sample(held, unit.units, _slowest(run, device, wanted.times))))
-    products: list[Product] = []
+                sent.append(
+                    TimedCollective(kind, number, TimeSample(held, unit.units, _slowest(run, device, wanted.times)))
+                )
+    products: list[TimedProduct] = []
     for dtype in wanted.dtypes:
         for shape in wanted.products:
             step(f"products in {dtype}")
-            products.append(Product(dtype, *shape, _slowest(_product(dtype, shape, device), device, wanted.times)))
+            products.append(TimedProduct(dtype, *shape, _slowest(_product(dtype, shape, device), device, wanted.times)))
     step("copies")
     moved, host_copy, launch = _copies(device, wanted)
     total, host = _memory(device)
-    return Measured(
+    return Measurements(
         _name(device), total, host, launch, moved, host_copy, tuple(products),
         tuple((unit.name, unit.ranks) for unit in units), tuple(sent), dist.get_backend() if units else "",
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..cost.memory import bytes_held, peak_memory
-from ..cost.schedule import Simulated, kind_of
+from ..cost.schedule import SimulationResult, kind_of
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at
@@ -96,7 +96,7 @@ def measured_timeline(
     held = zip(calls, bytes_held(local), strict=True)
     memory = tuple((ends[node.name], size) for node, size in held if node.name in ends)
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))
-    return Timeline(ordered, Simulated(seconds * 1e6, waited), memory, peak_memory(local), "measured")
+    return Timeline(ordered, SimulationResult(seconds * 1e6, waited), memory, peak_memory(local), "measured")
 
 
 def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:

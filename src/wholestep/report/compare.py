@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from ..auto.costs import Costs, costs
 from ..auto.fit import Finish
 from ..auto.search import first_line
 from ..auto.short import Short, shortened
 from ..auto.templates import Template, batches, templates
-from ..cost.machine import Machine
-from ..cost.speeds import Speeds
-from ..cost.topology import Topology
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.pipeline import pipeline
@@ -48,7 +46,7 @@ def compare(
     graph: TrainGraph,
     mesh: Mesh,
     chosen: Sequence[Template],
-    machine: Speeds | None = None,
+    hardware: Hardware | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> list[PlanRow]:
     """A row for each template, the fastest for each batch first; those that cannot be planned last, with the reason.
@@ -56,20 +54,20 @@ def compare(
     Costs of a deep step are extrapolated from steps with few of its equal layers; those of the fastest never are.
     `watch` is told the name of each template before it is planned.
     """
-    speeds, by_name = machine or Machine(), {template.name: template for template in chosen}
-    short, rows = shortened(graph, speeds), list[PlanRow]()
+    hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
+    short, rows = shortened(graph, hardware), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
-        rows.append(_row(graph, mesh, template, speeds, short))
+        rows.append(_row(graph, mesh, template, hardware, short))
     rows = sorted(rows, key=lambda row: row.batch_s)
     while rows and rows[0].layers is not None:
-        rows[0] = _row(graph, mesh, by_name[rows[0].name], speeds)
+        rows[0] = _row(graph, mesh, by_name[rows[0].name], hardware)
         rows = sorted(rows, key=lambda row: row.batch_s)
     return rows
 
 
-def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, short: Short | None = None) -> PlanRow:
+def _row(graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, short: Short | None = None) -> PlanRow:
     """With all layers, or extrapolated where `short` can do that."""
     if isinstance(template.strategies, WholestepError):
         return PlanRow(template.name, 1, None, first_line(template.strategies))
@@ -77,14 +75,14 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, machine: Speeds, sho
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        plans = [plan(one, mesh, strategies, hardware=machine) for one in graphs]
+        plans = [plan(one, mesh, strategies, hardware=hardware) for one in graphs]
         made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
-            found = short.priced(layers, made, Finish(pipeline(machine)))
+            found = short.priced(layers, made, Finish(pipeline(hardware)))
         else:
-            found = costs(made[0][1], made[0][0], machine)
+            found = costs(made[0][1], made[0][0], hardware)
     except WholestepError as error:
-        return _row(graph, mesh, template, machine) if layers else PlanRow(template.name, 1, None, first_line(error))
+        return _row(graph, mesh, template, hardware) if layers else PlanRow(template.name, 1, None, first_line(error))
     return PlanRow(template.name, batches(strategies, mesh), found, layers=layers)
 
 
@@ -108,14 +106,14 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def as_json(rows: Sequence[PlanRow], mesh: Mesh, model: str, machine: Speeds | None = None) -> dict[str, Any]:
+def as_json(rows: Sequence[PlanRow], mesh: Mesh, model: str, hardware: Hardware | None = None) -> dict[str, Any]:
     """The rows with what they were made from, in bytes and seconds."""
     return {
         "format": "wholestep comparison",
-        "version": 1,
+        "version": 2,
         "model": model,
         "mesh": str(mesh),
-        "machine": machine.name if isinstance(machine, Topology) else asdict(cast(Machine, machine or Machine())),
+        "hardware": (hardware or Hardware.default()).name,
         "rows": [
             {
                 "template": r.name,

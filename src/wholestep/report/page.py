@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..auto.fit import Finish
-from ..cost.machine import Machine
-from ..cost.speeds import Speeds
 from ..cost.timeline import COMPUTE, Timeline, timeline
-from ..cost.topology import Topology
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
+from ..hardware.hardware import Hardware
 from ..partition.lower import partition
 from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
@@ -31,7 +29,7 @@ def report(
     path: str | Path,
     plan: Plan,
     graph: TrainGraph | LocalGraph,
-    machine: Speeds | None = None,
+    hardware: Hardware | None = None,
     *,
     model: str = "",
     alternatives: Sequence[PlanRow] = (),
@@ -44,7 +42,7 @@ def report(
         path: of the page; folders on the way are made.
         plan: to be shown.
         graph: that was planned; or the program of a rank made from it, which is shown as it is.
-        machine: that times are predicted for, a `Topology` or a `Machine`; by default a slow CPU on a slow link.
+        hardware: to predict times for; by default a slow CPU on a slow link.
         model: what to call the model.
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
@@ -54,17 +52,16 @@ def report(
         PlanError: the plan is not one for this graph, or no alternative is called `chosen`.
 
     Example:
-        >>> wholestep.report("plan.html", plan, graph, wholestep.Topology.preset("dgx-h100"))
+        >>> wholestep.report("plan.html", plan, graph, wholestep.Hardware.preset("dgx-h100"))
     """
-    text = page(
-        plan, graph, machine or Machine(), model=model, alternatives=alternatives, chosen=chosen, what_if=what_if
-    )
+    hardware = hardware or Hardware.default()
+    text = page(plan, graph, hardware, model=model, alternatives=alternatives, chosen=chosen, what_if=what_if)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
 def page(
-    plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds, *, model: str, alternatives: Sequence[PlanRow],
+    plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, *, model: str, alternatives: Sequence[PlanRow],
     chosen: str, what_if: Sequence[WhatIf] = (),
 ) -> str:  # fmt: skip
     """The text of the page; the same for the same input."""
@@ -77,8 +74,8 @@ def page(
             f"one of {', '.join(repr(row.name) for row in alternatives) or 'the alternatives, of which none is given'}",
             "name the row that is this plan, or leave chosen out",
         )
-    local = program(plan, graph, machine)
-    made = timeline(local, machine)
+    local = program(plan, graph, hardware)
+    made = timeline(local, hardware)
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -86,24 +83,24 @@ def page(
     environment.filters |= {"human": human, "time": show_us, "title": title}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
-    shown: dict[str, Any] = {"plan": plan, "model": model or "training step", "machine": _name(machine), **raw}
+    shown: dict[str, Any] = {"plan": plan, "model": model or "training step", "hardware": hardware.name, **raw}
     shown["tree"] = tree(plan)
-    shown |= _head(plan, local, made) | _memory(made, machine) | _streams(local, made)
-    capacity = _capacity(machine)
+    shown |= _head(plan, local, made) | _memory(made, hardware) | _streams(local, made)
+    capacity = hardware.memory_bytes
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
                         for one in what_if]  # fmt: skip
     return environment.get_template("page.html").render(**shown, chosen=chosen)
 
 
-def program(plan: Plan, graph: TrainGraph | LocalGraph, machine: Speeds) -> LocalGraph:
+def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
     """What a rank runs for `plan`, as a compiled step orders it for `machine`; a program is left as it is.
 
     Raises:
         PlanError: `graph` is not what was planned.
     """
     if isinstance(graph, TrainGraph):
-        return Finish(pipeline(machine))(partition(graph, plan))
+        return Finish(pipeline(hardware))(partition(graph, plan))
     theirs = {i.name for i in graph.inputs if i.role in (Role.PARAM, Role.STATE)}
     strange = sorted(theirs ^ {i.name for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)})
     if strange or graph.mesh != plan.mesh:
@@ -133,16 +130,16 @@ def _head(plan: Plan, local: LocalGraph, made: Timeline) -> dict[str, Any]:
     }
 
 
-def _memory(made: Timeline, machine: Speeds) -> dict[str, Any]:
-    step, peak, capacity = made.simulated.step_us, made.peak, _capacity(machine)
+def _memory(made: Timeline, hardware: Hardware) -> dict[str, Any]:
+    step, peak, capacity = made.simulated.step_us, made.peak, hardware.memory_bytes
     near = capacity is not None and capacity <= 2 * peak.size_bytes
     top = max(int(1.08 * peak.size_bytes), int(1.04 * capacity) if near and capacity else 0, 1)
     most = columns(made.memory, step)
     return {
         "peak": peak,
         "kinds": list(peak.by_kind().items()),
-        "largest": peak.held[:_LARGEST],
-        "smaller": (len(peak.held) - _LARGEST, sum(one.size_bytes for one in peak.held[_LARGEST:])),
+        "largest": peak.live[:_LARGEST],
+        "smaller": (len(peak.live) - _LARGEST, sum(one.size_bytes for one in peak.live[_LARGEST:])),
         "area": outline(most, top),
         "columns": COLUMNS,
         "rest_y": 100 - 100 * peak.rest_bytes / top,
@@ -165,16 +162,6 @@ def _streams(local: LocalGraph, made: Timeline) -> dict[str, Any]:
         "other_ops": (len(ops) - _OPS, sum(row[1] for row in ops[_OPS:]), sum(row[2] for row in ops[_OPS:])),
         "compute_us": made.busy_us(COMPUTE),
     }
-
-
-def _name(machine: Speeds) -> str:
-    if isinstance(machine, Topology):
-        return machine.name
-    return "the default Machine, a slow CPU on a slow link" if machine == Machine() else type(machine).__name__
-
-
-def _capacity(machine: Speeds) -> int | None:
-    return machine.device.memory_bytes if isinstance(machine, Topology) else None
 
 
 def show_us(us: float) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..auto.templates import Template
-from ..cost.speeds import Speeds
 from ..errors import MeshError, PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from .compare import PlanRow, compare
@@ -27,7 +27,7 @@ class WhatIfCase:
 
     name: str
     mesh: Mesh | None = None
-    machine: Speeds | None = None
+    hardware: Hardware | None = None
     graph: TrainGraph | None = None
     batch_parts: float = 1.0
 
@@ -50,7 +50,7 @@ class WhatIf:
 def what_if(
     plan: Plan,
     graph: TrainGraph,
-    machine: Speeds,
+    hardware: Hardware,
     cases: Sequence[WhatIfCase],
     watch: Callable[[str], None] | None = None,
 ) -> list[WhatIf]:
@@ -72,7 +72,7 @@ def what_if(
         if watch is not None:
             watch(case.name)
         mesh = case.mesh or plan.mesh
-        row = compare(case.graph or graph, mesh, [Template(case.name, template)], case.machine or machine)[0]
+        row = compare(case.graph or graph, mesh, [Template(case.name, template)], case.hardware or hardware)[0]
         made = WhatIf(case, mesh, row)
         own = found[0].batch_s if found else made.batch_s
         found.append(WhatIf(case, mesh, row, made.batch_s / own if row.costs else float("inf")))

@@ -11,11 +11,11 @@ from typing import TypeGuard
 from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
 from ..auto.report import explained
-from ..cost.speeds import Speeds
 from ..distributed.agree import from_first_rank
 from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..passes.pipeline import pipeline
 from ..passes.schedule import Schedule
@@ -39,7 +39,7 @@ class StrategyChoice:
 
     strategies: Strategies
     gathers: bool
-    hardware: Speeds
+    hardware: Hardware
     objective: Objective
     notes: tuple[str, ...]
 
@@ -58,14 +58,14 @@ def lacks_hardware(strategies: Strategies) -> bool:
     return any(map(_lacks_machine, strategies.parts))
 
 
-def with_hardware(strategies: Strategies, speeds: Speeds) -> Strategies:
+def with_hardware(strategies: Strategies, speeds: Hardware) -> Strategies:
     """`strategies` with `speeds` where a machine is lacking."""
-    parts = (replace(part, topology=speeds) if _lacks_machine(part) else part for part in strategies.parts)
+    parts = (replace(part, hardware=speeds) if _lacks_machine(part) else part for part in strategies.parts)
     return Strategies(tuple(parts))
 
 
 def _lacks_machine(part: Strategy) -> TypeGuard[TensorParallel]:
-    return isinstance(part, TensorParallel) and part.is_open and part.topology is None
+    return isinstance(part, TensorParallel) and part.is_open and part.hardware is None
 
 
 def choose_strategy(
@@ -89,7 +89,7 @@ def choose_strategy(
     strategies, told = _strategies(said[0], candidates), json.loads(said[1])
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
-    return StrategyChoice(strategies, keeps, auto.topology or measured, Objective.of(told), tuple(said[2:]))
+    return StrategyChoice(strategies, keeps, auto.hardware or measured, Objective.of(told), tuple(said[2:]))
 
 
 def _searched(search: Callable[[], list[str]], world: World, label: str, timeout_s: float) -> list[str]:
@@ -119,18 +119,18 @@ def _strategies(said: str, candidates: Candidates) -> Strategies:
 
 
 def _chosen(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Speeds,
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Hardware,
     schedule: Schedule | None, backend: str,
 ) -> list[str]:  # fmt: skip
     """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
-    speeds = auto.topology or measured
+    speeds = auto.hardware or measured
     try:
         found = auto.search(
             graph,
             world.mesh,
             placed,
             same_batches=True,
-            machine=speeds,
+            hardware=speeds,
             finish=Finish(pipeline(schedule=schedule, backend=backend)),
         )
     except PlanError as error:

@@ -10,8 +10,8 @@ from ..auto.auto import Auto
 from ..backend.build import BACKENDS
 from ..backend.cudagraphs import CudaRecorder, Recorder
 from ..capture.capture_options import CaptureOptions
-from ..cost.speeds import Speeds
 from ..errors import BackendError, PlanError
+from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.pipeline import Edit
 from ..passes.schedule import Schedule
@@ -40,10 +40,10 @@ class StepOptions:
     cache: Path | None = None
     plan: Plan | None = None
     check_every: int = 1000
-    hardware: Speeds | None = None
+    hardware: Hardware | None = None
 
     @property
-    def planned_on(self) -> Speeds | None:
+    def planned_on(self) -> Hardware | None:
         """The hardware that layouts are priced on: that of a plan that is applied, or as given."""
         return self.plan.hardware if self.plan is not None else self.hardware
 

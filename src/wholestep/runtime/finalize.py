@@ -9,13 +9,12 @@ from functools import partial
 from typing import Literal
 
 from ..cache.step_cache import CachedChoices
-from ..cost.machine import Machine
 from ..cost.memory import PeakMemory, peak_memory
-from ..cost.speeds import Speeds
 from ..distributed.agree import agree, from_first_rank
 from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
 from ..passes.base import Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
@@ -40,7 +39,7 @@ class Finalizer:
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
     backend: str
-    hardware: Speeds | None
+    hardware: Hardware | None
     edit: Edit | None
     budget: tuple[int, bool] | None
     timeout_s: float
@@ -48,7 +47,7 @@ class Finalizer:
     stage: Callable[[str], AbstractContextManager[None]]
     waiting: Callable[[list[int]], None]
     measured: Schedule | None = None
-    machine: Machine | None = None
+    machine: Hardware | None = None
     choosing: CachedChoices = field(default_factory=CachedChoices)
     _fits: dict[str, FirstRankFitting] = field(default_factory=dict[str, FirstRankFitting])
     _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -68,20 +67,20 @@ class Finalizer:
             self.measured = self.measured or Schedule(machine, across_steps=self.schedule == "across_steps")
         return self.measured
 
-    def _measure(self, world: World) -> Machine:
+    def _measure(self, world: World) -> Hardware:
         """How fast the machine is, as an earlier start measured it, or as all ranks measure it now: once."""
         if self.machine is None:
             self.choosing.look_up()
             with self.stage("measure"):
-                self.machine = self.choosing.earlier.machine or measure_hardware(world)
-        self.choosing.note(machine=self.machine)
+                self.machine = self.choosing.earlier.hardware or measure_hardware(world)
+        self.choosing.note(hardware=self.machine)
         return self.machine
 
-    def finish_of(self, world: World) -> tuple[Speeds, Schedule | None]:
+    def finish_of(self, world: World) -> tuple[Hardware, Schedule | None]:
         """How fast the machine is, measured where nobody says, and how programs are scheduled on it."""
         schedule = self._schedule(world)
         if schedule is not None:
-            return schedule.machine, schedule
+            return schedule.hardware, schedule
         return self.hardware or self._measure(world), None
 
     def _passed(self, made: RankProgram, world: World, label: str, schedule: Schedule | None) -> RankProgram:
@@ -92,12 +91,12 @@ class Finalizer:
             with self.stage("schedule"):
                 local = run_passes(made.local, passes, self.watch())
         else:
-            machine = schedule.machine if schedule else self.hardware or self._measure(world)
+            machine = schedule.hardware if schedule else self.hardware or self._measure(world)
             local = self._fitted(made.local, schedule, machine, world, label, key)
         return replace(made, local=local)
 
     def _fitted(
-        self, local: LocalGraph, schedule: Schedule | None, machine: Speeds, world: World, label: str, key: str
+        self, local: LocalGraph, schedule: Schedule | None, machine: Hardware, world: World, label: str, key: str
     ) -> LocalGraph:
         """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
         assert self.budget is not None, "asked where there is one"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..backend.build import Backend
 from ..backend.rank_binding import bind
 from ..capture.call_structure import take_apart
-from ..cost.speeds import Speeds
 from ..cost.timeline import Timeline, timeline
 from ..errors import PlanError
+from ..hardware.hardware import Hardware
 from ..profiling.profile import Profile, SpanClock, measured_timeline
 from .cross_step_runner import CrossStepRunner
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def profile_step(
-    step: CompiledStep, machine: Speeds | None, repeat: int, args: tuple[Any, ...], kwargs: Any
+    step: CompiledStep, hardware: Hardware | None, repeat: int, args: tuple[Any, ...], kwargs: Any
 ) -> Profile:
     """Train `repeat` steps on the given arguments with every node timed; returns the step of median time.
 
-    Without `machine` the prediction is for the machine of the schedule.
+    Without `hardware` the prediction is for that of the schedule.
 
     Raises:
-        PlanError: the schedule is across steps, or there is no machine to predict for.
+        PlanError: the schedule is across steps, or there is no hardware to predict for.
     """
     step(*args, **kwargs)
     program = step.programs[-1]
@@ -37,10 +37,10 @@ def profile_step(
             "a schedule within the step",
             'compile it with schedule="auto" to profile it',
         )
-    machine = machine or (step.schedule.machine if step.schedule else None)
-    if machine is None:
-        needed = "a Topology or a Machine to predict for"
-        raise PlanError("this step was scheduled for no machine (one rank, or schedule=None)", needed, "give machine=")
+    hardware = hardware or (step.schedule.hardware if step.schedule else None)
+    if hardware is None:
+        needed = "hardware to predict for"
+        raise PlanError("this step was scheduled for none (one rank, or schedule=None)", needed, "give hardware=")
     world, usual = program.world, program.run
     clock = SpanClock(world.device.startswith("cuda"))
     bound = bind(program.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
@@ -57,4 +57,4 @@ def profile_step(
         program.run = usual
     counted = found[1:]
     middle = sorted(counted, key=lambda one: one.simulated.step_us)[(len(counted) - 1) // 2]
-    return Profile(replace(middle, title="measured"), timeline(program.local, machine))
+    return Profile(replace(middle, title="measured"), timeline(program.local, hardware))

@@ -29,10 +29,10 @@ from ..capture.capture import Capture, capture_step, device_of, find_state
 from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed, scheduled
 from ..capture.state import StepState
-from ..cost.speeds import Speeds
 from ..distributed.launch import World, join
 from ..errors import CaptureError, StateError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
+from ..hardware.hardware import Hardware
 from ..partition.lower import partition
 from ..passes.base import Watch
 from ..passes.schedule import Schedule
@@ -142,10 +142,10 @@ class CompiledStep:
             if isinstance(program.run, CrossStepRunner):
                 program.run.flush()
 
-    def profile(self, *args: Any, machine: Speeds | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
+    def profile(self, *args: Any, hardware: Hardware | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
 
-        `machine` is predicted for: a Topology or a Machine; without one, that which the schedule was made for. On a GPU
+        `hardware` is what to predict for; by default that of the schedule. On a GPU
         the device is waited for after each node: times of ops are right, what overlaps is not. All ranks call it.
 
         Example:
@@ -154,7 +154,7 @@ class CompiledStep:
         """
         from .profile_step import profile_step
 
-        return profile_step(self, machine, repeat, args, kwargs)
+        return profile_step(self, hardware, repeat, args, kwargs)
 
     @property
     def schedule(self) -> Schedule | None:

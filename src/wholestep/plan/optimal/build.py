@@ -92,7 +92,7 @@ class Build:
             if any(n in after for n in node.all_input_nodes):
                 after.add(node)
         held = sum(i.meta.size_bytes for i in self.graph.inputs if i.role in (Role.PARAM, Role.STATE))
-        spent = sum(node_us(n, self.asked.prices.machine) for n in after if n not in self.moving)
+        spent = sum(node_us(n, self.asked.prices.hardware) for n in after if n not in self.moving)
         self.update_us = spent / max(held, 1)  # for each byte of a parameter and its state
         found = {n for n in self.moving if n.op == "call_function" and n not in after}
         todo, before = [n for node in found for n in node.all_input_nodes], set[Node]()
@@ -168,7 +168,7 @@ class Build:
             sizes = Sizes(size, state_bytes, size if grads else 0.0)
             takes = {1 + number: state for number in range(len(grads))}
             for storage in asked.ways(given.name) or (Storage("", whole=True, whole_state=True),):
-                load = storage.load(sizes, prices.machine, prices.mesh, asked.axes)
+                load = storage.load(sizes, prices.hardware, prices.mesh, asked.axes)
                 load = replace(load, kept=0.0) if asked.again else load
                 parts = share_of(storage, prices.mesh, asked.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0

@@ -9,10 +9,11 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...cost.compute import node_us
-from ...cost.speeds import Speeds, Work
 from ...graph import meta
 from ...graph.graph import operands
 from ...graph.meta import TensorMeta
+from ...hardware.hardware import Hardware
+from ...hardware.work import Work
 from ...layout import REPLICATED, AxisState
 from ...mesh import Mesh
 
@@ -38,7 +39,7 @@ class Prices:
     as other axes cut the batch.
     """
 
-    machine: Speeds
+    hardware: Hardware
     mesh: Mesh
     axis: str
     share: float = 1.0
@@ -67,10 +68,10 @@ class Prices:
         meta.copy(node, new)
         made = meta.tensors(node)
         meta.set_tensors(new, [m and self.local(m, gives.get(i, REPLICATED)) for i, m in enumerate(made)])
-        return node_us(new, self.machine) * self.share
+        return node_us(new, self.hardware) * self.share
 
     def _whole_us(self, node: Node) -> float:
-        return node_us(node, self.machine)
+        return node_us(node, self.hardware)
 
     def _stand_in(self, node: Node, state: AxisState) -> Node:
         new = self.graph.placeholder(node.name)
@@ -113,29 +114,29 @@ class Prices:
 
     def sent_us(self, kind: str, size: float) -> float:
         """One collective of so many bytes."""
-        return _sent_us(self.machine, kind, size, self.mesh, self.axis)
+        return _sent_us(self.hardware, kind, size, self.mesh, self.axis)
 
     def bulk_us(self, kind: str, size: float, axis: str | None = None) -> float:
         """The same of a part of a bucket."""
-        return bulk_us(self.machine, kind, size, self.mesh, axis or self.axis)
+        return bulk_us(self.hardware, kind, size, self.mesh, axis or self.axis)
 
     def _copy_us(self, size: float) -> float:
-        return copy_us(self.machine, size)
+        return copy_us(self.hardware, size)
 
 
-def copy_us(machine: Speeds, size: float) -> float:
+def copy_us(hardware: Hardware, size: float) -> float:
     """Microseconds of a copy of so many bytes, its launch included."""
-    return machine.work_us(Work(round(2 * size)))
+    return hardware.work_us(Work(round(2 * size)))
 
 
-def bulk_us(machine: Speeds, kind: str, size: float, mesh: Mesh, axis: str) -> float:
+def bulk_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) -> float:
     """Microseconds of `size` bytes that are sent together with others, a bucket at once; a piece costs a launch too."""
     if mesh.axis_size(axis) == 1 or size <= 0:
         return 0.0
-    bucket = max(size, float(machine.bucket_bytes))
-    return machine.launch_us + _sent_us(machine, kind, bucket, mesh, axis) * size / bucket
+    bucket = max(size, float(hardware.bucket_bytes))
+    return hardware.launch_us + _sent_us(hardware, kind, bucket, mesh, axis) * size / bucket
 
 
-def _sent_us(machine: Speeds, kind: str, size: float, mesh: Mesh, axis: str) -> float:
+def _sent_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) -> float:
     """Microseconds of a collective that nothing hides."""
-    return machine.collective_us(kind, size, mesh, axis) + sum(machine.handled_us(kind, size, mesh, axis))
+    return hardware.collective_us(kind, size, mesh, axis) + sum(hardware.host_us(kind, size, mesh, axis))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ...cost.speeds import Speeds
+from ...hardware.hardware import Hardware
 from ...mesh import Mesh
 from .prices import bulk_us, copy_us
 from .problem import Load
@@ -27,26 +27,26 @@ class Storage:
     again: bool = False
     grouped: bool = False
 
-    def load(self, sizes: Sizes, machine: Speeds, mesh: Mesh, axes: Sequence[str]) -> Load:
+    def load(self, sizes: Sizes, hardware: Hardware, mesh: Mesh, axes: Sequence[str]) -> Load:
         """What a parameter of these sizes adds to a step of a rank, its axis of tensor parallelism left out."""
         inside, across = (axes[-1:], axes[:-1]) if self.grouped else (axes, ())
         ranks = prod(mesh.axis_size(a) for a in inside)
         sent = [0.0, 0.0, 0.0]
         if self.whole_state:
-            sent[_BACKWARD] += sum(bulk_us(machine, "all_reduce", sizes.grad, mesh, a) for a in inside)
+            sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad, mesh, a) for a in inside)
         elif sizes.grad:
-            sent[_BACKWARD] += _through(machine, "reduce_scatter", sizes.grad, mesh, inside)
-            sent[_BACKWARD] += sum(bulk_us(machine, "all_reduce", sizes.grad / ranks, mesh, a) for a in across)
+            sent[_BACKWARD] += _through(hardware, "reduce_scatter", sizes.grad, mesh, inside)
+            sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad / ranks, mesh, a) for a in across)
         if self.whole and not self.whole_state and sizes.grad:
-            sent[_UPDATE] += _through(machine, "all_gather", sizes.param, mesh, inside)
+            sent[_UPDATE] += _through(hardware, "all_gather", sizes.param, mesh, inside)
         if not self.whole:
-            gathered = _through(machine, "all_gather", sizes.param, mesh, inside)
+            gathered = _through(hardware, "all_gather", sizes.param, mesh, inside)
             sent[_FORWARD] += gathered
             sent[_BACKWARD] += gathered if self.again else 0.0
         state_share = 1 if self.whole_state else ranks
         rest = sizes.param / (1 if self.whole else ranks) + sizes.state / state_share
         kept = 0.0 if self.whole or self.again or ranks == 1 else sizes.param
-        copied = copy_us(machine, sizes.param) if any(sent) else 0.0
+        copied = copy_us(hardware, sizes.param) if any(sent) else 0.0
         spent = (copied if sent[0] else 0.0, copied, copied if sent[2] else 0.0)
         return Load(spent, stored=(sent[0], sent[1], sent[2]), rest=rest, kept=kept, made=sizes.grad / state_share)
 
@@ -84,10 +84,10 @@ def share_of(storage: Storage, mesh: Mesh, axes: Sequence[str]) -> int:
     return 1 if storage.whole_state else prod(mesh.axis_size(a) for a in over)
 
 
-def _through(machine: Speeds, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
+def _through(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
     """Along one axis after the other, the last first: what is left is a part of it."""
     total = 0.0
     for axis in reversed(axes):
-        total += bulk_us(machine, kind, size, mesh, axis)
+        total += bulk_us(hardware, kind, size, mesh, axis)
         size /= mesh.axis_size(axis)
     return total

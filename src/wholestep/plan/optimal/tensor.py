@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from ...cost.machine import Machine
 from ...errors import PlanError
 from ...graph.graph import Role, TrainGraph
+from ...hardware.hardware import Hardware
 from ...layout import AxisState, Layout
 from ...mesh import Mesh
 from ..strategy import Strategies
@@ -78,5 +78,5 @@ def asked(
             cut = tensor.batch_cut(mesh, given.name, len(given.meta.shape))
             rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
     storages = (of_style(data.style, data.reshard_after_forward),) if data is not None and axes else ()
-    prices = Prices(tensor.topology or Machine(), mesh, tensor.axis, share)
+    prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
     return Asked(prices, axes, storages, rest, wishes(graph, tensor.pinned, tensor.whole))

@@ -1,6 +1,8 @@
-"""What a `Machine` says of ops and collectives, and what these take from computing; which ops are of which class."""
+"""Measured hardware: costs of ops and of collectives, overlap with computing, classes of ops."""
 
+import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,20 +11,28 @@ from torch.optim import SGD, Optimizer
 
 import wholestep as ws
 from wholestep.cost.compute import node_us, work
-from wholestep.cost.machine import Wire
 from wholestep.cost.schedule import Clock, kind_of, simulate, whole_bytes
-from wholestep.cost.speeds import Work
 from wholestep.distributed.launch import join
 from wholestep.graph.ops import streams
 from wholestep.graph.verify import is_collective, is_wait
+from wholestep.hardware.hardware_file import from_json, to_json
+from wholestep.hardware.measured import CollectiveCost
+from wholestep.hardware.work import Work
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
 from wholestep.profiling.measure_compute import measure_hardware
 
 MESH = ws.Mesh("dp=2")
-PLAIN = ws.Machine(
-    flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100
-)  # fmt: skip
+RATES = {
+    "flops_per_us": 1000, "memory_bytes_per_us": 1000, "launch_us": 1, "link_us": 10, "link_bytes_per_us": 100
+}  # fmt: skip
+
+
+def hardware_with(**changed: Any) -> ws.Hardware:
+    return ws.Hardware.measured(**{**RATES, **changed})
+
+
+PLAIN = hardware_with()
 aten = torch.ops.aten
 
 
@@ -53,28 +63,30 @@ def test_figures_that_are_not_given_are_those_of_others() -> None:
     math = Work(8000, streams=False)
     assert PLAIN.work_us(attention) == pytest.approx(1 + 4)
     assert PLAIN.work_us(math) == pytest.approx(1 + 8)
-    known = replace(PLAIN, attention_flops_per_us=500, math_bytes_per_us=250)
+    known = hardware_with(attention_flops_per_us=500, math_bytes_per_us=250)
     assert known.work_us(attention) == pytest.approx(1 + 8)
     assert known.work_us(math) == pytest.approx(1 + 32)
     assert known.work_us(replace(math, streams=True)) == pytest.approx(1 + 8)
 
 
 def test_each_kind_of_collective_has_its_figures() -> None:
-    wires = (Wire("all_reduce", 20, 0.5, busy_us=3, busy_byte_us=0.25), Wire("all_gather", 5, 0.125))
-    machine = replace(PLAIN, wires=wires)
-    assert machine.collective_us("all_reduce", 1000, MESH, "dp") == pytest.approx(20 + 1000 * 0.5)
-    assert machine.collective_us("all_gather", 1000, MESH, "dp") == pytest.approx(5 + 500 * 0.125)
-    assert machine.collective_us("all_to_all", 1000, MESH, "dp") == pytest.approx(10 + 500 / 100)
-    assert machine.taken_us("all_reduce", 1000, MESH, "dp") == pytest.approx(3 + 250)
-    assert machine.taken_us("all_to_all", 1000, MESH, "dp") == 0
-    assert PLAIN.taken_us("all_reduce", 1000, MESH, "dp") == 0
-    assert PLAIN.handled_us("all_reduce", 1000, MESH, "dp") == (1, 0)
-    own = replace(machine, wires=(Wire("reduce_scatter", 1, 1, own_us=5, own_byte_us=0.01, sum_byte_us=0.5),))
-    assert own.handled_us("reduce_scatter", 1000, MESH, "dp") == pytest.approx((5 + 5, 250))
-    assert own.handled_us("all_gather", 1000, MESH, "dp") == (1, 0)
-    late = replace(machine, wires=(Wire("all_gather", 5, 0.125, beside=1.5),))
-    assert [late.beside(kind) for kind in ("all_gather", "all_reduce")] == [1.5, 1]
-    assert ws.Machine.of(asdict(late)) == late
+    wires = (CollectiveCost("all_reduce", 20, 0.5, cpu_us=3, cpu_byte_us=0.25), CollectiveCost("all_gather", 5, 0.125))
+    hardware = hardware_with(collectives=wires)
+    assert hardware.collective_us("all_reduce", 1000, MESH, "dp") == pytest.approx(20 + 1000 * 0.5)
+    assert hardware.collective_us("all_gather", 1000, MESH, "dp") == pytest.approx(5 + 500 * 0.125)
+    assert hardware.collective_us("all_to_all", 1000, MESH, "dp") == pytest.approx(10 + 500 / 100)
+    assert hardware.compute_steal_us("all_reduce", 1000, MESH, "dp") == pytest.approx(3 + 250)
+    assert hardware.compute_steal_us("all_to_all", 1000, MESH, "dp") == 0
+    assert PLAIN.compute_steal_us("all_reduce", 1000, MESH, "dp") == 0
+    assert PLAIN.host_us("all_reduce", 1000, MESH, "dp") == (1, 0)
+    own = hardware_with(
+        collectives=(CollectiveCost("reduce_scatter", 1, 1, host_us=5, host_byte_us=0.01, reduce_byte_us=0.5),)
+    )
+    assert own.host_us("reduce_scatter", 1000, MESH, "dp") == pytest.approx((5 + 5, 250))
+    assert own.host_us("all_gather", 1000, MESH, "dp") == (1, 0)
+    late = hardware_with(collectives=(CollectiveCost("all_gather", 5, 0.125, overlap_slowdown=1.5),))
+    assert [late.overlap_slowdown(kind, MESH, "dp") for kind in ("all_gather", "all_reduce")] == [1.5, 1]
+    assert from_json(json.loads(json.dumps(to_json(late)))) == late
 
 
 def test_what_the_thread_that_computes_does_for_collectives_is_not_hidden() -> None:
@@ -84,10 +96,10 @@ def test_what_the_thread_that_computes_does_for_collectives_is_not_hidden() -> N
     local = ws.run_passes(ws.partition(graph, plan), [Bucket(20_000, 20_000)])
     sent = [n for n in local.graph.nodes if is_collective(n) and kind_of(n) == "reduce_scatter"]
     assert len(sent) > 1
-    wire = Wire("reduce_scatter", PLAIN.link_us, 1 / PLAIN.link_bytes_per_us)
+    wire = CollectiveCost("reduce_scatter", 10, 1 / 100)
     plain, own, adds = (
-        simulate(local, replace(PLAIN, wires=(one,))).step_us
-        for one in (wire, replace(wire, own_us=1001.0), replace(wire, sum_byte_us=1.0))
+        simulate(local, hardware_with(collectives=(one,))).step_us
+        for one in (wire, replace(wire, host_us=1001.0), replace(wire, reduce_byte_us=1.0))
     )
     assert own - plain == pytest.approx(1000 * len(sent), rel=0.05)
     assert adds - plain == pytest.approx(sum(whole_bytes(n) for n in sent) / 2, rel=0.05)
@@ -98,10 +110,10 @@ def test_copies_of_buckets_have_their_rate() -> None:
     pieces = next(n for n in nodes if n.target is put_pieces)
     made = work(pieces)
     assert made is not None
-    assert made.carried
-    assert node_us(pieces, replace(PLAIN, carried_bytes_per_us=10)) == 1 + made.moved_bytes / 10
+    assert made.bucketed
+    assert node_us(pieces, hardware_with(bucket_copy_bytes_per_us=10)) == 1 + made.moved_bytes / 10
     assert node_us(pieces, PLAIN) == 1 + made.moved_bytes / 1000
-    assert not any(m.carried for n in nodes if n.target is multiply_into and (m := work(n)) is not None)
+    assert not any(m.bucketed for n in nodes if n.target is multiply_into and (m := work(n)) is not None)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +144,10 @@ def test_a_view_costs_its_call_where_the_host_computes() -> None:
     local = program()
     view = next(n for n in local.graph.nodes if n.target is aten.t.default)
     assert node_us(view, PLAIN) == 0
-    assert node_us(view, replace(PLAIN, view_us=7.0)) == 7
-    slower = simulate(local, replace(PLAIN, view_us=7.0)).step_us
+    assert node_us(view, hardware_with(view_us=7.0)) == 7
+    slower = simulate(local, hardware_with(view_us=7.0)).step_us
     assert slower > simulate(local, PLAIN).step_us
-    assert node_us(view, ws.Topology.preset("dgx-h100")) == 0
+    assert node_us(view, ws.Hardware.preset("dgx-h100")) == 0
 
 
 def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
@@ -145,7 +157,7 @@ def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
     sent, op = next(n for n in calls if is_collective(n)), next(n for n in calls if n.target is aten.add.Tensor)
 
     def after(us: float, taken: float) -> float:
-        clock = Clock(replace(PLAIN, launch_us=us, memory_bytes_per_us=1e12), MESH)
+        clock = Clock(hardware_with(launch_us=us, memory_bytes_per_us=1e12), MESH)
         clock.begun[sent], clock.done[sent], clock.taken[sent] = 0.0, 100.0, taken
         clock.run(op)
         return clock.now
@@ -163,9 +175,9 @@ def test_collectives_are_faster_while_a_rank_waits() -> None:
     calls = [n for n in local.graph.nodes if n.op == "call_function"]
     first, second = [n for n in calls if is_collective(n)][:2]
     op = next(n for n in calls if n.target is aten.add.Tensor)
-    made, wire = work(op), Wire("all_reduce", 50.0, 0.0, beside=2.0)
+    made, wire = work(op), CollectiveCost("all_reduce", 50.0, 0.0, overlap_slowdown=2.0)
     assert made is not None
-    clock = Clock(replace(PLAIN, launch_us=0.0, memory_bytes_per_us=made.moved_bytes / 40, wires=(wire,)), MESH)
+    clock = Clock(hardware_with(launch_us=0.0, memory_bytes_per_us=made.moved_bytes / 40, collectives=(wire,)), MESH)
     clock.run(first)
     clock.run(second)
     assert [clock.done[n] for n in (first, second)] == pytest.approx([100, 200]), "if it computes all the while"
@@ -179,9 +191,9 @@ def test_collectives_are_faster_while_a_rank_waits() -> None:
 
 def test_steps_whose_collectives_take_processors_are_longer() -> None:
     local = program(passes=False)
-    wire = Wire("all_reduce", PLAIN.link_us, 1 / PLAIN.link_bytes_per_us)
+    wire = CollectiveCost("all_reduce", 10, 1 / 100)
     free, busy = (
-        simulate(local, replace(PLAIN, wires=(replace(wire, busy_us=us),))).step_us for us in (0.0, 5.0)
+        simulate(local, hardware_with(collectives=(replace(wire, cpu_us=us),))).step_us for us in (0.0, 5.0)
     )  # fmt: skip
     assert simulate(local, PLAIN).step_us == free
     assert free < busy <= free + 6 * 5.0 + 1e-6, "three weights, three biases"
@@ -189,6 +201,7 @@ def test_steps_whose_collectives_take_processors_are_longer() -> None:
 
 def test_a_rank_alone_measures_no_link() -> None:
     found = measure_hardware(join(ws.Mesh("dp=1"), "cpu"))
-    assert found.wires == ()
-    figures = asdict(found)
-    assert all(figures[name] > 0 for name in figures if name not in ("wires", "link_us", "carried_bytes_per_us"))
+    figures = asdict(found.device)
+    unmeasured = ("name", "bucket_copy_bytes_per_us")
+    assert all(figures[name] > 0 for name in figures if name not in unmeasured)
+    assert all(cost.start_us == 0 for cost in found.levels[0].costs)

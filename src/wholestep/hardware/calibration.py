@@ -1,4 +1,4 @@
-"""From measured times to the `Topology` that fits them, with how far the fit is from what was measured."""
+"""From measured times to the `Hardware` that fits them, with how far the fit is from what was measured."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from .curve_fit import TimeSample, fit_curve
 from .curves import curve_us
 from .device import Ceiling, Device
-from .fit import Sample, fit_curve
-from .topology import Level, Topology
+from .hardware import Hardware, Level
 
 _PAIRWISE = ("all_to_all",)
 
 
 @dataclass(frozen=True)
-class Sent:
+class TimedCollective:
     """One measured collective: by ranks of level `level` at the outermost."""
 
     kind: str
     level: int
-    sample: Sample
+    sample: TimeSample
 
 
 @dataclass(frozen=True)
-class Product:
+class TimedProduct:
     """One measured matrix product."""
 
     dtype: str
@@ -36,7 +36,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """What a job measured.
 
     Args:
@@ -53,14 +53,14 @@ class Measured:
     launch_us: float
     moved: tuple[tuple[int, float], ...]
     host_copy: tuple[int, float]
-    products: tuple[Product, ...]
+    products: tuple[TimedProduct, ...]
     levels: tuple[tuple[str, int], ...]
-    sent: tuple[Sent, ...]
+    sent: tuple[TimedCollective, ...]
     library: str
 
 
 @dataclass(frozen=True)
-class Error:
+class FitError:
     """How far the fit of `what` is from the measurements: median and largest share, over `count` of them."""
 
     what: str
@@ -69,8 +69,8 @@ class Error:
     worst: float
 
 
-def fit(name: str, measured: Measured, alone: tuple[Level, ...]) -> tuple[Topology, list[Error]]:
-    """The topology called `name`, and an error for each curve and dtype; with links `alone` if none were measured."""
+def fit(name: str, measured: Measurements, alone: tuple[Level, ...]) -> tuple[Hardware, list[FitError]]:
+    """The hardware called `name`, and an error for each curve and dtype; with links `alone` if none were measured."""
     device = _device(measured)
     errors = [_product_error(device, measured, top.dtype) for top in device.ceilings]
     levels: list[Level] = []
@@ -82,11 +82,11 @@ def fit(name: str, measured: Measured, alone: tuple[Level, ...]) -> tuple[Topolo
             samples = [one.sample for one in here if one.kind == curve.kind]
             rates, late = [one.bytes_per_us for one in crossed], [one.latency_us for one in crossed]
             wrong = [abs(curve_us(curve, s.size_bytes, s.units, rates, late) / s.us - 1) for s in samples]
-            errors.append(Error(f"{level} {curve.kind}", len(wrong), median(wrong), max(wrong)))
-    return Topology(name, device, tuple(levels) or alone, ("wholestep calibrate",)), errors
+            errors.append(FitError(f"{level} {curve.kind}", len(wrong), median(wrong), max(wrong)))
+    return Hardware(name, device, tuple(levels) or alone, ("wholestep calibrate",)), errors
 
 
-def _device(measured: Measured) -> Device:
+def _device(measured: Measurements) -> Device:
     size, us = measured.moved[-1]
     best: dict[str, float] = {}
     for one in measured.products:
@@ -103,7 +103,7 @@ def _device(measured: Measured) -> Device:
     return replace(made, ceilings=ceilings)
 
 
-def _typical(device: Device, measured: Measured, top: Ceiling) -> float:
+def _typical(device: Device, measured: Measurements, top: Ceiling) -> float:
     """The share of the best rate that makes the mean absolute error of logarithms least: their median."""
     shares = [
         2.0 * p.b * p.m * p.n * p.k / max(p.us - device.launch_us, 1e-3) / top.flops_per_us
@@ -113,13 +113,13 @@ def _typical(device: Device, measured: Measured, top: Ceiling) -> float:
     return median(shares)
 
 
-def _product_error(device: Device, measured: Measured, dtype: str) -> Error:
+def _product_error(device: Device, measured: Measurements, dtype: str) -> FitError:
     found = [p for p in measured.products if p.dtype == dtype]
     wrong = [abs((device.launch_us + device.matmul_us(p.b, p.m, p.n, p.k, dtype)) / p.us - 1) for p in found]
-    return Error(f"products in {dtype}", len(found), median(wrong), max(wrong))
+    return FitError(f"products in {dtype}", len(found), median(wrong), max(wrong))
 
 
-def _level(name: str, ranks: int, sent: Sequence[Sent], inner: Sequence[Level], library: str) -> Level:
+def _level(name: str, ranks: int, sent: Sequence[TimedCollective], inner: Sequence[Level], library: str) -> Level:
     """The link carries what the largest gather says; what starting takes is in the curves."""
     gathers = sorted((one.sample for one in sent if one.kind == "all_gather"), key=lambda s: s.size_bytes)
     largest, least = gathers[-1], min(s.us for s in gathers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from ..errors import PlanError
+from .errors import PlanError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-def bytes_of(given: int | str) -> int:
+def parse_bytes(given: int | str) -> int:
     """`3GiB`, `"500 MB"` or a number as bytes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Topologies as JSON: written field by field, read with a check that names what is wrong."""
+"""Hardware as JSON: written field by field, read with a check that names what is wrong."""
 
 from __future__ import annotations
 
@@ -6,63 +6,62 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from ..errors import PlanError
 from .curves import ALGORITHMS, KINDS
 
 if TYPE_CHECKING:
-    from .topology import Topology
+    from .hardware import Hardware
 
 FORMAT = 1
 _SIMPLE = {int: "a whole number", float: "a number", str: "a text"}
 
 
-def save(topology: Topology, path: str | Path) -> None:
-    """Write `topology` as JSON."""
+def save(hardware: Hardware, path: str | Path) -> None:
+    """Write `hardware` as JSON."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(to_json(topology), indent=1) + "\n")
+    Path(path).write_text(json.dumps(to_json(hardware), indent=1) + "\n")
 
 
-def load(path: str | Path) -> Topology:
-    """Read one.
+def load(path: str | Path) -> Hardware:
+    """Read a file of `save`.
 
     Raises:
-        PlanError: the file is missing or no JSON, or a field is missing, unknown or of the wrong kind.
+        PlanError: the file is missing or not JSON, or a field is missing, unknown or of the wrong type.
     """
     try:
         body = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanError(
-            f"topology {str(path)!r} cannot be read: {error}", "JSON as `Topology.save` writes it"
+            f"hardware {str(path)!r} cannot be read: {error}", "JSON as `Hardware.save` writes it"
         ) from error
     return from_json(body, str(path))
 
 
-def to_json(topology: Topology) -> dict[str, Any]:
-    """Its fields, and the number of the format."""
-    body = asdict(topology)
-    del body["_hash"]
-    return {"format": FORMAT, **body}
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    """The fields of `hardware`, and the version of the format."""
+    return {"format": FORMAT, **asdict(hardware)}
 
 
-def from_json(body: Any, name: str = "topology") -> Topology:
-    """The topology of such fields; `name` is that of the file, for errors."""
-    from .topology import Topology
+def from_json(body: Any, name: str = "hardware") -> Hardware:
+    """Inverse of `to_json`. Errors name the file `name`."""
+    from .hardware import Hardware
 
     if not isinstance(body, Mapping) or cast(Mapping[str, Any], body).get("format") != FORMAT:
         found = cast(Mapping[str, Any], body).get("format") if isinstance(body, Mapping) else body
         raise PlanError(f"{name}: format is {found!r}", f'an object with "format": {FORMAT}')
     given = {key: value for key, value in cast(Mapping[str, Any], body).items() if key != "format"}
-    return cast("Topology", _read(Topology, given, name, ""))
+    return cast("Hardware", _read(Hardware, given, name, ""))
 
 
-def check(topology: Topology) -> None:
-    """Raise PlanError where a figure cannot be, with the path of its field."""
-    found = next(_wrong_figures(topology, ""), None) or next(_wrong_levels(topology), None)
+def check(hardware: Hardware) -> None:
+    """Raise PlanError if a figure is out of range; the message has the path of its field."""
+    found = next(_wrong_figures(hardware, ""), None) or next(_wrong_levels(hardware), None)
     if found:
         where, value, needed = found
-        raise PlanError(f"topology {topology.name!r}: {where} is {value!r}", needed, "correct that field")
+        raise PlanError(f"hardware {hardware.name!r}: {where} is {value!r}", needed, "correct that field")
 
 
 _Figure = tuple[str, object, str]
@@ -71,11 +70,12 @@ _ABOVE_0 = {
     "m", "n", "bytes_per_us", "least_ranks",
 }  # fmt: skip
 _ONE_OF = {"kind": KINDS, "algorithm": tuple(ALGORITHMS)}
+_AT_LEAST_1 = {"contention", "overlap_slowdown"}
 _FILLED = {"ceilings", "levels", "regimes"}
 
 
 def _wrong_figures(value: Any, at: str) -> Iterator[_Figure]:
-    """Fields, of whatever depth, that no machine can have."""
+    """Fields at any depth whose values are out of range."""
     for one in fields(value):
         found, where = getattr(value, one.name), f"{at}.{one.name}" if at else one.name
         if isinstance(found, tuple):
@@ -90,22 +90,27 @@ def _wrong_figures(value: Any, at: str) -> Iterator[_Figure]:
             yield where, found, f"one of {', '.join(_ONE_OF[one.name])}"
         elif one.name in _ABOVE_0 and not found > 0:
             yield where, found, "a number above 0"
-        elif one.name == "contention" and not found >= 1:
+        elif one.name in _AT_LEAST_1 and not found >= 1:
             yield where, found, "at least 1"
-        elif one.init and isinstance(found, float) and not 0 <= found < float("inf"):
+        elif isinstance(found, float) and not 0 <= found < float("inf"):
             yield where, found, "a finite number, 0 or above"
 
 
-def _wrong_levels(topology: Topology) -> Iterator[_Figure]:
-    inner, last = 1, len(topology.levels) - 1
-    for i, level in enumerate(topology.levels):
+def _wrong_levels(hardware: Hardware) -> Iterator[_Figure]:
+    inner, last = 1, len(hardware.levels) - 1
+    for i, level in enumerate(hardware.levels):
         if not (i == last and level.ranks == 0) and (level.ranks <= inner or level.ranks % inner):
             yield f"levels[{i}].ranks", level.ranks, f"a multiple of {inner}, above it (0, for any number, in the last)"
         inner = max(level.ranks, 1)
 
 
 def _read(kind: Any, value: Any, name: str, at: str) -> Any:
-    """`value` as a `kind`: a dataclass of an object, a tuple of a list, or a number or text as it is."""
+    """`value` as a `kind`: an object as a dataclass, a list as a tuple, a number or text unchanged.
+
+    A union of dataclasses is read as the one of which `value` has all required fields, else as the first.
+    """
+    if get_origin(kind) is UnionType:
+        kind = _alternative(get_args(kind), value)
     if is_dataclass(kind):
         return _object(cast(type[Any], kind), value, name, at)
     if get_origin(kind) is tuple:
@@ -123,7 +128,7 @@ def _object(kind: type[Any], value: Any, name: str, at: str) -> Any:
     if not isinstance(value, Mapping):
         raise _wrong(name, at, value, f"an object ({kind.__name__})")
     given = cast(Mapping[str, Any], value)
-    known = {f.name: f for f in fields(kind) if f.init}
+    known = {f.name: f for f in fields(kind)}
     prefix = f"{at}." if at else ""
     for key in given:
         if key not in known:
@@ -135,6 +140,15 @@ def _object(kind: type[Any], value: Any, name: str, at: str) -> Any:
             raise PlanError(f"{name}: field {prefix}{key} is missing", f"{_named(get_type_hints(kind)[key])}", "add it")
     hints = get_type_hints(kind)
     return kind(**{key: _read(hints[key], one, name, f"{prefix}{key}") for key, one in given.items()})
+
+
+def _alternative(kinds: tuple[type[Any], ...], value: object) -> type[Any]:
+    given = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
+    return next((kind for kind in kinds if _required(kind) <= given), kinds[0])
+
+
+def _required(kind: type[Any]) -> set[str]:
+    return {f.name for f in fields(kind) if f.default is MISSING}
 
 
 def _named(kind: Any) -> str:

@@ -11,14 +11,14 @@ from torch.optim import SGD
 
 import wholestep as ws
 from wholestep.cost.compute import node_us, work
-from wholestep.cost.curves import ALGORITHMS, Curve, Regime
 from wholestep.cost.schedule import Clock
-from wholestep.cost.topology import Level, units_of
 from wholestep.graph.verify import is_collective
+from wholestep.hardware.curves import ALGORITHMS, Curve, Regime
+from wholestep.hardware.hardware import Level, units_of
 from wholestep.layout import Layout
 from wholestep.reshard import reshard_us
 
-SEED = ws.Topology.seed()
+SEED = ws.Hardware.seed()
 # every rank its own host: the outer level of the seed alone
 APART = replace(SEED, levels=SEED.levels[1:])
 LINE, SQUARE = ws.Mesh("x=4"), ws.Mesh("x=2,y=2")
@@ -28,8 +28,8 @@ P = Layout(((), ()), partial=(("x", "sum"),))
 INFINITE = float("inf")
 
 
-def cost(source, target, shape=(10, 10), mesh=LINE, topology=APART):
-    return reshard_us(source, target, shape, 4, mesh, topology)
+def cost(source, target, shape=(10, 10), mesh=LINE, hardware=APART):
+    return reshard_us(source, target, shape, 4, mesh, hardware)
 
 
 @pytest.mark.parametrize(
@@ -128,43 +128,37 @@ def test_algorithms_load_every_level_they_cross(algorithm, units):
 
 
 def test_what_goes_between_nodes_is_shared_by_the_ranks_of_a_node():
-    h100 = ws.Topology.preset("dgx-h100")
+    h100 = ws.Hardware.preset("dgx-h100")
     spread, together = (h100.group_us("all_gather", GIB, 16, per) for per in (1, 8))
     assert together < spread / 4
     assert h100.group_us("all_gather", GIB, 8, 8) < together
 
 
-@pytest.mark.parametrize("name", ws.Topology.presets())
+@pytest.mark.parametrize("name", ws.Hardware.presets())
 def test_presets(name):
-    found = ws.Topology.preset(name)
+    found = ws.Hardware.preset(name)
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"):
         for ranks in (2, 4, 8, 64, 1024):
             times = [found.group_us(kind, 4**i, ranks) for i in range(17)]
             assert times == sorted(times), (kind, ranks)
             assert times[0] > 0
     assert found.group_us("all_reduce", GIB, 1) == 0
-    assert ws.Topology.preset(f"{name}").device.memory_bytes > GIB
+    assert ws.Hardware.preset(f"{name}").device.memory_bytes > GIB
 
 
 def test_other_links_between_nodes():
-    fast, slow = (ws.Topology.preset(f"dgx-a100+{link}") for link in ("infiniband-400", "ethernet-10"))
+    fast, slow = (ws.Hardware.preset(f"dgx-a100+{link}") for link in ("infiniband-400", "ethernet-10"))
     assert fast.group_us("all_gather", GIB, 64) < slow.group_us("all_gather", GIB, 64) / 10
     assert fast.group_us("all_gather", GIB, 8) == slow.group_us("all_gather", GIB, 8)
-    with pytest.raises(ws.PlanError, match="there is no topology 'dgx-x'"):
-        ws.Topology.preset("dgx-x")
-
-
-def test_ragged_pieces_are_padded_to_the_largest():
-    mesh, h100 = ws.Mesh("dp=8"), ws.Topology.preset("dgx-h100")
-    padded = h100.collective_us("all_gather", 11 * MIB, mesh, "dp", largest_bytes=2 * MIB)
-    assert padded == h100.collective_us("all_gather", 16 * MIB, mesh, "dp")
+    with pytest.raises(ws.PlanError, match="there is no hardware 'dgx-x'"):
+        ws.Hardware.preset("dgx-x")
 
 
 def test_json(tmp_path):
-    for name in ws.Topology.presets():
-        made = ws.Topology.preset(name)
-        made.save(tmp_path / "machine.json")
-        assert ws.Topology.load(tmp_path / "machine.json") == made
+    for name in ws.Hardware.presets():
+        made = ws.Hardware.preset(name)
+        made.save(tmp_path / "hardware.json")
+        assert ws.Hardware.load(tmp_path / "hardware.json") == made
 
 
 def _without(body):
@@ -204,18 +198,18 @@ def _levels(body):
     ],
 )
 def test_json_that_is_wrong_names_the_field(tmp_path, spoil, said):
-    path = tmp_path / "machine.json"
-    ws.Topology.preset("dgx-h100").save(path)
+    path = tmp_path / "hardware.json"
+    ws.Hardware.preset("dgx-h100").save(path)
     body = json.loads(path.read_text())
     spoil(body)
     path.write_text(json.dumps(body))
     with pytest.raises(ws.PlanError, match=said):
-        ws.Topology.load(path)
+        ws.Hardware.load(path)
 
 
 def test_eight_lines_make_a_machine():
-    device = replace(ws.Topology.preset("dgx-h100").device, name="mine")
-    mine = ws.Topology("mine", device, (Level("bus", 4, 20_000.0, 3.0), Level("net", 0, 1_250.0, 20.0)))
+    device = replace(ws.Hardware.preset("dgx-h100").device, name="mine")
+    mine = ws.Hardware("mine", device, (Level("bus", 4, 20_000.0, 3.0), Level("net", 0, 1_250.0, 20.0)))
     assert mine.group_us("all_reduce", GIB, 4, 4) == pytest.approx(10 + 6 * 3 + 1.5 * GIB / 20_000, rel=1e-9)
     quick = Curve("all_reduce", "ring", (Regime(1.0), Regime(5.0, rate=2.0)))
     faster = replace(mine, levels=(replace(mine.levels[0], curves=(quick,)), mine.levels[1]))
@@ -223,7 +217,7 @@ def test_eight_lines_make_a_machine():
 
 
 def test_products_pay_for_whole_tiles_and_whole_waves():
-    h100 = ws.Topology.preset("dgx-h100")
+    h100 = ws.Hardware.preset("dgx-h100")
     one, more = h100.matmul_us(1, 4224, 4096, 4096), h100.matmul_us(1, 4225, 4096, 4096)  # 1056 tiles, 8 waves of 132
     assert one < more
     assert h100.matmul_us(1, 128, 128, 128) < 2 * h100.matmul_us(1, 1, 1, 1)
@@ -251,10 +245,10 @@ def train(model, optimizer, x):
 
 
 def test_a_step_is_simulated_and_scheduled_on_a_topology():
-    local, h100 = step_of_a_rank(), ws.Topology.preset("dgx-h100")
-    slow = ws.Topology.preset("dgx-h100+ethernet-10")
+    local, h100 = step_of_a_rank(), ws.Hardware.preset("dgx-h100")
+    slow = ws.Hardware.preset("dgx-h100+ethernet-10")
     assert ws.simulate(local, h100).step_us < ws.simulate(local, slow).step_us
-    ordered = ws.run_passes(local, [ws.Schedule(machine=h100, bucket_bytes=MIB)])
+    ordered = ws.run_passes(local, [ws.Schedule(hardware=h100, bucket_bytes=MIB)])
     assert ws.simulate(ordered, h100).step_us <= ws.simulate(local, h100).step_us
     products = [n for n in local.graph.nodes if n.op == "call_function" and "mm" in str(n.target)]
     found = work(products[0])
@@ -269,10 +263,10 @@ def test_compute_beside_a_collective_takes_longer():
     calls = [n for n in local.graph.nodes if n.op == "call_function"]
     compute = next(n for n in calls if "mm" in str(n.target))
     sent = next(n for n in calls if is_collective(n))
-    h100 = ws.Topology.preset("dgx-h100")
-    machine = replace(h100, device=replace(h100.device, contention=1.25))
-    long = node_us(compute, machine)
+    h100 = ws.Hardware.preset("dgx-h100")
+    hardware = replace(h100, device=replace(h100.device, contention=1.25))
+    long = node_us(compute, hardware)
     for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
-        clock = Clock(machine, local.mesh, begun={sent: 0.0}, done={sent: wire}, taken={sent: 0.2 * wire})
+        clock = Clock(hardware, local.mesh, begun={sent: 0.0}, done={sent: wire}, taken={sent: 0.2 * wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)

@@ -15,8 +15,8 @@ _MOST = 30.0  # of a figure's logarithm: what the samples say nothing about may 
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One measured collective: the largest buffer of a rank, the group's units (see `cost.curves`), microseconds.
+class TimeSample:
+    """One measured collective: the largest buffer of a rank, the group's units (see `hardware.curves`), microseconds.
 
     `weight` is how much its error counts.
     """
@@ -28,7 +28,7 @@ class Sample:
 
 
 def fit_curve(
-    kind: str, algorithm: str, samples: Sequence[Sample], rates: Sequence[float], latencies: Sequence[float],
+    kind: str, algorithm: str, samples: Sequence[TimeSample], rates: Sequence[float], latencies: Sequence[float],
     own_bytes_per_us: float = 0.0,
 ) -> Curve:  # fmt: skip
     """The curve of two regimes that fits `samples` best on links of `rates` and `latencies`.
@@ -65,7 +65,7 @@ def fit_curve(
 
 
 def _links(
-    kind: str, algorithm: str, sample: Sample, rates: Sequence[float], latencies: Sequence[float]
+    kind: str, algorithm: str, sample: TimeSample, rates: Sequence[float], latencies: Sequence[float]
 ) -> tuple[float, float]:
     """Microseconds that the slowest level carries, and that hops take."""
     loads = ALGORITHMS[algorithm](kind, sample.units)

@@ -49,7 +49,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Load:
+class LinkLoad:
     """What one level of links does for a collective: the share of the buffer that a link carries, hops in a row."""
 
     share: float
@@ -73,56 +73,56 @@ def curve_us(
     return own + min(r.base_us + r.latency * hops + carried / r.rate for r in curve.regimes)
 
 
-def _ring(kind: str, units: Units) -> list[Load]:
+def _ring(kind: str, units: Units) -> list[LinkLoad]:
     """Every link of the ring carries (n-1)/n of the buffer, twice for an all-reduce. Where a node holds several ranks,
     so many rings share the traffic between nodes, each over the link of one of them.
     """
     ranks = units[0]
     rounds = 2 if kind == "all_reduce" else 1
     share = 1.0 if kind in ("broadcast", "send") else rounds * (ranks - 1) / ranks
-    return [Load(share * under / ranks, rounds * (under - over)) for under, over in _levels(units)]
+    return [LinkLoad(share * under / ranks, rounds * (under - over)) for under, over in _levels(units)]
 
 
-def _flat(kind: str, units: Units) -> list[Load]:
+def _flat(kind: str, units: Units) -> list[LinkLoad]:
     """A ring that knows no levels but the outermost that it crosses."""
     ranks = units[0]
     rounds = 2 if kind == "all_reduce" else 1
-    inner = [Load(0.0, 0) for _ in units[2:]]
-    return [*inner, Load(rounds * (ranks - 1) / ranks, rounds * (ranks - 1))]
+    inner = [LinkLoad(0.0, 0) for _ in units[2:]]
+    return [*inner, LinkLoad(rounds * (ranks - 1) / ranks, rounds * (ranks - 1))]
 
 
-def _tree(kind: str, units: Units) -> list[Load]:
+def _tree(kind: str, units: Units) -> list[LinkLoad]:
     """Chains inside a unit; between units two binary trees, each for half of the buffer."""
-    loads: list[Load] = []
+    loads: list[LinkLoad] = []
     for level, (under, over) in enumerate(_levels(units)):
         joined = under / over
         hops = joined - 1 if level == 0 else ceil(log2(joined)) if joined > 1 else 0
-        loads.append(Load(2 * (joined - 1) / joined * under / units[0], 2 * hops))
+        loads.append(LinkLoad(2 * (joined - 1) / joined * under / units[0], 2 * hops))
     return loads
 
 
-def _nvls(kind: str, units: Units) -> list[Load]:
+def _nvls(kind: str, units: Units) -> list[LinkLoad]:
     """The switch adds and copies: a rank sends its whole buffer once, and once the piece that it looks after. Between
     units as a tree.
     """
     inside = units[0] / units[1]
-    return [Load((inside + 1) / inside, 2), *_tree(kind, units)[1:]]
+    return [LinkLoad((inside + 1) / inside, 2), *_tree(kind, units)[1:]]
 
 
-def _pairwise(kind: str, units: Units) -> list[Load]:
+def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
     """Every rank sends each other one its piece, directly."""
     ranks = units[0]
     return [
-        Load((ranks / over - ranks / under) / ranks, ranks / over - ranks / under) for under, over in _levels(units)
+        LinkLoad((ranks / over - ranks / under) / ranks, ranks / over - ranks / under) for under, over in _levels(units)
     ]
 
 
-def _gloo(kind: str, units: Units) -> list[Load]:
+def _gloo(kind: str, units: Units) -> list[LinkLoad]:
     """Gloo's rings; a step scatters by an exchange, and adds up what arrived itself (`backend/rank_binding.py`)."""
     return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
 
 
-ALGORITHMS: dict[str, Callable[[str, Units], list[Load]]] = {
+ALGORITHMS: dict[str, Callable[[str, Units], list[LinkLoad]]] = {
     "ring": _ring,
     "flat": _flat,
     "tree": _tree,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-_ITEM = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+from .work import Work, item_bytes
+
 _SPLITS = (1, 2, 4, 8)
 
 
@@ -109,8 +110,31 @@ class Device:
         return max(flops / (top.flops_per_us * rate), self.bytes_us(moved))
 
     def bytes_us(self, size_bytes: float) -> float:
-        """Reading and writing so many bytes of device memory, in all."""
+        """Reading and writing `size_bytes` of device memory in total."""
         return size_bytes / (self.memory_bytes_per_us * self.memory_rate)
+
+    @property
+    def view_us(self) -> float:
+        """0: the host makes views while the device computes."""
+        return 0.0
+
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """The data sheet's rate of products in `dtype`."""
+        return self.ceiling(dtype).flops_per_us
+
+    def work_us(self, work: Work) -> float:
+        """One op, its launch included."""
+        moved = self.launch_us + self.bytes_us(work.moved_bytes)
+        if work.matmul:
+            return max(self.launch_us + self.matmul_us(*work.matmul, work.dtype), moved)
+        if work.attention:
+            us = self.attention_us(*work.attention, work.dtype, causal=work.causal, backward=work.backward)
+            return max(self.launch_us + us, moved)
+        if work.flops:
+            top = self.ceiling(work.dtype)
+            reached = max((tile.rate for tile in top.tiles), default=top.rate)
+            return max(self.launch_us + work.flops / (top.flops_per_us * reached), moved)
+        return moved
 
 
 _WIDER = {
@@ -120,8 +144,3 @@ _WIDER = {
     "tf32": ("float32",),
     "float32": ("tf32",),
 }
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element of a float dtype by name, without `torch.`; 4 where it is not one of ours."""
-    return _ITEM.get("float8" if dtype.startswith("float8") else dtype, 4)

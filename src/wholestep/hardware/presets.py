@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..errors import PlanError
 from .curves import Curve, Regime
 from .device import Ceiling, Device, Tile
-from .topology import Level, Topology
+from .hardware import Hardware, Level
 
 _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
 
@@ -165,16 +165,16 @@ LOOPBACK = Level("loopback", 0, 0.75 * _GB, 100.0, (
 ))  # fmt: skip
 
 
-def _made() -> dict[str, Topology]:
+def _made() -> dict[str, Hardware]:
     ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
     rows = [
-        Topology("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL)),
-        Topology("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Topology("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL)),
-        Topology("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Topology("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Topology("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
-        Topology("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
+        Hardware("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL)),
+        Hardware("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Hardware("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL)),
+        Hardware("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Hardware("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
+        Hardware("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
+        Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
     return {row.name: row for row in rows}
 
@@ -184,31 +184,31 @@ def names() -> tuple[str, ...]:
     return tuple(_made())
 
 
-def preset(name: str) -> Topology:
+def preset(name: str) -> Hardware:
     """One of `names()`, or with another link between its nodes."""
     made = _made()
     base, _, link = name.partition("+")
     if base not in made or (link and (link not in LINKS or len(made[base].levels) < 2)):
         raise PlanError(
-            f"there is no topology {name!r}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
-            "correct the name, or give a file to Topology.load",
+            f"there is no hardware {name!r}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
+            "correct the name, or give a file to Hardware.load",
         )  # fmt: skip
     found = made[base]
     return replace(found, name=name, levels=(*found.levels[:-1], LINKS[link])) if link else found
 
 
-def seed() -> Topology:
+def seed() -> Hardware:
     """DTensor's figures: 87.7 GiB/s and 0.6 us inside a host; 0.22 of that and 2.7 us along an axis that leaves it."""
     base = 6.6
     curves = tuple(Curve(kind, "flat", (Regime(base),)) for kind in (*_RINGS, "all_to_all", "broadcast"))
     rate = 87.7 * 2**30 / 1e6
     levels = Level("host", 8, rate, 0.6, curves), Level("hosts", 0, rate * 0.22, 2.7, curves)
-    return Topology("seed", A100, levels, ("torch.distributed.tensor._collective_utils",))
+    return Hardware("seed", A100, levels, ("torch.distributed.tensor._collective_utils",))
 
 
 @functools.cache
-def one_host() -> Topology:
+def one_host() -> Hardware:
     """The formula of `seed` on one host that holds any number of ranks: what layouts are priced by by default."""
     found = seed()
     inside = found.levels[0]
-    return Topology("one host", found.device, (replace(inside, ranks=0),), found.sources)
+    return Hardware("one host", found.device, (replace(inside, ranks=0),), found.sources)

@@ -1,0 +1,352 @@
+"""The cost model's one description of hardware: the device of every rank, and the levels of links between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+
+from ..mesh import Mesh
+from .curves import KINDS, Curve, Regime, curve_us
+from .device import Device
+from .measured import CollectiveCost, MeasuredDevice, sent_bytes
+from .work import Work, attention_work, product_work
+
+_LOCAL = ("slice", "mask", "vary")
+_LEAST_BUCKET, _LARGEST_BUCKET = 256 << 10, 64 << 20
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links that join units into a larger unit: GPUs into a node, nodes into a cluster.
+
+    The cost of a collective is that of the outermost level that its group crosses. A level has fitted `curves`, or the
+    measured `costs` of a job. A kind with neither runs as a ring (an all-to-all in pairs) that takes 10 us to start.
+
+    Args:
+        name: to display.
+        ranks: in one unit of this level; 0 in the outermost level means any number.
+        bytes_per_us: that one rank sends over its link at best.
+        latency_us: of one hop of a small message.
+        curves: collective times by algorithm.
+        costs: measured collective times, at most one per kind.
+    """
+
+    name: str
+    ranks: int
+    bytes_per_us: float
+    latency_us: float
+    curves: tuple[Curve, ...] = ()
+    costs: tuple[CollectiveCost, ...] = ()
+
+    def curves_for(self, kind: str, ranks: int) -> tuple[Curve, ...]:
+        """The curves that a group of `ranks` can choose from."""
+        found = tuple(c for c in self.curves if c.kind == kind and ranks >= c.least_ranks)
+        return found or (Curve(kind, "pairwise" if kind == "all_to_all" else "ring", (Regime(10.0),)),)
+
+    def cost(self, kind: str) -> CollectiveCost | None:
+        """The measured cost of `kind`."""
+        for one in self.costs:
+            if one.kind == kind:
+                return one
+        return None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All that planning, scheduling and simulation know of the hardware. Ranks are numbered row-major over the mesh,
+    node by node.
+
+    Args:
+        name: to display.
+        device: of every rank: a data sheet (`Device`) or measured rates (`MeasuredDevice`).
+        levels: of links, inner to outer; `levels[0].ranks` is the number of ranks of a node.
+        sources: of the figures.
+
+    Example:
+        >>> wholestep.Hardware.preset("dgx-h100").collective_us("all_gather", 1 << 30, Mesh("dp=16,tp=8"), "dp")
+
+    Raises:
+        PlanError: a level is not larger than the one inside it, or a figure is out of range.
+    """
+
+    name: str
+    device: Device | MeasuredDevice
+    levels: tuple[Level, ...]
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        from .hardware_file import check
+
+        check(self)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.device, self.levels))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # text hashes differ by process
+
+    @staticmethod
+    def measured(
+        *,
+        flops_per_us: float = 50_000.0,
+        memory_bytes_per_us: float = 8_000.0,
+        launch_us: float = 4.0,
+        link_us: float = 250.0,
+        link_bytes_per_us: float = 1_000.0,
+        math_bytes_per_us: float = 0.0,
+        attention_flops_per_us: float = 0.0,
+        view_us: float = 0.0,
+        bucket_copy_bytes_per_us: float = 0.0,
+        collectives: Iterable[CollectiveCost] = (),
+        name: str = "measured",
+    ) -> Hardware:
+        """Hardware from the rates of one rank, with one link that all ranks share. The default rates are those of a
+        slow CPU on a slow link.
+
+        Args:
+            flops_per_us: see `MeasuredDevice`.
+            memory_bytes_per_us: see `MeasuredDevice`.
+            launch_us: see `MeasuredDevice`.
+            link_us: time to start a collective of a kind that `collectives` lacks.
+            link_bytes_per_us: that a rank sends in a collective of such a kind.
+            math_bytes_per_us: see `MeasuredDevice`.
+            attention_flops_per_us: see `MeasuredDevice`.
+            view_us: see `MeasuredDevice`.
+            bucket_copy_bytes_per_us: see `MeasuredDevice`.
+            collectives: measured costs, at most one per kind.
+            name: to display.
+
+        Example:
+            >>> gigabit = ws.Hardware.measured(link_bytes_per_us=119)  # 1 Gbit/s
+        """
+        device = MeasuredDevice(
+            name, flops_per_us, memory_bytes_per_us, launch_us, math_bytes_per_us, attention_flops_per_us, view_us,
+            bucket_copy_bytes_per_us,
+        )  # fmt: skip
+        given = {cost.kind: cost for cost in collectives}
+        costs = tuple(given.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)
+        return Hardware(name, device, (Level("link", 0, link_bytes_per_us, link_us, costs=costs),))
+
+    @staticmethod
+    def default() -> Hardware:
+        """The hardware that predictions use if none is given: a slow CPU on a slow link."""
+        return Hardware.measured(name="default (a slow CPU on a slow link)")
+
+    @staticmethod
+    def preset(name: str) -> Hardware:
+        """One of `Hardware.presets()`, or `NAME+LINK` with another link between nodes: "dgx-a100+ethernet-100".
+
+        Raises:
+            PlanError: there is no such preset.
+        """
+        from .presets import preset
+
+        return preset(name)
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names of presets."""
+        from .presets import names
+
+        return names()
+
+    @staticmethod
+    def seed() -> Hardware:
+        """The formulas of DTensor's planner: 6.6 us + hops * latency + bytes * (n-1)/n / bandwidth, on a DGX A100."""
+        from .presets import seed
+
+        return seed()
+
+    @staticmethod
+    def load(path: str | Path) -> Hardware:
+        """Read a file that `save` wrote, or one written by hand.
+
+        Raises:
+            PlanError: a field is missing, unknown or of the wrong type; the message names it.
+        """
+        from .hardware_file import load
+
+        return load(path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the hardware as JSON; missing folders are created."""
+        from .hardware_file import save
+
+        save(self, path)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that the innermost level joins; 0 for any number."""
+        return self.levels[0].ranks
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of one device; None for measured hardware."""
+        return self.device.memory_bytes if isinstance(self.device, Device) else None
+
+    @property
+    def launch_us(self) -> float:
+        """Time of one op or kernel, however small."""
+        return self.device.launch_us
+
+    @property
+    def view_us(self) -> float:
+        """Time of a view; 0 where a host calls ops ahead of the device."""
+        return self.device.view_us
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The bucket size at which starting a collective takes at most a twentieth of sending it: the smallest such
+        power of two from 256 KiB to 64 MiB. Described links: an all-gather over two units of the outermost level.
+        """
+        return _bucket_bytes(self)
+
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """Peak rate of products in `dtype`, of which MFU is a share."""
+        return self.device.peak_flops_per_us(dtype)
+
+    def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
+        """True if collectives along two axes use the same links, so that each slows the other: the outermost level
+        that both axes cross is the same.
+        """
+        return _route(self, mesh, one)[0] == _route(self, mesh, other)[0]
+
+    def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """Microseconds of one collective along `axis`, while all groups of that axis run theirs.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send. What a rank does alone (slice,
+                mask, vary) takes none.
+            whole_bytes: of the largest buffer that a rank holds for it: the result of a gather, else the input.
+            mesh: numbered over the ranks row-major.
+            axis: of the mesh.
+        """
+        return 0.0 if kind in _LOCAL else self._units_us(kind, whole_bytes, *_route(self, mesh, axis))
+
+    def overlap_slowdown(self, kind: str, mesh: Mesh, axis: str) -> float:
+        """How many times longer a collective takes while the rank computes."""
+        cost = self._cost(kind, mesh, axis)
+        return cost.overlap_slowdown if cost else 1.0
+
+    def compute_steal_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """Compute time that a rank loses to a collective that it overlaps: as measured, or by `Device.contention`."""
+        if cost := self._cost(kind, mesh, axis):
+            return cost.cpu_us + cost.cpu_byte_us * sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+        contention = self.device.contention if isinstance(self.device, Device) else 1.0
+        return self.collective_us(kind, whole_bytes, mesh, axis) * (1 - 1 / contention)
+
+    def host_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> tuple[float, float]:
+        """Time in which a rank computes nothing: to start a collective, and once it is complete to sum its data."""
+        cost = self._cost(kind, mesh, axis)
+        if cost is None:
+            return self.launch_us, 0.0
+        sent = sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
+        return max(cost.host_us + cost.host_byte_us * sent, self.launch_us), cost.reduce_byte_us * sent
+
+    def group_us(self, kind: str, whole_bytes: float, ranks: int, per_node: int | None = None) -> float:
+        """`collective_us` of a group of `ranks` with `per_node` of them on each node; as many as fit if None."""
+        node = self.ranks_per_node or ranks
+        per_node = min(per_node or node, ranks)
+        nodes = ceil(ranks / per_node)
+        units = [ranks] if len(self.levels) == 1 else [ranks, nodes]
+        for level in self.levels[1:-1]:
+            units.append(ceil(nodes * node / level.ranks))
+        return self.units_us(kind, whole_bytes, (*units, 1))
+
+    def units_us(self, kind: str, whole_bytes: float, units: tuple[int, ...]) -> float:
+        """`collective_us` of a group by its units (see `hardware.curves`)."""
+        return self._units_us(kind, whole_bytes, _outermost(units), units)
+
+    def _units_us(self, kind: str, whole_bytes: float, outermost: int, units: tuple[int, ...]) -> float:
+        if units[0] <= 1:
+            return 0.0
+        crossed = self.levels[: outermost + 1]
+        if cost := crossed[-1].cost(kind):
+            return cost.us(sent_bytes(kind, whole_bytes, units[0]))
+        rates, latencies = [level.bytes_per_us for level in crossed], [level.latency_us for level in crossed]
+        curves = crossed[-1].curves_for(kind, units[0])
+        return min(curve_us(c, whole_bytes, units[: outermost + 2], rates, latencies) for c in curves)
+
+    def _cost(self, kind: str, mesh: Mesh, axis: str) -> CollectiveCost | None:
+        """The measured cost of a collective along `axis`."""
+        return self.levels[_route(self, mesh, axis)[0]].cost(kind)
+
+    def work_us(self, work: Work) -> float:
+        """One op, its launch included."""
+        return self.device.work_us(work)
+
+    def matmul_us(self, b: int, m: int, n: int, k: int, dtype: str = "bfloat16") -> float:
+        """`b` products of (m, k) by (k, n) as one kernel, its launch included."""
+        return self.device.work_us(product_work(b, m, n, k, dtype))
+
+    def attention_us(
+        self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str = "bfloat16",
+        *, causal: bool = True, backward: bool = False,
+    ) -> float:  # fmt: skip
+        """Fused attention, forward or backward, its launch included. `width` is the width of one head."""
+        work = attention_work(batch, heads, queries, keys, width, dtype, causal=causal, backward=backward)
+        return self.device.work_us(work)
+
+    def bytes_us(self, size_bytes: float) -> float:
+        """An op that reads and writes `size_bytes` in total, its launch included."""
+        return self.device.work_us(Work(size_bytes))
+
+    def __str__(self) -> str:
+        rows = [f"{level.name} x{level.ranks or 'any'} {level.bytes_per_us / 1e3:.3g} GB/s" for level in self.levels]
+        return f"{self.name}: {self.device.name}, {', '.join(rows)}"
+
+
+def _outermost(units: tuple[int, ...]) -> int:
+    """The level that joins the units of a group; -1 for one rank."""
+    return max((i for i, (under, over) in enumerate(pairwise(units)) if under > over), default=-1)
+
+
+@lru_cache(maxsize=4096)
+def _route(hardware: Hardware, mesh: Mesh, axis: str) -> tuple[int, tuple[int, ...]]:
+    """The outermost level that groups of `axis` cross, and the units of such a group."""
+    units = units_of(mesh, axis, tuple(level.ranks for level in hardware.levels))
+    return _outermost(units), units
+
+
+def units_of(mesh: Mesh, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The units (see `hardware.curves`) of the first or the last group of `axis`, whichever crosses more.
+
+    `sizes` are the ranks of a unit of each level; 0 means any number.
+    """
+    size = mesh.axis_size(axis)
+    stride = 1
+    for one in reversed(mesh.axes):
+        if one.name == axis:
+            break
+        stride *= one.size
+    found: list[tuple[int, ...]] = []
+    for first in (0, mesh.size - 1 - stride * (size - 1)):
+        ranks = range(first, first + stride * size, stride)
+        found.append((size, *(len({rank // unit for rank in ranks}) if unit else 1 for unit in sizes[:-1]), 1))
+    return max(found, key=lambda units: units[1:])
+
+
+@lru_cache(maxsize=64)
+def _bucket_bytes(hardware: Hardware) -> int:
+    """For measured links, sending is what the link carries at its full rate."""
+    outer = hardware.levels[-1]
+    units = (2, *(2 for _ in hardware.levels[:-1]), 1)
+    start = outer.latency_us if outer.costs else hardware.units_us("all_gather", 0, units)
+
+    def is_small(size: int) -> bool:
+        if outer.costs:
+            return size < 20 * start * outer.bytes_per_us
+        return hardware.units_us("all_gather", size, units) < 21 * start
+
+    size = _LEAST_BUCKET
+    while size < _LARGEST_BUCKET and is_small(size):
+        size *= 2
+    return size
