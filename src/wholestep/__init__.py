@@ -2,6 +2,8 @@
 
 from . import collectives
 from .auto.auto import Auto
+from .backend.pipeline import pipeline
+from .backend.protocol import Backend
 from .capture import CaptureOptions
 from .capture.callback import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
@@ -32,7 +34,6 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
 from .passes.base import run_passes
-from .passes.pipeline import pipeline
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "Axis",
+    "Backend",
     "BackendError",
     "BudgetError",
     "CacheError",

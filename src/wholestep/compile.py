@@ -11,6 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .auto.auto import Auto
+from .backend.build import backend_of
+from .backend.pipeline import Edit
+from .backend.protocol import Backend
 from .cache.step_cache import folder_of
 from .capture.capture import capture_step
 from .capture.capture_options import CaptureOptions
@@ -18,7 +21,6 @@ from .errors import MeshError, PlanError
 from .graph.graph import TrainGraph
 from .hardware.hardware import Hardware
 from .mesh import Mesh
-from .passes.pipeline import Edit
 from .passes.schedule import Schedule
 from .plan.plan import Plan
 from .plan.strategy import Strategies, Strategy, compose
@@ -33,7 +35,7 @@ from .units import parse_bytes
 class _Options(TypedDict, total=False):
     parallel: Strategy | Sequence[Strategy] | Auto | Plan | None
     mesh: Mesh | str | None
-    backend: str
+    backend: Backend | str
     model: nn.Module | Sequence[nn.Module] | None
     optimizer: Optimizer | Sequence[Optimizer] | None
     module_overrides: Mapping[str, nn.Module] | None
@@ -61,7 +63,7 @@ def compile(
     *,
     parallel: Strategy | Sequence[Strategy] | Auto | Plan | None = None,
     mesh: Mesh | str | None = None,
-    backend: str = "eager",
+    backend: Backend | str = "eager",
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     module_overrides: Mapping[str, nn.Module] | None = None,
@@ -90,7 +92,8 @@ def compile(
             are those it was made for.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
         backend: what runs the program of a rank: `"eager"` calls op after op; `"inductor"` compiles the arithmetic
-            between collectives; `"cudagraphs"` records a step on a GPU and replays it.
+            between collectives; `"cudagraphs"` records a step on a GPU and replays it; or an object of your own
+            (`Backend`).
         model: modules that the step uses without being given them; those it closes over are found by themselves.
         optimizer: optimizers, likewise.
         module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
@@ -129,8 +132,9 @@ def compile(
         PlanError, BackendError, MeshError, CacheError: an option is malformed; what depends on the model comes
             at the first call.
     """
+    runs = backend_of(backend)
     capturing = CaptureOptions(
-        mixed_precision=mixed_precision, offload=offload, fused=backend != "inductor", keep_grads=keep_grads,
+        mixed_precision=mixed_precision, offload=offload, fused=runs.fused_optimizers, keep_grads=keep_grads,
         module_overrides=module_overrides or {}, model=model, optimizer=optimizer, device=device,
     )  # fmt: skip
     chosen = _chosen(parallel, memory_bytes, Mesh(mesh) if isinstance(mesh, str) else mesh)
@@ -138,7 +142,7 @@ def compile(
     keeps = strategies.options.reshard_after_forward is False
     gathers_again = keeps if chosen.plan is not None else not keeps
     options = StepOptions(
-        strategies if most is None else with_kept_gathers(strategies, schedule, offload), chosen.mesh, backend,
+        strategies if most is None else with_kept_gathers(strategies, schedule, offload), chosen.mesh, runs,
         capturing, passes, measure, progress, agree_timeout, schedule, most, gathers_again, auto=chosen.auto,
         cache=folder_of(cache), plan=chosen.plan, check_every=check_every,
         hardware=hardware,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.backends import Interpreted
 from tests.dist.launch import run_ranks
 from wholestep.runtime import fingerprints
 
@@ -70,6 +71,7 @@ def differing(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "other batch": attempt(rank, job(rank, scaled(2.0 if rank == 1 else 1.0)), torch.randn(3 + rank, 3)),
         "constant": attempt(rank, job(rank, weighted(rank))),
         "backend": attempt(rank, job(rank), backend="eager", check_every=10 + rank),
+        "name of the backend": attempt(rank, job(rank), backend=Interpreted() if rank else "eager"),
         "keep_grads": attempt(rank, job(rank), keep_grads=rank == 1),
     }
     fingerprints.versions = other_version
@@ -85,6 +87,7 @@ EXPECTED = {
     "torch.optim.adamw.AdamW on rank 0",
     "constant": "ranks differ in constants: const.0: f32[2] [1.0, 3.0] on rank 1, f32[2] [1.0, 2.0] on rank 0",
     "backend": "ranks differ in options of the step: check_every: 11 on rank 1, 10 on rank 0",
+    "name of the backend": "ranks differ in options of the step: backend: interpreted on rank 1, eager on rank 0",
     "keep_grads": "ranks differ in options of the step: keep_grads: True on rank 1, False on rank 0",
     "version": "ranks differ in versions: torch: 2.1.0 on rank 1, 2.0.0 on rank 0",
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.backend.cudagraphs import WARM_CALLS, CudaRecorder
+from wholestep.backend.cudagraphs import WARM_CALLS, CudaGraphs, CudaRecorder
 from wholestep.runtime.compile_options import StepOptions
 from wholestep.runtime.step import CompiledStep
 
@@ -65,7 +65,7 @@ def test_ten_steps_equal_those_of_eager(recipe: str) -> None:
     optimizers = [OPTIMIZERS[recipe](m.parameters()) for m in models]
     counting = Counting()
     on = ws.CaptureOptions(device="cuda:0")
-    options = [StepOptions(capture=on), StepOptions(capture=on, backend="cudagraphs", recorder=counting)]
+    options = [StepOptions(capture=on), StepOptions(capture=on, backend=CudaGraphs(counting))]
     steps = [CompiledStep(train_step, o) for o in options]
     found: list[list[dict[str, Tensor]]] = [[], []]
     saved: list[Any] = []

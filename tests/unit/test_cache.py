@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import wholestep as ws
+from tests.backends import Interpreted
 from wholestep.cache import folder as files
 from wholestep.cache import key as cache_key
 from wholestep.cache.choices import Choices
@@ -162,6 +163,7 @@ CHANGES: dict[str, tuple[Callable[[Start], Any], str]] = {
     "style": (_with(parallel=ws.DataParallel("zero1")), "option parallel"),
     "budget": (_with(memory_bytes=BUDGET + 1), "option memory_bytes"),
     "schedule": (_with(schedule=None), "option schedule"),
+    "backend": (_with(backend=Interpreted()), "option backend"),
     "size of a bucket": (_with(schedule=ws.Schedule(bucket_bytes=1 << 20)), "option schedule"),
     "gradients kept": (_with(keep_grads=True), "captured graph"),
     "name of the axis": (_with(mesh="data=1"), "mesh"),

@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
-from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, cudagraphs, obstacle
+from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, CudaGraphs, cudagraphs, obstacle
 from wholestep.backend.rank_binding import bind
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
@@ -84,7 +84,7 @@ class Twins:
         self.optimizers = [self.make(m.parameters()) for m in self.models]
         self.plain = CompiledStep(train, StepOptions(capture=ws.CaptureOptions(keep_grads=self.keep_grads)))
         capture = ws.CaptureOptions(keep_grads=self.keep_grads)
-        options = StepOptions(backend="cudagraphs", recorder=self.again, capture=capture)
+        options = StepOptions(backend=CudaGraphs(self.again), capture=capture)
         self.step = CompiledStep(train, options)
         self.results: list[tuple[Any, Any]] = []
 
@@ -182,7 +182,7 @@ def test_scheduled_numbers_reach_a_recording(recipe: str) -> None:
     case, again = CASES["mlp-mean"], Again()
     models = [case.build(torch.float32) for _ in range(2)]
     optimizers = [OPTIMIZERS[recipe].make(m.parameters()) for m in models]
-    step = CompiledStep(case.step, StepOptions(backend="cudagraphs", recorder=again))
+    step = CompiledStep(case.step, StepOptions(backend=CudaGraphs(again)))
     for i in range(8):
         batch = case.batches(i, torch.float32)
         found, expected = step(models[0], optimizers[0], batch), case.step(models[1], optimizers[1], batch)

@@ -253,7 +253,7 @@ def test_a_model_on_another_device():
             ws.BackendError,
             [
                 "backend 'tvm' is unknown",
-                "  needed: one of 'eager', 'inductor', 'cudagraphs'",
+                "  needed: one of 'eager', 'inductor', 'cudagraphs', or a Backend",
                 "  next: correct the name",
             ],
         ),

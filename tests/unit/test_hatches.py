@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.backend.pipeline import edited
 from wholestep.graph.graph import copy_graph
 from wholestep.passes.overlap import SameOrder
-from wholestep.passes.pipeline import edited
 
 
 def train_step(model, optimizer, x):

@@ -8,13 +8,13 @@ from typing import get_args
 
 from torch.distributed.tensor import Replicate, Shard
 
+from ..backend.pipeline import pipeline
 from ..errors import MeshError, PlanError
 from ..graph.gc_control import collector_ahead
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..passes.pipeline import pipeline
 from ..plan.data_parallel import DataParallel, Style
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.find import Solved

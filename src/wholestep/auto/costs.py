@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..backend.pipeline import pipeline
 from ..cost.compute import flops, node_us
 from ..cost.memory import peak_memory
 from ..cost.schedule import kind_of, simulate, whole_bytes
@@ -14,7 +15,6 @@ from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
 from .fit import Finish
 

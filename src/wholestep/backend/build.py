@@ -1,46 +1,103 @@
-"""Which backend runs a bound graph."""
+"""The backends by name, and the check of those that users write."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from torch.fx import Graph
 
+from ..errors import BackendError
 from ..graph.graph import Input
-from .buffers import Buffers, with_buffers
-from .cudagraphs import CudaRecorder, Recorder, cudagraphs
-from .eager import NodeClock, Run, eager
-from .inductor import inductor
+from .cudagraphs import CudaGraphs
+from .eager import Eager
+from .inductor import Inductor
+from .protocol import Backend, NodeClock, Run
 
-BACKENDS = ("eager", "inductor", "cudagraphs")
+BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Inductor, "cudagraphs": CudaGraphs}
+"""Makes the backend of a name. An object may hold memory of the steps that it compiled, so each step gets its own."""
+
+CAPABILITIES = ("fused_optimizers", "in_place_buffers", "splits_steps", "times_nodes")
 
 
-@dataclass
-class Backend:
-    """The backend of one compiled step, called `name`; what keeps it from doing its work is said once."""
+def backend_of(given: Backend | str) -> Backend:
+    """The backend of a name; a `Backend` as it is.
 
+    Raises:
+        BackendError: the name is unknown, or the object lacks a part of the protocol.
+    """
+    known = ", ".join(map(repr, BACKENDS))
+    if isinstance(given, str):
+        if given not in BACKENDS:
+            raise BackendError(f"backend {given!r} is unknown", f"one of {known}, or a Backend", "correct the name")
+        return BACKENDS[given]()
+    found = f"backend={given!r}"
+    if isinstance(given, type):
+        raise BackendError(f"{found} is a class", "an object", f"give backend={given.__name__}()")
+    lacks = [flag for flag in CAPABILITIES if not isinstance(getattr(given, flag, None), bool)]
+    if not isinstance(getattr(given, "name", None), str):
+        lacks = ["name", *lacks]
+    if not callable(getattr(given, "compile", None)):
+        lacks.append("compile")
+    if lacks:
+        raise BackendError(
+            f"{found} lacks {', '.join(lacks)}",
+            f"a Backend: name (text), {', '.join(CAPABILITIES)} (bool), compile(graph, inputs, example_inputs, clock)",
+            "add them; wholestep.Backend describes each",
+        )
+    if given.name in BACKENDS and type(given) is not BACKENDS[given.name]:
+        raise BackendError(f"{found} has the name {given.name!r}", f"another name than {known}", "rename it")
+    return given
+
+
+def compiled(
+    backend: Backend,
+    graph: Graph,
+    inputs: Sequence[Input],
+    example_inputs: Sequence[Any],
+    clock: NodeClock | None = None,
+) -> Run:
+    """`graph`, bound to a rank, as a function from inputs like `example_inputs` to outputs.
+
+    Raises:
+        BackendError: the backend cannot compile it, or returns no function.
+    """
+    if clock is not None and not backend.times_nodes:
+        raise BackendError(
+            f"backend {backend.name!r} does not time nodes",
+            "one with times_nodes for measure=True and profile",
+            'leave out measure=True, or use backend="eager"',
+        )
+    outputs = len(cast(Sequence[Any], next(node for node in graph.nodes if node.op == "output").args[0]))
+    with torch.no_grad():
+        run = cast(object, backend.compile(graph, inputs, example_inputs, clock))
+    if not callable(run):
+        raise BackendError(
+            f"backend {backend.name!r} returned {run!r}",
+            "a function from the list of inputs to the list of outputs",
+            "return one from compile",
+        )
+    return cast(Run, run) if type(backend) in BACKENDS.values() else _Checked(cast(Run, run), backend.name, outputs)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A function of a user's backend, with its results counted."""
+
+    run: Run
     name: str
-    clock: NodeClock | None = None
-    recorder: Recorder = field(default_factory=CudaRecorder)
-    told: set[str] = field(default_factory=set[str])
-    buffers: Buffers = field(default_factory=Buffers)
+    outputs: int
 
-    def run_of(self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any]) -> Run:
-        """`graph` as a function from inputs like `example_inputs`, which `inputs` describe, to outputs.
-
-        Raises:
-            BackendError: the backend cannot compile it.
-        """
-        if self.name == "inductor":
-            return inductor(graph, example_inputs, self.clock)
-        if self.name == "cudagraphs":
-            return cudagraphs(graph, inputs, example_inputs, self.recorder, self._tell, self.clock)
-        return eager(with_buffers(graph, self.buffers), self.clock)
-
-    def _tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.add(text)
-            warnings.warn(text, stacklevel=2)
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        out = cast(object, self.run(inputs))
+        if not isinstance(out, (list, tuple)) or len(cast(Sequence[Any], out)) != self.outputs:
+            found = f"{len(cast(Sequence[Any], out))} values" if isinstance(out, (list, tuple)) else type(out).__name__
+            raise BackendError(
+                f"backend {self.name!r} returned {found} from a step",
+                f"a list of {self.outputs} values, one for each output of the graph",
+                "return them in the order of the output node",
+            )
+        return list(cast(Sequence[Any], out))

@@ -8,6 +8,7 @@ batch and scheduled numbers, is copied into buffers, and what it returns is copi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -22,7 +23,8 @@ from ..graph.graph import Input, Role, operands
 from ..graph.verify import is_collective
 from ..partition.rank_ops import drawn, to_device, to_host
 from ..rules.registry import is_random
-from .eager import NodeClock, Run, eager
+from .eager import eager
+from .protocol import NodeClock, Run
 from .rank_binding import gather, swap
 from .tensorize_numbers import as_tensors, following, in_single_precision
 
@@ -62,6 +64,30 @@ class CudaRecorder:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             made = run()
         return made, graph.replay
+
+
+@dataclass
+class CudaGraphs:
+    """The backend `cudagraphs`: records a step on a GPU and replays it. It warns once of each obstacle."""
+
+    name = "cudagraphs"
+    fused_optimizers = True
+    in_place_buffers = True
+    splits_steps = False
+    times_nodes = True
+    recorder: Recorder = field(default_factory=CudaRecorder)
+    warned: set[str] = field(default_factory=set[str])
+
+    def compile(
+        self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
+    ) -> Run:
+        """See `Backend`."""
+        return cudagraphs(graph, inputs, example_inputs, self.recorder, self._warn, clock)
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            warnings.warn(text, stacklevel=2)
 
 
 def cudagraphs(

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import function_of, operands
+from ..graph.graph import Input, function_of, operands
 from ..graph.verify import is_mutating, is_wait
-
-Run = Callable[[Sequence[Any]], list[Any]]
-
-
-class NodeClock(Protocol):
-    """Measures what nodes call."""
-
-    def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, on the clock; or as it is, where `node` is not measured."""
-        ...
+from .buffers import Buffers, with_buffers
+from .protocol import NodeClock, Run
 
 
 @dataclass
@@ -45,6 +37,24 @@ class WaitClock:
             return out
 
         return run
+
+
+@dataclass
+class Eager:
+    """The backend `eager`: one call after the other. Collectives of its programs share one pool of buffers."""
+
+    name = "eager"
+    fused_optimizers = True
+    in_place_buffers = True
+    splits_steps = True
+    times_nodes = True
+    buffers: Buffers = field(default_factory=Buffers)
+
+    def compile(
+        self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
+    ) -> Run:
+        """See `Backend`."""
+        return eager(with_buffers(graph, self.buffers), clock)
 
 
 def eager(graph: Graph, clock: NodeClock | None = None) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,12 +13,13 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..errors import BackendError
-from ..graph.graph import function_of, node_at
+from ..graph.graph import Input, function_of, node_at
 from ..graph.verify import is_collective, is_wait
 from ..partition.rank_ops import drawn, to_device, to_host
 from ..passes.bucket import outline
 from ..rules.registry import is_random
-from .eager import NodeClock, Run, eager
+from .eager import eager
+from .protocol import NodeClock, Run
 from .rank_binding import gather, swap
 from .subgraphs import in_segments
 from .tensorize_numbers import as_tensors
@@ -25,6 +27,23 @@ from .tensorize_numbers import as_tensors
 _APART = (gather, swap, drawn, to_device, to_host)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
+
+
+@dataclass(frozen=True)
+class Inductor:
+    """The backend `inductor`: TorchInductor compiles the arithmetic between collectives."""
+
+    name = "inductor"
+    fused_optimizers = False
+    in_place_buffers = False
+    splits_steps = False
+    times_nodes = True
+
+    def compile(
+        self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
+    ) -> Run:
+        """See `Backend`."""
+        return inductor(graph, example_inputs, clock)
 
 
 def inductor(graph: Graph, example_inputs: Sequence[Any], clock: NodeClock | None = None) -> Run:

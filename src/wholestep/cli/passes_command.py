@@ -21,7 +21,7 @@ def passes(
     `wholestep plan MODEL --program --stop-after NAME` prints the program after one of them.
     """
     with working():
-        from wholestep.passes.pipeline import pipeline
+        from wholestep.backend.pipeline import pipeline
 
         schedule = "across_steps" if across_steps else "auto"
         found = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)

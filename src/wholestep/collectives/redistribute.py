@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..backend.eager import Run, eager
+from ..backend.eager import eager
+from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..dtensor import layout_from
 from ..errors import LayoutError

@@ -11,13 +11,13 @@ from ..auto.fit import Finish
 from ..auto.search import first_line
 from ..auto.short import Short, shortened
 from ..auto.templates import Template, batches, templates
+from ..backend.pipeline import pipeline
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..passes.pipeline import pipeline
 from ..plan.make_plan import plan
 from ..plan.strategy import compose
 

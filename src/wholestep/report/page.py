@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..auto.fit import Finish
+from ..backend.pipeline import pipeline
 from ..cost.timeline import COMPUTE, Timeline, timeline
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..partition.lower import partition
-from ..passes.pipeline import pipeline
 from ..plan.plan import Plan
 from .compare import PlanRow
 from .drawing import COLUMNS, columns, lanes, outline, peak_at, title

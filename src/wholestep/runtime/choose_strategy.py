@@ -11,13 +11,14 @@ from typing import TypeGuard
 from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
 from ..auto.report import explained
+from ..backend.pipeline import pipeline
+from ..backend.protocol import Backend
 from ..distributed.agree import from_first_rank
 from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
-from ..passes.pipeline import pipeline
 from ..passes.schedule import Schedule
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
@@ -120,7 +121,7 @@ def _strategies(said: str, candidates: Candidates) -> Strategies:
 
 def _chosen(
     auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Hardware,
-    schedule: Schedule | None, backend: str,
+    schedule: Schedule | None, backend: Backend,
 ) -> list[str]:  # fmt: skip
     """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
     speeds = auto.hardware or measured

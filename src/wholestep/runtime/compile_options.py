@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from ..auto.auto import Auto
-from ..backend.build import BACKENDS
-from ..backend.cudagraphs import CudaRecorder, Recorder
+from ..backend.eager import Eager
+from ..backend.pipeline import Edit
+from ..backend.protocol import Backend
 from ..capture.capture_options import CaptureOptions
 from ..errors import BackendError, PlanError
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..passes.pipeline import Edit
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
@@ -26,7 +26,7 @@ class StepOptions:
 
     parallel: Strategies = field(default_factory=lambda: compose(None))
     mesh: Mesh | None = None
-    backend: str = "eager"
+    backend: Backend = field(default_factory=Eager)
     capture: CaptureOptions = field(default_factory=CaptureOptions)
     passes: Edit | None = None
     measure: bool = False
@@ -36,7 +36,6 @@ class StepOptions:
     memory_bytes: int | None = None
     gathers_again: bool = True
     auto: Auto | None = None
-    recorder: Recorder = field(default_factory=CudaRecorder)
     cache: Path | None = None
     plan: Plan | None = None
     check_every: int = 1000
@@ -52,15 +51,17 @@ class StepOptions:
             found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
         across = self.schedule == "across_steps" or (isinstance(self.schedule, Schedule) and self.schedule.across_steps)
-        if across and self.backend != "eager":
+        if across and not self.backend.splits_steps:
             raise BackendError(
-                f"backend {self.backend!r} cannot leave collectives to the next call",
-                "backend 'eager' for a schedule across steps",
+                f"backend {self.backend.name!r} cannot leave collectives to the next call",
+                "one with splits_steps, as 'eager', for a schedule across steps",
                 'use schedule="auto", or backend="eager"',
             )
         if self.check_every < 0:
             raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
-        if self.backend not in BACKENDS:
+        if self.measure and not self.backend.times_nodes:
             raise BackendError(
-                f"backend {self.backend!r} is unknown", f"one of {', '.join(map(repr, BACKENDS))}", "correct the name"
+                f"measure=True with backend {self.backend.name!r}, which does not time nodes",
+                "one with times_nodes",
+                'leave out measure=True, or use backend="eager"',
             )

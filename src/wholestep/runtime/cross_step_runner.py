@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend.eager import Run
+from ..backend.protocol import Run
 
 
 class CrossStepRunner:

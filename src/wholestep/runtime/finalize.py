@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from ..backend.pipeline import Edit, edited, in_order_of, pipeline
+from ..backend.protocol import Backend
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.agree import agree, from_first_rank
@@ -18,7 +20,6 @@ from ..hardware.hardware import Hardware
 from ..passes.base import Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
-from ..passes.pipeline import Edit, edited, in_order_of, pipeline
 from ..passes.schedule import Schedule
 from ..profiling.measure_compute import measure_hardware
 from .memory_budget import FirstRankFitting, bound_to_rank, refuse_larger
@@ -38,7 +39,7 @@ class Finalizer:
     """
 
     schedule: Schedule | Literal["auto", "across_steps"] | None
-    backend: str
+    backend: Backend
     hardware: Hardware | None
     edit: Edit | None
     budget: tuple[int, bool] | None

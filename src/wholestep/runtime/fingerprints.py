@@ -65,7 +65,7 @@ def step_lines(options: StepOptions, cached: bool) -> list[str]:
     """Options of the step that shape what it computes."""
     schedule = options.schedule
     return [
-        f"backend{SAYS}{options.backend}",
+        f"backend{SAYS}{options.backend.name}",
         f"keep_grads{SAYS}{options.capture.keep_grads}",
         f"schedule{SAYS}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"check_every{SAYS}{options.check_every}",

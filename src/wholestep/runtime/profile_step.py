@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..backend.build import Backend
+from ..backend.build import compiled
 from ..backend.rank_binding import bind
 from ..capture.call_structure import take_apart
 from ..cost.timeline import Timeline, timeline
@@ -45,7 +45,7 @@ def profile_step(
     clock = SpanClock(world.device.startswith("cuda"))
     bound = bind(program.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
     inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
-    program.run = Backend(step.options.backend, clock).run_of(bound, program.local.inputs, inputs)
+    program.run = compiled(step.options.backend, bound, program.local.inputs, inputs, clock)
     found: list[Timeline] = []
     try:
         for _ in range(repeat + 1):  # the first one checks strides, and does not count

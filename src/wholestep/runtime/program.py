@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor
-from ..backend.eager import Run
+from ..backend.protocol import Run
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture
 from ..capture.effects import Effects

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from torch.fx import Graph
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..backend.build import Backend
-from ..backend.eager import WaitClock, eager
+from ..backend.build import CAPABILITIES, compiled
+from ..backend.eager import WaitClock
+from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
@@ -86,7 +86,6 @@ class CompiledStep:
         self.state: StepState | None = None
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self._clock = WaitClock() if options.measure else None
-        self._backend = Backend(options.backend, self._clock, options.recorder)
         self._carried, self._changing = Promoted(), Promoted()
         self._missed = Counter[str]()
         self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
@@ -299,7 +298,8 @@ class CompiledStep:
         o = self.options
         return {
             "versions": versions(), "hardware": hardware(world.device), "mesh": str(world.mesh),
-            "measured machine": self._finisher.machine, "option backend": o.backend, "option schedule": o.schedule,
+            "measured machine": self._finisher.machine, "option schedule": o.schedule,
+            "option backend": (o.backend.name, [getattr(o.backend, flag) for flag in CAPABILITIES]),
             "option hardware": o.hardware,
             "option parallel": o.auto or o.parallel, "option memory_bytes": (o.memory_bytes, o.gathers_again),
             "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, world).items()},
@@ -424,12 +424,11 @@ class CompiledStep:
                 self.misses.append(why)
                 return self._build(args, kwargs, sizes)
         with self._stage("backend"):
-            bound = partial(bind, coordinate=world.coordinate, groups=world.groups, exchange=world.device[:3] == "cpu")
+            inputs = program.gather_inputs(call.leaves)
             if made.local.across is not None:
-                program.run = self._carrying(made.local, program, bound)
+                program.run = self._carrying(made.local, program, inputs)
             else:
-                inputs = program.gather_inputs(call.leaves)
-                program.run = self._backend.run_of(bound(made.local), made.local.inputs, inputs)
+                program.run = self._run_of(made.local, world, inputs)
         if self.options.check_every and world.mesh.size > 1 and connects_all_ranks(made.local):
             data = self.options.parallel.data
             axes = data.axes(world.mesh) if data else ()
@@ -438,7 +437,11 @@ class CompiledStep:
         self.programs.append(program)
         return program
 
-    def _carrying(self, steady: LocalGraph, program: Program, bound: Callable[[LocalGraph], Graph]) -> CrossStepRunner:
+    def _run_of(self, local: LocalGraph, world: World, example_inputs: Sequence[Any]) -> Run:
+        bound = bind(local, world.coordinate, world.groups, exchange=world.device[:3] == "cpu")
+        return compiled(self.options.backend, bound, local.inputs, example_inputs, self._clock)
+
+    def _carrying(self, steady: LocalGraph, program: Program, inputs: Sequence[Any]) -> CrossStepRunner:
         state = program.capture.state
         if not self._hooked:
             modules = [module for root in state.modules.values() for module in root.modules()]
@@ -447,9 +450,15 @@ class CompiledStep:
             self._hooked = True
         assert steady.across is not None, "the end of a step is left to the next call"
         first, flush = steady.across
-        runs = [eager(bound(one), self._clock) for one in (first, steady, flush)]
         count = sum(out.kind == "carry" for out in steady.outputs)
-        return CrossStepRunner(runs[0], runs[1], runs[2], count, program.gather_lasting)
+        carried, world = [None] * count, program.world  # no call has made them yet
+        return CrossStepRunner(
+            self._run_of(first, world, inputs),
+            self._run_of(steady, world, [*inputs, *carried]),
+            self._run_of(flush, world, [*program.gather_lasting(), *carried]),
+            count,
+            program.gather_lasting,
+        )
 
     def _tell_placed(self) -> None:
         """Those that waited for the state to be where it rests may change it now; one that raises is called again."""

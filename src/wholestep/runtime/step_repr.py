@@ -22,7 +22,7 @@ def step_line(step: CompiledStep) -> str:
     calls = f"{step.calls} call" + ("" if step.calls == 1 else "s")
     captures = f"{step.captures} capture" + ("" if step.captures == 1 else "s")
     state = f"{calls}, {captures}" if plan is not None else "not compiled yet"
-    return f"<CompiledStep {step.__name__}: {how}; backend {options.backend}; {state}>"
+    return f"<CompiledStep {step.__name__}: {how}; backend {options.backend.name}; {state}>"
 
 
 def step_html(step: CompiledStep) -> str:

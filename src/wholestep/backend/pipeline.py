@@ -8,15 +8,17 @@ from typing import Literal, cast
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
+from ..passes.base import Pass
+from ..passes.contiguous_shards import ContiguousShards
+from ..passes.fit_memory import FitMemory
+from ..passes.offload import Offload
+from ..passes.overlap import SameOrder
+from ..passes.reinplace import Reinplace
+from ..passes.schedule import Schedule
+from ..passes.write_into_buckets import WriteIntoBuckets
 from ..units import parse_bytes
-from .base import Pass
-from .contiguous_shards import ContiguousShards
-from .fit_memory import FitMemory
-from .offload import Offload
-from .overlap import SameOrder
-from .reinplace import Reinplace
-from .schedule import Schedule
-from .write_into_buckets import WriteIntoBuckets
+from .build import backend_of
+from .protocol import Backend
 
 Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 """From the list of passes to the one that runs."""
@@ -65,7 +67,7 @@ def pipeline(
     schedule: HowScheduled = "auto",
     memory_bytes: int | str | None = None,
     gathers_again: bool = True,
-    backend: str = "eager",
+    backend: Backend | str = "eager",
 ) -> tuple[Pass, ...]:
     """The passes that a compiled step goes through after `partition`, in order. Edit the list as you like.
 
@@ -74,10 +76,11 @@ def pipeline(
         schedule: as `compile` takes it; a `Schedule` names its hardware itself.
         memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`; None sets no bound.
         gathers_again: a budget may also free gathered parameters after the forward, and gather them in the backward.
-        backend: as `compile` takes it. Only what calls op after op writes into buckets without a copy.
+        backend: as `compile` takes it; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
 
     Raises:
         PlanError: `memory_bytes` is no size.
+        BackendError: the backend is unknown, or lacks a part of the protocol.
 
     Example:
         >>> passes = wholestep.pipeline(wholestep.Hardware.preset("dgx-h100"))
@@ -86,7 +89,7 @@ def pipeline(
     hardware = hardware or (schedule.hardware if isinstance(schedule, Schedule) else Hardware.default())
     scheduled = schedule_for(hardware, schedule)
     ordered = (*scheduled.passes, SameOrder()) if scheduled is not None else ()
-    direct = backend != "inductor"
+    direct = backend_of(backend).in_place_buffers
     last: tuple[Pass, ...] = (
         (Offload(), WriteIntoBuckets(), Reinplace(), ContiguousShards()) if direct else (Offload(), Reinplace())
     )
