@@ -5,30 +5,50 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PAIR := -n 2
+SMOKE = -q -m 'smoke or golden' tests/golden $(shell grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs site lint size bench bench-peers \
-    bench-gpu venv clean
+.PHONY: help demo check smoke test test-all test-full test-other-torch test-unit test-golden test-op-db test-dist test-gpu \
+    test-benchmarks docs site lint size wheel test-wheel bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style zero1 --ranks 3")
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs ## run every tier of the tests
+check: $(STAMP) ## before each commit, a minute: lint and types beside imports, golden text and one quick test of each part
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint smoke
+
+test: test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs ## each behaviour once, under ten minutes on two cores
+
+test-all: test test-full test-other-torch ## everything
+
+test-full: $(STAMP) ## what `make test` leaves out: whole crosses, 3 and 4 ranks, catalogues (ARGS="--minutes 20": a part each day)
+	$(PYTEST) tests -m full $(PAIR) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-other-torch: $(STAMP) ## the quick tests in each environment that is called .venv-*, for other versions of torch
+	@status=0; for python in .venv-*/bin/python; do \
+	  if [ -x "$$python" ]; then \
+	    "$$python" -c 'import torch; print("torch", torch.__version__)' && OMP_NUM_THREADS=1 "$$python" -m pytest $(SMOKE) || status=1; \
+	  else echo "no other torch: python -m venv .venv-NAME"; fi; \
+	done; exit $$status
+
+smoke: $(STAMP) ## golden text and one quick test of each part
+	$(PYTEST) $(SMOKE)
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
-	$(PYTEST) tests/unit -n 2 --ignore tests/unit/test_docs.py $(ARGS)
+	$(PYTEST) tests/unit $(PAIR) --ignore tests/unit/test_docs.py $(ARGS)
 
 test-golden: $(STAMP) ## printed text against tests/golden/*.txt (ARGS=--accept rewrites the files)
 	$(call tier,golden)
 
 test-op-db: $(STAMP) ## the day's share of PyTorch's database of ops, in a step, by every plan (ARGS=--all-ops takes all)
-	$(call tier,op_db)
+	$(call tier,op_db,$(PAIR))
 
-test-dist: $(STAMP) ## tests on 1 to 4 gloo processes, one after the other
-	$(call tier,dist)
+test-dist: $(STAMP) ## tests on gloo processes, two files at a time
+	$(call tier,dist,$(PAIR) --dist loadfile)
 
 test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 	$(call tier,gpu)
@@ -37,7 +57,7 @@ test-benchmarks: $(STAMP) ## tests of benchmarks/ and tools/
 	$(PYTEST) benchmarks/tests tools/tests $(ARGS)
 
 docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
-	$(PYTEST) tests/unit/test_docs.py $(ARGS)
+	$(PYTEST) tests/unit/test_docs.py $(PAIR) $(ARGS)
 
 site: $(STAMP) ## build the documentation as a site into build/site; a warning is an error (ARGS goes to mkdocs)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
@@ -51,6 +71,18 @@ lint: $(STAMP) ## ruff, pyright, size limits, import directions
 
 size: $(STAMP) ## table of code lines per file and function
 	$(BIN)/python tools/size.py
+
+wheel: $(STAMP) ## build the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+EMPTY := build/empty
+test-wheel: wheel ## install the built wheel into an empty environment and train a step there
+	rm -rf $(EMPTY)
+	$(BIN)/python -m venv $(EMPTY)
+	PIP_CONSTRAINT=constraints.txt $(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
+	$(EMPTY)/bin/python -I tools/first_step.py
+	rm -rf $(EMPTY)
 
 bench: $(STAMP) ## measure the cost of calling a compiled step, then a step beside DDP and FSDP2 (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
@@ -70,7 +102,7 @@ clean: ## remove caches and build output (keeps .venv)
 
 # A tier whose folder holds no tests yet is said to be empty: pytest would call it a failure.
 define tier
-@if compgen -G 'tests/$(1)/test_*.py' >/dev/null; then set -x; $(PYTEST) tests/$(1) $(ARGS); else echo "tests/$(1): empty"; fi
+@if compgen -G 'tests/$(1)/test_*.py' >/dev/null; then set -x; $(PYTEST) tests/$(1) $(2) $(ARGS); else echo "tests/$(1): empty"; fi
 endef
 
 # A .venv that is there already is kept and completed.

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, golden files, and no process left behind."""
+"""What all tests share: one thread, no network, tiers, golden files, and no process left behind."""
 
 import os
 
@@ -6,11 +6,16 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every p
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the test's own process, not in a pool of helpers
 
+import datetime
 import multiprocessing
 import signal
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +25,8 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 TIERS = ("unit", "golden", "op_db", "dist", "gpu")
 MARK = "WHOLESTEP_TEST"
+GOLDEN_RATIO = 0.6180339887  # its multiples, without the whole part, spread days evenly over the files
+END = pytest.StashKey[float]()  # no test begins after this moment of time.monotonic()
 
 
 @pytest.fixture
@@ -31,23 +38,87 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+def today() -> str:
+    """The date that samples follow, in UTC; WHOLESTEP_DAY=2026-01-31 takes another one."""
+    return os.environ.get("WHOLESTEP_DAY") or datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def from_another_file_each_day(items: list[pytest.Item], day: str) -> list[pytest.Item]:
+    """`items` in their order, beginning with a file that follows from the day and going round."""
+    files = list(dict.fromkeys(item.path for item in items))
+    if not files:
+        return items
+    first = int(datetime.date.fromisoformat(day).toordinal() * GOLDEN_RATIO % 1 * len(files))
+    place = {path: number for number, path in enumerate(files[first:] + files[:first])}
+    return sorted(items, key=lambda item: place[item.path])
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the golden files with what the tests produce")
     parser.addoption("--all-ops", action="store_true", help="tests/op_db: every op, not those of the day")
+    parser.addoption(
+        "--minutes", type=float, help="begin no test after so many minutes; each day begins with another file"
+    )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--minutes")
+    config.stash[END] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash[END]:
+        pytest.skip("no time left")
+
+
+def covering(rows: Sequence[Mapping[str, int]]) -> set[int]:
+    """Positions of a few of `rows` in which every value of every key occurs, in many combinations."""
+    uses = Counter({pair: 0 for row in rows for pair in row.items()})
+    together: Counter[Any] = Counter()
+    chosen: set[int] = set()
+    while not all(uses.values()):
+
+        def gain(n: int) -> tuple[int, int, int]:
+            counts = [uses[pair] for pair in rows[n].items()]
+            return counts.count(0), -sum(counts), -sum(together[two] for two in combinations(rows[n].items(), 2))
+
+        best = max(range(len(rows)), key=gain)
+        chosen.add(best)
+        uses.update(rows[best].items())
+        together.update(combinations(rows[best].items(), 2))
+    return chosen
+
+
+def mark_crosses(items: list[pytest.Item]) -> None:
+    """Of each test marked `crossed`, mark `full` what `covering` leaves out of the product of its parameters."""
+    crosses: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed"):
+            crosses.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cross in crosses.values():
+        chosen = covering([{name: id(value) for name, value in one.callspec.params.items()} for one in cross])
+        for number, one in enumerate(cross):
+            if number not in chosen:
+                one.add_marker("full")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m and -k choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, which is its folder; slow tests run where `-m` names them."""
+    """Mark each test with its tier, which is its folder; leave out what is marked `full` unless `-m` names it."""
     no_gpu = pytest.mark.skip(reason="no GPU")
-    slow = pytest.mark.skip(reason="slow: run with -m slow")
+    mark_crosses(items)
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if tier in TIERS:
             item.add_marker(tier)
         if tier == "gpu" and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
-            item.add_marker(slow)
+    if "full" not in config.option.markexpr and not any("[" in arg for arg in config.args):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+    if config.getoption("--minutes") is not None:
+        items[:] = from_another_file_each_day(items, today())
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ from .rules.testing.check import CheckResult, check_rule
 from .runtime.step import CompiledStep
 from .runtime.whole_tensors import whole
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Auto",

@@ -127,9 +127,14 @@ def run_job(rank: int, world: int, job: Job) -> Found:
     reference_model = reference(job, theirs)
     optimizer, other = make(recipe, ours, job.lr), make(recipe, theirs, job.their_lr or job.lr)
     step = ws.compile(
-        case.step, parallel=job.parallel, mesh=job.mesh, keep_grads=job.keep_grads, passes=job.transform and first(job.transform),
-        schedule=job.schedule, mixed_precision=job.mixed_precision,
-    )  # fmt: skip
+        case.step,
+        parallel=job.parallel,
+        mesh=job.mesh,
+        keep_grads=job.keep_grads,
+        passes=job.transform and first(job.transform),
+        schedule=job.schedule,
+        mixed_precision=job.mixed_precision,
+    )
     found = Found()
     for i in range(STEPS):
         batch = batch_of(case, job, 10 * i + rank)

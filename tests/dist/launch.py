@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wholestep.distributed.launch import World
 from wholestep.hardware.hardware import Hardware
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.runtime import finalize
-from wholestep.distributed.launch import World
 
 HOST = "127.0.0.1"
 STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack

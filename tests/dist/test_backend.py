@@ -45,8 +45,7 @@ def _equal(rank: int, world: int, style: str) -> dict[str, bool]:
     expected_across = _trained(rank, "eager", style, schedule=across)
     return {
         name: all(
-            torch.equal(a, b)
-            for a, b in zip(found, expected_across if name == "splitting" else expected, strict=True)
+            torch.equal(a, b) for a, b in zip(found, expected_across if name == "splitting" else expected, strict=True)
         )
         for name, found in made.items()
     }

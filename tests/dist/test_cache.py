@@ -1,4 +1,4 @@
-"""The first rank looks up what an earlier start chose, for all: bitwise the same programs, and no rank waits for ever."""
+"""The first rank looks up what an earlier start chose, for all: bitwise the same programs; no rank waits for ever."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,9 @@ from tests.catalogue import CASES, OPTIMIZERS
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.dist.test_errors import attempt, train_step
-from wholestep.plan import make_plan as planning
 from wholestep.passes import fit_memory
-from wholestep.runtime import choose_strategy
-from wholestep.runtime import finalize
+from wholestep.plan import make_plan as planning
+from wholestep.runtime import choose_strategy, finalize
 
 LINK = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
 
@@ -48,7 +47,9 @@ def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int,
     if warm:
         finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = refuse
         found = planning.solved
-        planning.solved = lambda strategies, *rest: refuse() if choose_strategy.is_open(strategies) else found(strategies, *rest)
+        planning.solved = lambda strategies, *rest: (
+            refuse() if choose_strategy.is_open(strategies) else found(strategies, *rest)
+        )
     case = CASES["tokens"]
     model = case.build(torch.float32)
     optimizer = OPTIMIZERS["AdamW-fused"].make(model.parameters())
@@ -59,7 +60,11 @@ def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int,
         loss = step(model, optimizer, batch)
     step.flush()
     texts = str(step.local_graph), str(step.train_graph), str(step.plan)
-    return {"log": step.cache_log, "numbers": [loss.item(), *(whole(p).tolist() for p in model.parameters())], "texts": texts}
+    return {
+        "log": step.cache_log,
+        "numbers": [loss.item(), *(whole(p).tolist() for p in model.parameters())],
+        "texts": texts,
+    }
 
 
 def logs(found: list[dict[str, Any]]) -> list[str]:

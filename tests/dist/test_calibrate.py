@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
 from typer.testing import CliRunner
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from wholestep.cli import app
 from wholestep.cli.calibrate_command import write
-from wholestep.hardware.calibration import Measurements, TimedProduct, TimedCollective, fit
-from wholestep.hardware.curves import KINDS
+from wholestep.hardware.calibration import Measurements, TimedCollective, TimedProduct, fit
 from wholestep.hardware.curve_fit import TimeSample
+from wholestep.hardware.curves import KINDS
 from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 
-TINY = CalibrationSizes((4096, 8192, 16384, 32768, 65536, 131072), ((1, 32, 32, 32), (2, 16, 16, 16)), ("float32",), (65536,), 2)
+TINY = CalibrationSizes(
+    (4096, 8192, 16384, 32768, 65536, 131072), ((1, 32, 32, 32), (2, 16, 16, 16)), ("float32",), (65536,), 2
+)
 
 
 def _calibrate(rank: int, world: int, out: str) -> int:
@@ -34,7 +35,13 @@ def test_two_ranks_measure_and_the_first_one_writes(tmp_path: Path) -> None:
     assert len(set(run_ranks(_calibrate, 2, str(out)))) == 1
     found = ws.Hardware.load(out)
     assert found.name == "tiny"
-    assert {c.kind for c in found.levels[0].curves} == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"}
+    assert {c.kind for c in found.levels[0].curves} == {
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_to_all",
+        "broadcast",
+    }
     for kind in KINDS:
         assert 0 < found.group_us(kind, 4096, 2) <= found.group_us(kind, 1 << 24, 2)
     assert found.matmul_us(1, 32, 32, 32, "float32") > 0
@@ -61,14 +68,18 @@ def test_the_fit_finds_the_machine_that_made_the_times(nodes: int) -> None:
     units = [(8, 1)] if nodes == 1 else [(8, 1), (16, 2, 1)]
     levels = (("node", 0),) if nodes == 1 else (("node", 8), ("nodes", 0))
     sent = [
-        TimedCollective(kind, level, TimeSample(2.0**i, units[level], h100.units_us(kind, 2.0**i, (*units[level], 1)[:3])))
+        TimedCollective(
+            kind, level, TimeSample(2.0**i, units[level], h100.units_us(kind, 2.0**i, (*units[level], 1)[:3]))
+        )
         for level in range(nodes)
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
         for i in range(12, 29)
     ]
     products = tuple(TimedProduct("float32", 1, n, n, n, 5 + 2 * n**3 / 50e6) for n in (512, 1024, 2048))
     moved = ((1 << 20, 5.0 + 1.0), (1 << 24, 5.0 + 16.0))
-    measured = Measurements("made", 1 << 34, 1 << 34, 5.0, moved, (1 << 24, 700.0), products, levels, tuple(sent), "nccl")
+    measured = Measurements(
+        "made", 1 << 34, 1 << 34, 5.0, moved, (1 << 24, 700.0), products, levels, tuple(sent), "nccl"
+    )
     found, errors = fit("made", measured, h100.levels)
     assert found.ranks_per_node == (0 if nodes == 1 else 8)
     assert max(one.median for one in errors) < 0.1, errors

@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -177,7 +178,9 @@ def _reshards(rank: int, world: int, sizes: tuple[int, ...], shapes: list[tuple[
     devices, mesh, n = mesh_of(sizes), ws.Mesh(",".join(f"{a}={s}" for a, s in zip("abc", sizes, strict=False))), 0
     for shape in shapes:
         whole = whole_of(shape)
-        for source, target in product(product([R, S0, S1, P], repeat=len(sizes)), product([R, S0, S1], repeat=len(sizes))):
+        for source, target in product(
+            product([R, S0, S1, P], repeat=len(sizes)), product([R, S0, S1], repeat=len(sizes))
+        ):
             before, after = layout_from(source, 2, mesh), layout_from(target, 2, mesh)
             piece = whole[index_of(shape, before, mesh, rank)]
             holders = 1
@@ -212,6 +215,7 @@ def _cube(rank: int, world: int) -> list[str]:
     return done
 
 
+@pytest.mark.full
 def test_eight_ranks_as_a_cube():
     """11 rows over 2 x 2 x 2, cut axis by axis: 6 and 5, then 3, 3, 3, 2, then pieces of 2 and 1."""
     rows = [made[0] for made in run_ranks(_cube, 8, timeout=120)]

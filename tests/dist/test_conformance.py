@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.catalogue import OPTIMIZERS
+from tests.conftest import covering
 from tests.dist.compare import Found, Job, run_jobs
 from tests.dist.launch import run_ranks
 from wholestep import DataParallel, LocalGraph, MixedPrecision
@@ -145,31 +146,100 @@ FOUR = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, list[Found]]:
-    """Results of all jobs on two ranks, by rank, under a name for each."""
-    named = _named(EXACT, "exact") | _named(CLOSE, "close") | _named(FSDP, "fsdp") | OTHERS
-    named |= _named(SCHEDULED, "scheduled")
-    return _run(named, 2)
-
-
-@pytest.fixture(scope="module")
-def three() -> dict[str, list[Found]]:
-    return _run(_named(THREE, "three"), 3)
-
-
-@pytest.fixture(scope="module")
-def four() -> dict[str, list[Found]]:
-    return _run(_named(FOUR, "four"), 4)
+# what single tests below look at
+GATHERED_ONCE = {"all_gather": 4, "reduce_scatter": 4}
+SEEN_ONCE = {
+    "exact mlp-sum/SGD-plain/replicate": {"all_reduce": 4},
+    "exact mlp-sum/SGD-momentum/fully_shard": GATHERED_ONCE,
+    "exact mlp-sum/SGD-foreach/replicate": {"all_reduce": 4},
+    "exact mlp-sum/SGD-momentum-foreach/fully_shard": GATHERED_ONCE,
+    "exact mlp-sum/Adam-fused/replicate": {"all_reduce": 4},
+    "close mlp-sum/Adam-fused/fully_shard": GATHERED_ONCE,
+    "close micro-batches/SGD-momentum/fully_shard": GATHERED_ONCE,
+    "close micro-batches/SGD-momentum/replicate": {"all_reduce": 4},
+    "close micro-clip/SGD-momentum-foreach/replicate": {"all_reduce": 4},
+    "close micro-clip/SGD-momentum-foreach/fully_shard": {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1},
+    "close convolutions/SGD-momentum/fully_shard": {"all_gather": 8, "reduce_scatter": 8},  # no buffer
+}
+UNEVEN, EVEN = "three uneven/AdamW-plain/fully_shard", "three tiny/AdamW-plain/default"
 
 
 def _named(jobs: list[Job], prefix: str) -> dict[str, Job]:
-    return {f"{prefix} {i} {job}": job for i, job in enumerate(jobs)}
+    """Jobs under names of their own."""
+    names = [f"{prefix} {job}" for job in jobs]
+    return {
+        f"{name} {i}" if names.count(name) > 1 else name: job
+        for i, (name, job) in enumerate(zip(names, jobs, strict=True))
+    }
 
 
-def _run(jobs: dict[str, Job], world: int) -> dict[str, list[Found]]:
-    ranks = run_ranks(run_jobs, world, list(jobs.values()), timeout=280)
-    return {name: [rank[i] for rank in ranks] for i, name in enumerate(jobs)}
+def _usual(jobs: dict[str, Job]) -> set[str]:
+    """Jobs of `make test`: each case, optimizer, style, mesh and schedule occurs, and what single tests look at."""
+    rows = [
+        {"case": j.case, "recipe": j.recipe, "style": j.parallel.style, "mesh": j.mesh, "schedule": j.schedule}
+        for j in jobs.values()
+    ]
+    few = covering([{key: hash(value) for key, value in row.items()} for row in rows])
+    return {name for n, name in enumerate(jobs) if n in few or name in {*SEEN_ONCE, UNEVEN, EVEN}}
+
+
+def _names(jobs: dict[str, Job]) -> list[Any]:
+    """Names for `parametrize`; those that are not usual are marked `full`."""
+    usual = _usual(jobs)
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.full) for name in jobs]
+
+
+TWO = [_named(EXACT, "exact"), _named(CLOSE, "close"), _named(FSDP, "fsdp")]
+SAME_BITS = {f"scheduled {job} {i}": (job, *SCHEDULED[i + 1 : i + 3]) for i, job in enumerate(SCHEDULED) if i % 3 == 0}
+USUAL_BITS = _usual({name: jobs[0] for name, jobs in SAME_BITS.items()})
+
+
+class Results:
+    """What each rank found, by the name of a job. Jobs run when one is asked for: all usual ones, or all others."""
+
+    def __init__(self, world: int, usual: dict[str, Job], others: dict[str, Job]) -> None:
+        self._world, self._groups = world, (usual, others)
+        self._found: dict[str, list[Found]] = {}
+
+    def __getitem__(self, name: str) -> list[Found]:
+        if name not in self._found:
+            jobs = next(group for group in self._groups if name in group)
+            ranks = run_ranks(run_jobs, self._world, list(jobs.values()), timeout=280)
+            self._found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(jobs)}
+        return self._found[name]
+
+    def usual(self) -> dict[str, list[Found]]:
+        return {name: self[name] for name in self._groups[0]}
+
+
+def _results(world: int, *several: dict[str, Job], always: dict[str, Job] | None = None) -> Results:
+    usual = {name: jobs[name] for jobs in several for name in jobs if name in _usual(jobs)}
+    others = {name: jobs[name] for jobs in several for name in jobs if name not in usual}
+    return Results(world, usual | (always or {}), others)
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    return _results(2, *TWO, always=OTHERS)
+
+
+@pytest.fixture(scope="module")
+def scheduled() -> Results:
+    """Three results to a name: unscheduled, in small buckets, by default."""
+    groups: tuple[dict[str, Job], dict[str, Job]] = ({}, {})
+    for name, jobs in SAME_BITS.items():
+        groups[name not in USUAL_BITS].update({f"{name} {i}": job for i, job in enumerate(jobs)})
+    return Results(2, *groups)
+
+
+@pytest.fixture(scope="module")
+def three() -> Results:
+    return _results(3, _named(THREE, "three"))
+
+
+@pytest.fixture(scope="module")
+def four() -> Results:
+    return _results(4, _named(FOUR, "four"))
 
 
 def _close(found: list[Found], tolerance: float = TOLERANCE) -> None:
@@ -184,38 +254,39 @@ def _close(found: list[Found], tolerance: float = TOLERANCE) -> None:
         assert one.seen == one.planned, f"rank {rank} planned {one.planned} and ran {one.seen}"
 
 
-@pytest.mark.parametrize("name", _named(EXACT, "exact"))
-def test_same_bits_as_ddp(two: dict[str, list[Found]], name: str) -> None:
+@pytest.mark.parametrize("name", _names(TWO[0]))
+def test_same_bits_as_ddp(two: Results, name: str) -> None:
     for found in two[name]:
         assert (found.param, found.state, found.loss) == (0.0, 0.0, 0.0)
         assert found.seen == found.planned
 
 
-@pytest.mark.parametrize("name", _named(CLOSE, "close"))
-def test_same_as_ddp(two: dict[str, list[Found]], name: str) -> None:
+@pytest.mark.parametrize("name", _names(TWO[1]))
+def test_same_as_ddp(two: Results, name: str) -> None:
     _close(two[name])
 
 
-@pytest.mark.parametrize("name", _named(FSDP, "fsdp"))
-def test_same_as_fsdp2(two: dict[str, list[Found]], name: str) -> None:
+@pytest.mark.parametrize("name", _names(TWO[2]))
+def test_same_as_fsdp2(two: Results, name: str) -> None:
     _close(two[name])
 
 
-@pytest.mark.parametrize("name", _named(THREE, "three"))
-def test_three_ranks(three: dict[str, list[Found]], name: str) -> None:
+@pytest.mark.parametrize("name", _names(_named(THREE, "three")))
+def test_three_ranks(three: Results, name: str) -> None:
     _close(three[name])
 
 
-@pytest.mark.parametrize("name", _named(FOUR, "four"))
-def test_four_ranks(four: dict[str, list[Found]], name: str) -> None:
+@pytest.mark.parametrize("name", _names(_named(FOUR, "four")))
+def test_four_ranks(four: Results, name: str) -> None:
     _close(four[name])
 
 
-@pytest.mark.parametrize("number", range(0, len(SCHEDULED), 3))
-def test_scheduled_steps_are_the_same_bits(two: dict[str, list[Found]], number: int) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in USUAL_BITS else pytest.mark.full) for n in SAME_BITS]
+)
+def test_scheduled_steps_are_the_same_bits(scheduled: Results, name: str) -> None:
     """Merged, split, reordered: nothing but the number of collectives changes (two ranks add up in one order)."""
-    names = list(_named(SCHEDULED, "scheduled"))[number : number + 3]
-    for plain, *others in zip(*(two[name] for name in names), strict=True):
+    for plain, *others in zip(*(scheduled[f"{name} {i}"] for i in range(3)), strict=True):
         for found in others:
             assert all(torch.equal(x, y) for x, y in zip(plain.params, found.params, strict=True))
             assert found.seen == found.planned
@@ -223,43 +294,27 @@ def test_scheduled_steps_are_the_same_bits(two: dict[str, list[Found]], number: 
 
 
 # -- single results -----------------------------------------------------------------------
-def test_without_reductions_the_comparison_fails(two: dict[str, list[Found]]) -> None:
+def test_without_reductions_the_comparison_fails(two: Results) -> None:
     for found in two["without reductions"]:
         assert found.param > 1e-4
         assert found.seen == {}
 
 
 @pytest.mark.parametrize("name", [n for n in OTHERS if n != "without reductions"])
-def test_options(two: dict[str, list[Found]], name: str) -> None:
+def test_options(two: Results, name: str) -> None:
     """Gradients reduced in bfloat16 are averaged in another order than FSDP2's: one more rounding."""
     _close(two[name], 2e-6 if name == "bf16" else TOLERANCE)
 
 
-@pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-momentum", "SGD-foreach", "Adam-fused"])
-def test_collectives_of_four_parameters(two: dict[str, list[Found]], recipe: str) -> None:
-    for name, found in two.items():
-        if f"mlp-sum/{recipe}/" in name:
-            expected = {"all_reduce": 4} if name.endswith("replicate") else {"all_gather": 4, "reduce_scatter": 4}
-            assert found[0].seen == expected
-
-
-def test_each_parameter_is_gathered_and_reduced_once(two: dict[str, list[Found]]) -> None:
+def test_each_parameter_is_gathered_and_reduced_once(two: Results) -> None:
     """However often it is used: a layer used twice, nesterov, gradients of several micro-batches, clipping."""
     assert two["kept"][0].seen == {"all_gather": 6, "reduce_scatter": 6}
     assert two["nesterov"][0].seen == {"all_gather": 4, "reduce_scatter": 4}
-    by_case = {name.split(" ", 2)[2]: found[0].seen for name, found in two.items() if name.startswith("close")}
-    assert by_case["micro-batches/SGD-momentum/fully_shard"] == {"all_gather": 4, "reduce_scatter": 4}
-    assert by_case["micro-batches/SGD-momentum/replicate"] == {"all_reduce": 4}
-    assert by_case["micro-clip/SGD-momentum-foreach/replicate"] == {"all_reduce": 4}
-    assert by_case["micro-clip/SGD-momentum-foreach/fully_shard"] == {
-        "all_gather": 4,
-        "reduce_scatter": 4,
-        "all_reduce": 1,
-    }
-    assert by_case["convolutions/SGD-momentum/fully_shard"] == {"all_gather": 8, "reduce_scatter": 8}  # no buffer
+    for name, expected in SEEN_ONCE.items():
+        assert two[name][0].seen == expected, name
 
 
-def test_gathering_again(two: dict[str, list[Found]]) -> None:
+def test_gathering_again(two: Results) -> None:
     """Weights that the backward reads are gathered a second time; the numbers are the same bits."""
     again, kept = two["again"], two["kept"]
     assert again[0].seen["all_gather"] > kept[0].seen["all_gather"]
@@ -268,37 +323,34 @@ def test_gathering_again(two: dict[str, list[Found]]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a.params, b.params, strict=True))
 
 
-def test_kept_gradients(two: dict[str, list[Found]]) -> None:
+def test_kept_gradients(two: Results) -> None:
     assert all(found.grad == 0 for found in two["kept gradients"])
     assert all(found.grad <= TOLERANCE for found in two["kept gradients, sharded"])
 
 
-def test_bytes_at_rest(
-    two: dict[str, list[Found]], three: dict[str, list[Found]], four: dict[str, list[Found]]
-) -> None:
+def test_bytes_at_rest(two: Results, three: Results, four: Results) -> None:
     """The first rank holds what the plan says; sharded evenly, that is 1/ranks of the whole within 1 %."""
     for ranks in (two, three, four):
-        for name, found in ranks.items():
+        for name, found in ranks.usual().items():
             assert found[0].bytes_held == found[0].bytes_planned, name
             assert all(one.bytes_planned == found[0].bytes_planned for one in found), name
     for one in two["bytes"]:
         assert abs(one.bytes_held / one.bytes_whole - 1 / 2) < 0.01 / 2
-    uneven = next(found for name, found in three.items() if "uneven/AdamW-plain/fully_shard" in name)
     rows = 3 * 4 * (11 * 50 + 11 + 3 * 33 + 3)  # 33 and 7 rows over 3 ranks: at most 11 and 3; with two moments each
-    assert uneven[0].bytes_held == rows + 4 * 4  # and four counts
+    assert three[UNEVEN][0].bytes_held == rows + 4 * 4  # and four counts
 
 
-def test_default_shards_what_divides_evenly(three: dict[str, list[Found]]) -> None:
-    found = next(found for name, found in three.items() if "tiny/AdamW-plain/default" in name)
+def test_default_shards_what_divides_evenly(three: Results) -> None:
+    found = three[EVEN]
     assert found[0].layouts == {"0.weight": "5 6", "0.bias": "5", "2.weight": "3@dp 5", "2.bias": "3@dp"}
     assert found[0].seen == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 2}
 
 
-def test_no_warm_up_and_one_capture(two: dict[str, list[Found]]) -> None:
-    assert all(one.captures == 1 for found in two.values() for one in found)
+def test_no_warm_up_and_one_capture(two: Results) -> None:
+    assert all(one.captures == 1 for found in two.usual().values() for one in found)
 
 
-def test_means_are_part_of_the_collective(two: dict[str, list[Found]]) -> None:
+def test_means_are_part_of_the_collective(two: Results) -> None:
     """A rank sums parts of the mean: products are made as parts, all else is multiplied by half. Nothing divides."""
     program = two["bytes"][0].program
     assert program.count("reduce_scatter_tensor(%") == 4

@@ -1,4 +1,4 @@
-"""DDP under the splitter on two ranks with data of their own: gradients and parameters of plain DDP, and its buckets."""
+"""DDP under the splitter on two ranks with data of their own: gradients, parameters and buckets of plain DDP."""
 
 import shutil
 from collections.abc import Callable
@@ -103,9 +103,7 @@ RUNS = [
     ("custom", "", "aot_eager"),
     ("checkpointed", "", "aot_eager"),
     ("mixed", "", "aot_eager"),
-    pytest.param(
-        "mlp", "", "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
-    ),
+    pytest.param("mlp", "", "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")),
 ]
 
 

@@ -73,7 +73,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("style", "ranks"), [("fully_shard", 2), ("zero1", 3), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("style", "ranks"),
+    [
+        ("fully_shard", 2),
+        pytest.param("zero1", 3, marks=pytest.mark.full),
+        pytest.param("hybrid", 4, marks=pytest.mark.full),
+    ],
+)
 def test_compares_four_ways_to_train(style: str, ranks: int, tmp_path: Path) -> None:
     done = demo("--quick", "--style", style, "--ranks", str(ranks), directory=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

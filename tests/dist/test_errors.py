@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -117,6 +118,7 @@ def uneven(rank: int, world: int) -> tuple[int, list[str]]:
     return step.captures, step.misses
 
 
+@pytest.mark.smoke
 def test_another_batch_size_on_one_rank_is_no_difference():
     assert run_ranks(uneven, 2, timeout=60) == [
         (1, []),

@@ -75,6 +75,7 @@ def _trains(rank: int, world: int, style: str, inputs: str) -> tuple[float, list
     return worst, captures
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("inputs", ["local", "global"])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])

@@ -1,6 +1,6 @@
 """Hugging Face models on two ranks with different data: the losses and parameters of DistributedDataParallel.
 
-The default selection covers every family; `-m slow` runs the whole catalogue.
+The default selection covers every family; `-m full` runs the whole catalogue.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ def bad(result: Any) -> bool:
 
 
 @pytest.mark.timeout(900)  # about 50 s on two free cores
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_same_as_ddp(style: str) -> None:
     check(style, DEFAULT)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("names", [REST[i : i + CHUNK] for i in range(0, len(REST), CHUNK)], ids=lambda names: names[0])
@@ -130,7 +130,7 @@ def test_others_are_the_same_as_ddp(style: str, names: list[str]) -> None:
     check(style, names)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_depends_on_values_is_refused_with_its_line(name: str) -> None:
     entry = next(entries([name]))

@@ -135,6 +135,7 @@ def _cut(rank: int, world: int) -> float:
     return max((a - b).abs().max().item() for a, b in zip(*made, strict=True))
 
 
+@pytest.mark.full
 def test_two_axes() -> None:
     assert max(run_ranks(_cut, 4, timeout=290)) < 2e-6
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,5 +38,6 @@ def test_ranks_measure_the_same() -> None:
     run_ranks(figures, 2, "dp=2")
 
 
+@pytest.mark.full
 def test_ranks_of_two_axes_measure_the_same() -> None:
     run_ranks(figures, 4, "a=2,b=2")

@@ -1,4 +1,4 @@
-"""Steps under a budget of memory on two ranks: what is predicted is held, numbers stay the same, all ranks refuse alike."""
+"""Steps under a budget of memory on two ranks: what is predicted is held, numbers are the same, all refuse alike."""
 
 from typing import Any
 

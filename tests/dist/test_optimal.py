@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -13,7 +14,9 @@ from tests.tp_models import MLP, Llama, next_token, step_of
 from wholestep.plan.optimal.mixed import Mixed
 
 TOLERANCE = 1e-10
-QUICK_LINK = ws.Hardware.measured(flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000)
+QUICK_LINK = ws.Hardware.measured(
+    flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000
+)
 
 
 def train(model: torch.nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -50,6 +53,7 @@ def _two_axes(rank: int, world: int) -> dict[str, Any]:
     return {"worst": max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs)), "cut": cut}
 
 
+@pytest.mark.full
 def test_two_axes() -> None:
     for found in run_ranks(_two_axes, 4):
         assert found["worst"] < TOLERANCE

@@ -1,4 +1,4 @@
-"""On gloo ranks, whose tensors are views of buckets and of what they gathered: what goes by memory is as on one device."""
+"""On gloo ranks, tensors are views of buckets and of gathered memory: what goes by memory is as on one device."""
 
 import pytest
 import torch

@@ -24,8 +24,9 @@ def _profiled(rank: int, world: int, folder: str) -> dict[str, Any]:
         plain(twin, other, x)
     if rank == 0:
         found.save(f"{folder}/step.json")
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
     return {
-        "same": all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)),
+        "same": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
         "streams": [made.streams for made in (found.predicted, found.measured)],
         "sent": [sum(span.stream == "dp" for span in made.spans) for made in (found.predicted, found.measured)],
         "collectives": sum(one.count for one in step.local_graph.collectives().values()),  # type: ignore[union-attr]
@@ -39,7 +40,11 @@ def test_a_profile_on_two_ranks(tmp_path: Path):
         assert found["hardware"]
         assert found["streams"] == [("compute", "wait", "dp")] * 2
         assert found["sent"] == [found["collectives"]] * 2
-    names = [e["args"]["name"] for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    names = [
+        e["args"]["name"]
+        for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        if e["ph"] == "M" and "name" in e["args"]
+    ]
     assert "predicted" in names
     assert "measured" in names
 

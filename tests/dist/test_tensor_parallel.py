@@ -84,6 +84,7 @@ def _simple(rank: int, world: int, reshard: bool, cut_rows: bool, offload: Any) 
     return dict(worst)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("cut_rows", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -134,7 +135,7 @@ def _classes() -> tuple[Any, Any]:
     return ColwiseParallel(), RowwiseParallel()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_against_fsdp2_and_tp_of_torch(reshard: bool) -> None:
     for found in run_ranks(_torch_2d, WORLD, reshard):
         assert set(found) == {"loss", "gradients", "parameters", "state"}
@@ -154,7 +155,12 @@ def _counted(rank: int, world: int, mesh: str, bucket: bool) -> tuple[dict[str, 
 
     transform = Bucket() if bucket else None
     step = ws.compile(
-        train, parallel=parallel, mesh=mesh, keep_grads=True, passes=transform and (lambda passes: [transform, *passes]), schedule=None
+        train,
+        parallel=parallel,
+        mesh=mesh,
+        keep_grads=True,
+        passes=transform and (lambda passes: [transform, *passes]),
+        schedule=None,
     )
     batch = batch_of(rank // 2 if "dp" in mesh else 0, 0, (4, 8, 10), (4, 8, 10))
     step(model, optimizer, *batch)
@@ -181,7 +187,7 @@ def test_collectives_of_a_sequence_sharded_norm(mesh: str, bucket: bool, count: 
 
 
 def _own_parts(rank: int, world: int, semantics: Any, dim: int, sizes: tuple[int, ...], reshard: bool) -> float:
-    """Each rank is given `sizes[rank]` along `dim`; ranks of one tp group compute on all parts of the group together."""
+    """Each rank is given `sizes[rank]` along `dim`; a tp group computes on all parts of its ranks together."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, twin = SimpleModel(), SimpleModel()
@@ -215,6 +221,7 @@ def _own_parts(rank: int, world: int, semantics: Any, dim: int, sizes: tuple[int
     return max(worst, largest(model, twin))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("semantics", "dim", "sizes", "reshard"),
     [
@@ -263,7 +270,7 @@ def _own_parts_of_torch(rank: int, world: int, reshard: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.full), False])
 def test_parts_of_their_own_against_torch(reshard: bool) -> None:
     assert max(run_ranks(_own_parts_of_torch, WORLD, reshard)) < TOLERANCE
 
@@ -299,7 +306,12 @@ def _llama(rank: int, world: int, mesh: str, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("mesh", "name"),
-    [("tp=2", "SEQUENCE"), (MESH, "SEQUENCE"), ("tp=2,dp=2", "WHOLE_VOCABULARY"), ("rep=2,tp=2,dp=2", "SEQUENCE")],
+    [
+        ("tp=2", "SEQUENCE"),
+        pytest.param(MESH, "SEQUENCE", marks=pytest.mark.full),
+        pytest.param("tp=2,dp=2", "WHOLE_VOCABULARY", marks=pytest.mark.full),
+        pytest.param("rep=2,tp=2,dp=2", "SEQUENCE", marks=pytest.mark.full),
+    ],
 )
 def test_llama(mesh: str, name: str) -> None:
     for worst in run_ranks(_llama, ws.Mesh(mesh).size, mesh, name):
@@ -383,7 +395,9 @@ def _resharded(rank: int, world: int, folder: str, first: str, second: str) -> t
 PAIRS = [("2-D", "1-D"), ("1-D", "2-D"), ("2-D", "other way round"), ("columns", "2-D"), ("2-D", "replicated")]
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(
+    ("first", "second"), [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS[1:])]
+)
 def test_checkpoints_between_meshes(first: str, second: str, tmp_path: Path) -> None:
     for exact, after in run_ranks(_resharded, WORLD, str(tmp_path), first, second):
         assert exact == 0.0

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
-from tests.dist.test_between import STYLES, TP, Both, Net, batch
+from tests.dist.test_calls_between_steps import STYLES, TP, Both, Net, batch
 
 
 def same(both: Both) -> None:
@@ -63,6 +63,7 @@ def _writes(rank: int, world: int, parallel: Any, mesh: str | None, ranks: int, 
     assert both.step.captures == captures, both.step.misses
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_is_kept(style: str, world: int) -> None:
@@ -73,6 +74,7 @@ def test_across_steps() -> None:
     run_ranks(_writes, 2, ws.DataParallel("fully_shard"), None, 2, {"schedule": "across_steps"})
 
 
+@pytest.mark.full
 def test_hybrid_and_two_axes() -> None:
     run_ranks(_writes, 4, ws.DataParallel("hybrid"), "replicate=2,shard=2", 4, {})
     two = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(TP, axis="tp")]
@@ -144,7 +146,8 @@ def _refused(rank: int, world: int) -> None:
         "  next: change shapes and dtypes before the first call of the step"
     )
     same(both)
-    with pytest.raises(ws.StateError if rank else ws.RankMismatchError) as caught, ws.whole(both.model):
+    kind = ws.StateError if rank else ws.RankMismatchError
+    with pytest.raises(kind) as caught, ws.whole(both.model):  # noqa: PT012
         if rank:
             both.model.down.bias = nn.Parameter(torch.zeros(7, dtype=torch.float64))
     there = "" if rank else "on rank 1, "
@@ -153,9 +156,9 @@ def _refused(rank: int, world: int) -> None:
     same(both)
     start = time.monotonic()
     if rank == 0:
-        with pytest.raises(ws.RankMismatchError, match=r"`with ws.whole\(Net\)`: rank 0 is there, ranks \[1\] did not"):
-            with ws.whole(both.model, timeout=1.0):
-                pass
+        text = r"`with ws.whole\(Net\)`: rank 0 is there, ranks \[1\] did not"
+        with pytest.raises(ws.RankMismatchError, match=text), ws.whole(both.model, timeout=1.0):
+            pass
         assert time.monotonic() - start < 10
     both.train()
     same(both)
@@ -253,6 +256,7 @@ def _averaged(rank: int, world: int, style: str, kind: Callable[[nn.Module], Any
     same(both)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("way", ["early", "late"])
 @pytest.mark.parametrize("kind", [ModelEma, Swa, Diffusers])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])

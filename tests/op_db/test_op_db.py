@@ -4,14 +4,13 @@ Each day takes other ops, chosen by its date; `--all-ops` takes all of them, `-k
 those of another day.
 """
 
-import datetime
 import hashlib
-import os
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from tests.conftest import today
 from tests.op_db.run import outcomes
 from wholestep import _torch
 
@@ -28,9 +27,8 @@ def of_the_day(names: list[str], day: str, count: int) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All ops, or those of the day."""
     if "op" in metafunc.fixturenames:
-        day = os.environ.get("WHOLESTEP_DAY") or datetime.datetime.now(datetime.UTC).date().isoformat()
         every = metafunc.config.getoption("--all-ops")
-        metafunc.parametrize("op", list(INFOS) if every else of_the_day(list(INFOS), day, DAILY))
+        metafunc.parametrize("op", list(INFOS) if every else of_the_day(list(INFOS), today(), DAILY))
 
 
 def test_op(op: str) -> None:

@@ -70,6 +70,7 @@ GRAPHS = {kind: graph_of(kind) for kind in ("blocks", "wide", "convolutions")}
 
 
 # -- never worse -----------------------------------------------------------------------------
+@pytest.mark.crossed
 @pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_never_worse_than_any_template(kind: str, hardware: str) -> None:
@@ -84,6 +85,7 @@ def test_never_worse_than_any_template(kind: str, hardware: str) -> None:
     assert {row.name for row in found.rows} < {row.name for row in solved.rows}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_bounds_are_bounds(kind: str, hardware: str) -> None:

@@ -126,6 +126,7 @@ def test_values_are_made_again_as_before(kept: Path) -> None:
     assert ws.peak_memory(step.local_graph).size_bytes <= BUDGET
 
 
+@pytest.mark.smoke
 def test_a_step_that_chooses_nothing_keeps_nothing(tmp_path: Path) -> None:
     step, _ = Start(options={"parallel": ws.DataParallel("replicate")}).run(tmp_path)
     assert step.cache_log == ["nothing to choose"]

@@ -64,6 +64,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tupl
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_structures(kind: str) -> None:
     pack, unpack = ARGUMENTS[kind]
@@ -95,6 +96,7 @@ def test_plain_values() -> None:
     assert same_as_eager(fn, make, calls).captures == 4
 
 
+@pytest.mark.smoke
 def test_keyword_arguments() -> None:
     def fn(model: nn.Module, *, optimizer: Optimizer, batch: Mapping[str, Tensor], smooth: float = 0.0) -> Tensor:
         return train(model, optimizer, batch["x"], batch["y"] + smooth)

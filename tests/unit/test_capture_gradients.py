@@ -61,6 +61,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_a_backward_may_give_none(use: str, kept: bool) -> None:

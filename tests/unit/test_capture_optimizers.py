@@ -74,6 +74,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 RECAPTURES = {"OneCycleLR": 1, "CyclicLR": 1}  # those that move momentum or betas too
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("recipe", ["SGD-momentum", "AdamW-plain", "Adam-fused", "AdamW-two-groups", "NAdam-foreach"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_do_not_recapture(scheduler: str, recipe: str) -> None:
@@ -92,6 +93,7 @@ def test_schedulers_do_not_recapture(scheduler: str, recipe: str) -> None:
     assert step.captures <= 1 + RECAPTURES.get(scheduler, 0)
 
 
+@pytest.mark.smoke
 def test_learning_rate_set_by_hand() -> None:
     def between(i: int, model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
@@ -292,6 +294,7 @@ def test_a_subclass_of_an_optimizer_and_one_of_ones_own() -> None:
     assert step.captures <= 2
 
 
+@pytest.mark.smoke
 def test_the_comparison_can_fail() -> None:
     """What the other tests compare is really compared: a change made to one twin alone is seen."""
     ours: list[int] = []

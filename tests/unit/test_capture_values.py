@@ -70,6 +70,7 @@ def test_numbers_read_after_a_change_in_place_are_those_of_that_moment() -> None
     assert torch.equal(given["ids"], torch.tensor([5, 2, 3]))
 
 
+@pytest.mark.smoke
 def test_sizes_from_a_list_and_from_a_mask() -> None:
     def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = out.split(batch["lengths"].tolist())

@@ -74,6 +74,7 @@ def trained(tmp_path: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer, Path
 # -- continuing ----------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("into", ["step", "called step", "model", "step on meta"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == (optimizer == "adam tensor lr")
 
 
+@pytest.mark.smoke
 def test_untrained_checkpoint_resets_a_called_step(tmp_path: Path) -> None:
     model, optimizer = make()
     ws.save(tmp_path, model=model, optimizer=optimizer, number=0)
@@ -458,6 +460,7 @@ def remove_half(folder: Path) -> None:
     raise Crash
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("error", [Crash, OSError])
 @pytest.mark.parametrize("after", [False, True])
 def test_crash_at_any_point(

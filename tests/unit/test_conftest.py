@@ -12,6 +12,8 @@ import torch
 
 from tests import conftest
 
+pytest_plugins = ["pytester"]
+
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
@@ -65,3 +67,58 @@ def test_orphans_are_killed() -> None:
     command = [sys.executable, "-c", parent, *SLEEPER]
     orphan = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout)
     assert conftest.kill_marked(os.environ[conftest.MARK]) == [orphan]
+
+
+def test_a_covering_has_each_value_and_is_small() -> None:
+    rows = [{"a": a, "b": b, "c": c} for a in range(7) for b in range(3) for c in range(3)]
+    chosen = [rows[n] for n in conftest.covering(rows)]
+    assert len(chosen) == 7
+    assert {pair for row in chosen for pair in row.items()} == {pair for row in rows for pair in row.items()}
+    assert len({(row["b"], row["c"]) for row in chosen}) > 3, "short lists meet in several ways"
+
+
+CROSSED = """
+import pytest
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("a", range(5))
+@pytest.mark.parametrize("b", range(3))
+def test_of_a_cross(a, b):
+    pass
+
+@pytest.mark.full
+def test_of_a_catalogue():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "passed", "left"),
+    [
+        ([], 5, 11),
+        (["-m", "full"], 11, 5),
+        (["-m", "full or not full"], 16, 0),
+        (["-m", "full", "--minutes", "5"], 11, 5),
+        (["-k", "cross"], 5, 11),
+    ],
+)
+def test_what_is_full_runs_where_it_is_named(
+    pytester: pytest.Pytester, options: list[str], passed: int, left: int
+) -> None:
+    pytester.makepyfile(CROSSED)
+    marks = ["crossed", "full", *conftest.TIERS]
+    pytester.makeini("[pytest]\nmarkers =\n" + "\n".join(f"    {mark}: x" for mark in marks))
+    pytester.runpytest_inprocess(*options, plugins=[conftest]).assert_outcomes(passed=passed, deselected=left)
+
+
+def test_no_test_begins_without_time(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CROSSED)
+    pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=5, deselected=11)
+
+
+def test_days_begin_with_other_files(request: pytest.FixtureRequest) -> None:
+    items = request.session.items
+    one, other = (conftest.from_another_file_each_day(items, day) for day in ("2026-01-01", "2026-01-02"))
+    assert {*one} == {*other} == {*items}
+    if len({item.path for item in items}) > 3:
+        assert one[0].path != other[0].path

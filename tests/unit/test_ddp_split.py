@@ -147,6 +147,7 @@ def test_reference_buckets(case: Case, inner: str) -> None:
         assert logged == ours(split)
 
 
+@pytest.mark.smoke
 def test_one_bucket_is_compiled_whole() -> None:
     class Only:
         def __call__(self, part: GraphModule, inputs: list[Any]) -> Callable[..., Any]:

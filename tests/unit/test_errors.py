@@ -121,6 +121,7 @@ def test_what_cannot_be_one_graph(fn, lines):
     assert text(caught).splitlines() == lines
 
 
+@pytest.mark.smoke
 def test_a_failed_capture_changes_nothing():
     model, optimizer = make(torch.optim.AdamW)
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -50,6 +50,7 @@ def plan() -> ws.Plan:
     return ws.plan(ws.capture(step, *args), "dp=2,tp=2", both)
 
 
+@pytest.mark.smoke
 def test_a_parameter(plan: ws.Plan) -> None:
     text = plan.explain("w2.weight")
     assert text.startswith("w2.weight  param 16@dp 32@tp")
@@ -59,6 +60,7 @@ def test_a_parameter(plan: ws.Plan) -> None:
     assert "16 32@tp +dp(sum) becomes 16@dp 32@tp: reduce_scatter over dp (" in text
 
 
+@pytest.mark.smoke
 def test_an_operation(plan: ws.Plan) -> None:
     text = plan.explain_op("mm")  # the gradient of the hidden layer
     assert "dp: cut along m of 'm k, k n -> m n', as " in text

@@ -1,5 +1,6 @@
 """Shards that are gathered together rest side by side, and are copied only where they do not."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -32,6 +33,7 @@ def count(local: ws.LocalGraph, target: object) -> int:
     return sum(node.target is target for node in local.graph.nodes)
 
 
+@pytest.mark.smoke
 def test_gathers_of_the_forward_are_not_copied_together() -> None:
     for reshard in (False, True):
         before = program(reshard)

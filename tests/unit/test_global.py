@@ -120,6 +120,7 @@ def _used(batch: dict[str, Tensor], loss: str) -> dict[str, Tensor]:
     return {k: v for k, v in batch.items() if k in ("x", "y", "classes", "weight")}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("rows", [12, 7], ids=["even", "uneven"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -148,6 +149,7 @@ def test_the_comparison_sees_a_missing_reduction(monkeypatch: pytest.MonkeyPatch
     assert compare(one, "dp=2", ws.DataParallel("replicate", semantics="global")).worst > 1e-3
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_styles(style: str, in_place: bool) -> None:
@@ -202,6 +204,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("rows", [12, 7], ids=["even", "uneven"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)

@@ -2,6 +2,7 @@
 
 import operator
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 
@@ -11,6 +12,7 @@ from wholestep.graph.graph import operands, redirect
 aten = torch.ops.aten
 
 
+@pytest.mark.smoke
 def test_readers_follow_chains_in_lists_and_keywords_too() -> None:
     graph = Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")

@@ -62,6 +62,7 @@ def test_the_seeds_values_of_two_axes():
     assert cost(partial, both, (8, 8), SQUARE) == pytest.approx(18.609268, abs=1e-6)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", [S0, S1, R, P])
 def test_staying_is_free(layout):
     assert cost(layout, layout) == 0

@@ -1,6 +1,6 @@
 """Models of transformers cut by the plans that they carry, against one device in float64.
 
-The default selection covers every word of those plans; `-m slow` runs all models that carry one.
+The default selection covers every word of those plans; `-m full` runs all models that carry one.
 """
 
 import importlib
@@ -145,12 +145,12 @@ def test_every_word_is_known() -> None:
     assert words <= {*NAMES, "sequence_parallel"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_plan_is_looked_at() -> None:
     assert hf_plans.planned() <= {*PLANNED, *NOT_COMPARED}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", BOTH)
 @pytest.mark.parametrize("name", [name for name in PLANNED if name != "phimoe"])
 def test_every_model_by_its_own_plan(name: str, mesh: str) -> None:

@@ -26,6 +26,7 @@ def captured(case: str, recipe: str) -> Capture:
     return capture_step(CASES[case].step, (model, optimizer, CASES[case].batches(0)), {})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("recipe", ["AdamW-fused", "SGD-momentum-foreach"])
 @pytest.mark.parametrize("case", ["mlp-sum", "tokens", "by-hand", "tied", "reshaped"])
 def test_the_peak_is_that_of_live_tensors(case: str, recipe: str) -> None:
@@ -44,6 +45,7 @@ def test_the_peak_is_that_of_live_tensors(case: str, recipe: str) -> None:
                     assert 0.99 * measured <= predicted.size_bytes <= measured + sent, (style, len(passes), exchange)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("recipe", ["AdamW-fused", "SGD-momentum-foreach", "Adam-plain"])
 @pytest.mark.parametrize("case", ["mlp-sum", "tokens", "by-hand", "tied", "reshaped", "transposed"])
 def test_without_collectives_it_is_exact(case: str, recipe: str) -> None:

@@ -72,6 +72,7 @@ def same(one: Simulation, other: Simulation) -> bool:
     )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-momentum-foreach", "AdamW-plain", "Adam-fused", "AdamW-foreach"])
 def test_optimizers(recipe: str, style: str) -> None:
@@ -85,6 +86,7 @@ def test_optimizers(recipe: str, style: str) -> None:
         assert same(plain, late)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", [*STYLES, "hybrid"])
 @pytest.mark.parametrize("case", ["tiny", "uneven"])
 def test_further_hops_are_left_to_the_next_call_too(case: str, style: str) -> None:
@@ -96,6 +98,7 @@ def test_further_hops_are_left_to_the_next_call_too(case: str, style: str) -> No
     assert same(plain, late)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("case", CASES)
 def test_models(case: str, style: str) -> None:

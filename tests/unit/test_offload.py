@@ -69,6 +69,7 @@ def test_same_numbers_through_host_memory(style: str) -> None:
         torch.testing.assert_close(simulation.whole(name), expected, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.smoke
 def test_compiled() -> None:
     model, optimizer = make()
     step = ws.compile(train, parallel=ws.DataParallel("fully_shard"), offload="cpu")

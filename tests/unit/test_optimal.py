@@ -211,6 +211,7 @@ def test_no_slower_than_a_plan_for_gpt() -> None:
 # -- the numbers --------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])

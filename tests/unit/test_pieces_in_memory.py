@@ -39,6 +39,7 @@ def table_restored() -> Iterator[None]:
 
 
 # -- the check -------------------------------------------------------------------------------
+@pytest.mark.crossed
 @pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6), (4, 5, 6), (0, 3)])
 def test_a_tensor_lies_as_asked(form: int, shape: tuple[int, ...]) -> None:
@@ -226,6 +227,7 @@ class Vit(nn.Module):
         return self.head(self.pool(tokens.transpose(1, 2)).flatten(1))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("pooled", [1, 2, 3])
 @pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])
 def test_a_vision_transformer_that_pools(pooled: int, rows: int) -> None:
@@ -286,6 +288,7 @@ def test_a_fused_optimizer_of_channels_last_parameters(name: str) -> None:
         assert found.worst < 1e-10, f"{style}: {found.where} differs by {found.worst:.1e}"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("shape", [(4, 2), (4, 3, 2)])
 def test_complex_views_of_pieces(form: int, shape: tuple[int, ...]) -> None:

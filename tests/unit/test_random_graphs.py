@@ -15,7 +15,8 @@ from tests.random_graphs.shrink import show, shrink
 
 BLOCK = 100
 FIRST, LAST = map(int, os.environ.get("WHOLESTEP_SEEDS", "0:2000").split(":"))
-SLOW = range(LAST, LAST + 4000, BLOCK)
+USUAL = 500  # seeds of `make test`
+MORE = range(LAST, LAST + 4000, BLOCK)
 
 
 def check(first: int, last: int) -> None:
@@ -30,12 +31,14 @@ def check(first: int, last: int) -> None:
                 pytest.fail(f"seed {seed}: {found.kind}\npython -m tests.random_graphs --seed {seed}\n\n{text}", False)
 
 
-@pytest.mark.parametrize("first", range(FIRST, LAST, BLOCK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=pytest.mark.full if n >= FIRST + USUAL else ()) for n in range(FIRST, LAST, BLOCK)]
+)
 def test_all_ranks_compute_what_one_device_does(first: int) -> None:
     check(first, min(first + BLOCK, LAST))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", SLOW)
+@pytest.mark.full
+@pytest.mark.parametrize("first", MORE)
 def test_more_of_them(first: int) -> None:
     check(first, first + BLOCK)

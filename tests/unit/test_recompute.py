@@ -81,6 +81,7 @@ def check_bits(case: str, recipe: str, style: str) -> None:
         assert same(bits(capture, plan, finished, case), expected)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", ["replicate", "zero2", "fully_shard", "again"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits(case: str, style: str) -> None:
@@ -93,6 +94,7 @@ def test_the_same_bits_in_other_styles(style: str) -> None:
     check_bits("tokens", "AdamW-plain", style)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("recipe", ["SGD-momentum-foreach", "Adam-fused-amsgrad-wd", "Adagrad-plain", "Rprop-plain"])
 @pytest.mark.parametrize("style", ["replicate", "zero2", "fully_shard"])
 def test_the_same_bits_with_other_optimizers(recipe: str, style: str) -> None:
@@ -118,6 +120,7 @@ def mean_square(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.smoke
 def test_random_numbers_are_drawn_once() -> None:
     model = Dropped().double()
     capture = capture_step(mean_square, (model, SGD(model.parameters(), lr=0.1), torch.randn(30, 6).double()), {})

@@ -74,6 +74,7 @@ class Run:
             getattr(self, name).load_state_dict(state)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("after", [1, 7])

@@ -103,6 +103,7 @@ def test_imports_of_rules_point_one_way() -> None:
         assert not nested, f"{module}:{nested[0].lineno} imports within a function"
 
 
+@pytest.mark.smoke
 def test_most_rows_are_one_text() -> None:
     rows = [row for target, row in registry.RULES.items() if str(target).startswith("aten.")]
     texts = [row for row in rows if isinstance(row.body, Bind)]
@@ -110,6 +111,7 @@ def test_most_rows_are_one_text() -> None:
     assert len(texts) >= 0.8 * len(rows), "rules that became functions"
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("table_restored")
 def test_ops_by_name() -> None:
     assert registry.targets_of("sum.dim_IntList no_such_op relu") == [aten.sum.dim_IntList, aten.relu.default]
@@ -161,7 +163,7 @@ def test_changed_rules_fail(samples: dict[Any, list[Sample]]) -> None:
     assert caught >= 1000
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_changed_rule_fails(samples: dict[Any, list[Sample]]) -> None:
     passed, caught = survivors(list(OPS), samples)
     assert passed == []

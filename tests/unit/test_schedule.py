@@ -68,6 +68,7 @@ def test_reductions_left_after_merging(many: int, width: int, cap_mb: int, left:
     assert count(ws.run_passes(local, [Bucket(cap_mb * MB)])) == {"all_reduce": left}
 
 
+@pytest.mark.smoke
 def test_waits_stand_just_before_their_first_reader() -> None:
     local = ws.run_passes(layers(3, 16, "zero1"), [SinkWaits()])
     order = list(local.graph.nodes)
@@ -122,6 +123,7 @@ def sends(local: ws.LocalGraph) -> list[torch.fx.Node]:
     return [n for n in local.graph.nodes if is_collective(n)]
 
 
+@pytest.mark.smoke
 def test_one_optimizer_for_each_bucket() -> None:
     local = ws.run_passes(layers(5, 600), [SinkWaits(), Bucket(2 * MB), SplitOptimizer()])
     fused = [n for n in local.graph.nodes if "_fused_adam" in str(n.target)]

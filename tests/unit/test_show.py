@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ def made(layers: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tenso
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3)
 
 
+@pytest.mark.smoke
 def test_a_step() -> None:
     step = ws.compile(train_step, parallel=ws.DataParallel("zero1"))
     assert repr(step) == "<CompiledStep train_step: zero1; backend eager; not compiled yet>"
@@ -37,6 +39,7 @@ def test_a_step() -> None:
     assert repr(ws.compile(train_step, parallel=ws.Auto())).startswith("<CompiledStep train_step: Auto; ")
 
 
+@pytest.mark.smoke
 def test_a_plan() -> None:
     plan = ws.plan(ws.capture(train_step, *made()), "dp=4", ws.DataParallel("fully_shard"))
     assert repr(plan) == "<Plan fully_shard on dp, mean over ranks; mesh dp=4; 2 parameters, 16 B at rest per rank>"

@@ -6,6 +6,7 @@ Ranks have different data throughout: with equal data a missing reduction would 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -143,22 +144,25 @@ def compare_state(simulation: Simulation, oracle: Oracle, world: int) -> None:
     assert trained <= compared, f"{trained - compared} were not compared"
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", OPTIMIZERS)
-def test_optimizers(recipe: str) -> None:
-    for style in STYLES:
-        for world in WORLDS:
-            for passes in PASSES:
-                check("tiny", recipe, world, DataParallel(style), passes)  # type: ignore[arg-type]
+def test_optimizers(recipe: str, style: Any) -> None:
+    for world in WORLDS:
+        for passes in PASSES:
+            check("tiny", recipe, world, DataParallel(style), passes)
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["AdamW-plain", "SGD-momentum-foreach"])
 @pytest.mark.parametrize("case", CASES)
-def test_models(case: str, recipe: str) -> None:
-    for style in STYLES:
-        for world in WORLDS:
-            check(case, recipe, world, DataParallel(style), "in place")  # type: ignore[arg-type]
+def test_models(case: str, recipe: str, style: Any) -> None:
+    for world in WORLDS:
+        check(case, recipe, world, DataParallel(style), "in place")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("case", ["tiny", "clip-norm", "micro-clip"])
 @pytest.mark.parametrize("style", STYLES)
 def test_sum_over_ranks(case: str, style: str) -> None:
@@ -166,14 +170,16 @@ def test_sum_over_ranks(case: str, style: str) -> None:
         check(case, "AdamW-plain", world, DataParallel(style, reduce="sum"), "in place")  # type: ignore[arg-type]
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", ["fully_shard", "default", "hybrid"])
 @pytest.mark.parametrize("again", [True, False, None])
 @pytest.mark.parametrize("case", ["twice", "tokens", "micro-batches", "uneven"])
-def test_reshard_after_forward(case: str, again: bool | None) -> None:
-    for style in ("fully_shard", "default", "hybrid"):
-        for world in (2, 3, 4):
-            check(case, "AdamW-plain", world, DataParallel(style, reshard_after_forward=again), "in place")
+def test_reshard_after_forward(case: str, again: bool | None, style: Any) -> None:
+    for world in (2, 3, 4):
+        check(case, "AdamW-plain", world, DataParallel(style, reshard_after_forward=again), "in place")
 
 
+@pytest.mark.smoke
 def test_gathering_again_is_bitwise() -> None:
     """Gathering again for the backward, or not, gives the same bits."""
     ends: list[dict[str, torch.Tensor]] = []
@@ -195,12 +201,13 @@ COUNTS = {
 }
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", COUNTS)
 @pytest.mark.parametrize("recipe", OPTIMIZERS)
-def test_no_optimizer_adds_collectives(recipe: str) -> None:
+def test_no_optimizer_adds_collectives(recipe: str, style: Any) -> None:
     """Four parameters: one gather and one reduction each, whatever the update computes."""
-    for style, expected in COUNTS.items():
-        for _, local in programs("tiny", recipe, mesh_of(DataParallel(style), 4), DataParallel(style)):  # type: ignore[arg-type]
-            assert {kind: total.count for kind, total in local.collectives().items()} == expected, style
+    for _, local in programs("tiny", recipe, mesh_of(DataParallel(style), 4), DataParallel(style)):
+        assert {kind: total.count for kind, total in local.collectives().items()} == COUNTS[style]
 
 
 @pytest.mark.parametrize("style", STYLES)

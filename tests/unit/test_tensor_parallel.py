@@ -90,6 +90,7 @@ def dp(style: Any = "fully_shard", axis: Any = "dp", **options: Any) -> DataPara
 # -- layers ----------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("hidden", [32, 33])
 @pytest.mark.parametrize("shape", [(6, 12), (3, 4, 12)])
 def test_columns_then_rows(hidden: int, shape: tuple[int, ...]) -> None:
@@ -108,6 +109,7 @@ def test_columns_then_rows(hidden: int, shape: tuple[int, ...]) -> None:
 MESHES = ["dp=2,tp=2", "tp=2,dp=2", "dp=3,tp=2", "dp=2,tp=3"]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard", "default"])
 def test_two_axes(mesh: str, style: str) -> None:
@@ -137,6 +139,7 @@ def test_three_axes_in_any_order(order: tuple[str, ...]) -> None:
     assert counts["rep"] == Counter(all_reduce=5)  # gradients and the loss
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
 def test_each_rank_its_own_batch(mesh: str, gather: bool) -> None:
@@ -244,6 +247,7 @@ def test_sequence_on_either_dim(dim: int) -> None:
 # -- a language model ------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "tp=2,dp=2"])
 @pytest.mark.parametrize("name", ["LAYERS", "WHOLE_VOCABULARY", "SEQUENCE"])
 def test_llama(name: str, mesh: str) -> None:
@@ -280,6 +284,7 @@ def test_one_head_of_keys_for_all_queries(mesh: str) -> None:
     check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:

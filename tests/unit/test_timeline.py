@@ -40,6 +40,7 @@ def program(style: str = "fully_shard", mesh: str = "dp=2", schedule: ws.Schedul
     return (schedule or ws.Schedule(MACHINE))(local)
 
 
+@pytest.mark.smoke
 def test_a_timeline_adds_up_to_the_simulation() -> None:
     local = program()
     made, simulated = ws.timeline(local, MACHINE), ws.simulate(local, MACHINE)

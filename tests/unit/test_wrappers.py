@@ -144,6 +144,7 @@ class Holder(nn.Module):
         return train(self.net, self.optimizer, x, y)
 
 
+@pytest.mark.smoke
 def test_optimizer_of_a_module() -> None:
     made = make()
     check(ws.compile(Holder(made).fitted), made)

@@ -8,7 +8,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.unit.test_auto import GRAPHS, PAIRS, train
-from tests.unit.test_short import FAST, deep
+from tests.unit.test_auto_short_steps import FAST, deep
 from wholestep.auto.batches import ENOUGH, search_batches, show
 from wholestep.auto.even import Even
 from wholestep.auto.program import Programs

@@ -71,6 +71,7 @@ def test_results_in_rank_order(world: int) -> None:
     assert got == [(rank, world, ("a", 2), rank, world, 1, str(rank)) for rank in range(world)]
 
 
+@pytest.mark.smoke
 def test_collectives_work() -> None:
     assert [value.item() for value in run_ranks(_sum, 3)] == [6.0, 6.0, 6.0]
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 import wholestep as ws
 from tests.together import OneDevice, compare
 from tests.tp_models import MLP, squares, step_of
+from tests.unit.test_auto_short_steps import FAST, GRAPHS, LAYERS, PAIRS, deep
 from tests.unit.test_optimal import QUICK_LINK
-from tests.unit.test_short import FAST, GRAPHS, LAYERS, PAIRS, deep
 from tests.unit.test_tensor_parallel import builder, floats
 from wholestep.auto import search
 from wholestep.auto.costs import costs

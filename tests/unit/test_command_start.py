@@ -38,6 +38,7 @@ def test_help_needs_no_torch(args: list[str]) -> None:
     assert torch == "no torch"
 
 
+@pytest.mark.smoke
 def test_version() -> None:
     assert re.fullmatch(r"wholestep \d+\.\d+\.\d+\S*\n", run("--version")[0])
 

@@ -145,6 +145,7 @@ def a_copy(model: Any, x: Tensor) -> Tensor:
 USES: list[Callable[[Any, Tensor], Tensor]] = [call, call_a_method, call_a_part, generate, a_functional_call, a_copy]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_model_is_used_between_steps(style: str, world: int) -> None:
@@ -155,6 +156,7 @@ def test_across_steps() -> None:
     run_ranks(_uses, 2, ws.DataParallel("fully_shard"), None, 2, {"schedule": "across_steps"})
 
 
+@pytest.mark.full
 def test_hybrid_and_two_axes() -> None:
     run_ranks(_uses, 4, ws.DataParallel("hybrid"), "replicate=2,shard=2", 4, {})
     two = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(TP, axis="tp")]
@@ -166,7 +168,11 @@ def _alone(rank: int, world: int) -> None:
     both.train()
     if rank == 0:
         start = time.monotonic()
-        with torch.no_grad(), pytest.raises(ws.RankMismatchError) as caught, pytest.warns(UserWarning) as said:
+        with (
+            torch.no_grad(),
+            pytest.raises(ws.RankMismatchError) as caught,
+            pytest.warns(UserWarning, match="waits for other ranks") as said,
+        ):
             both.model(batch(99, rank))
         assert "rank 0 waits for other ranks at a call of Net outside of a compiled step" in str(said[0].message)
         assert time.monotonic() - start < 10
@@ -257,6 +263,7 @@ def _compiled_evaluation(rank: int, world: int, style: str, first: bool) -> None
     both.compare()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_a_compiled_evaluation_shares_the_placed_model(style: str, first: bool) -> None:
