@@ -88,8 +88,8 @@ TORCH: dict[str, list[dict[str, Any]]] = {
     "LBFGS": [{}],
 }  # fmt: skip
 _REFUSED_OF_TORCH = {
-    "SparseAdam": "its update works on sparse gradients",
-    "LBFGS": "its step calls a closure again and again",
+    "SparseAdam": "its update needs sparse gradients",
+    "LBFGS": "its step calls a closure a number of times",
 }
 
 
@@ -129,7 +129,7 @@ SCHEDULE_FREE = """
 _READS, _OBJECT = "the step reads the value of a tensor", "in its state, which (is a|belongs to no parameter)"
 _REFUSED = {
     "AdaShift": _OBJECT, "AggMo": _OBJECT, "MADGRAD": _OBJECT, "SOAP": _OBJECT, "SPAM": _OBJECT, "SPlus": _OBJECT,
-    "ScalableShampoo": "an object that the step makes", "Kron": "draws numbers from numpy.random",
+    "ScalableShampoo": "the step creates an object", "Kron": "draws numbers from numpy.random",
     "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "Prodigy": _READS, "SGDP": _READS,
 }  # fmt: skip
 

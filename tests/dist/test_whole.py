@@ -123,8 +123,8 @@ def _refused(rank: int, world: int) -> None:
         with pytest.raises(ws.StateError) as step:
             both.step(both.model, both.optimizer, batch(9, rank))
     assert str(nested.value) == (
-        "'scale' is a whole copy, for `with ws.whole(...)`, and no parameter that a step can update\n"
-        "  needed: the parameters themselves, which are back after it\n"
+        "'scale' is an unsharded copy, for `with ws.whole(...)`, which a step cannot update\n"
+        "  needed: the parameters themselves, which are restored after it\n"
         "  next: end it first: a compiled step, or another `ws.whole`, cannot run inside"
     )
     assert str(step.value) == str(nested.value)

@@ -122,7 +122,7 @@ def _in_place(
     local: LocalGraph, pieces: Mapping[str, Sequence[Tensor]], made: Sequence[Sequence[Any]]
 ) -> Problem | None:
     """Updates in place give the same bits; where strides are not known, the same up to rounding."""
-    limit = SUMMED_OTHERWISE if any(map(meta.is_loose, local.graph.nodes)) else 0.0
+    limit = SUMMED_OTHERWISE if any(map(meta.is_strided, local.graph.nodes)) else 0.0
     changed = run_passes(local, [Reinplace()])
     given = _given(changed, pieces)
     results = run_all(changed, given, bound_arguments)

@@ -288,7 +288,11 @@ ROWS = (
     Row(G, "`saved_tensors_hooks`", train(saved)),
     Row(G, "in-place operations on activations", train(in_place), ranks=True),
     Row(
-        G, "`detect_anomaly`, `set_detect_anomaly`", train(anomalous), line="run the plain function with it", runs=False
+        G,
+        "`detect_anomaly`, `set_detect_anomaly`",
+        train(anomalous),
+        line="run the uncompiled function with it",
+        runs=False,
     ),
     Row(G, "`torch.profiler.record_function`", train(profiled)),
     Row(G, "several models and optimizers, `requires_grad_` toggled (GAN)", steps(gan, two_models), ranks=True),

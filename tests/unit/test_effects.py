@@ -929,7 +929,7 @@ class Plateau(World):
         return loss
 
 
-@refused("an object that the step makes")
+@refused("the step creates an object")
 class ObjectMade(World):
     def step(self, x):
         loss = self.update(x)
@@ -945,7 +945,7 @@ class ModuleSwapped(World):
         return loss
 
 
-@refused("the old container may have been read")
+@refused("the step may have read the old container")
 class ListRebuilt(World):
     def __init__(self):
         super().__init__()
@@ -976,7 +976,7 @@ class RecordRebuilt(World):
         return loss
 
 
-@refused("a number of numpy")
+@refused("a graph has no inputs of numpy's number types")
 class NumpyNumber(World):
     def __init__(self):
         super().__init__()

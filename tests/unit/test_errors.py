@@ -65,7 +65,7 @@ def text(error: pytest.ExceptionInfo[ws.WholestepError]) -> str:
 
 ONE_GRAPH = "  needed: a step whose operations do not depend on values: one graph is captured and run for every batch"
 READ = (
-    "  next: return the tensor and read it after the call, or write the choice with torch.where; "
+    "  next: return the tensor and read it after the call, or choose with torch.where; "
     "wholestep.callback(fn, tensor) calls fn with its value in each step"
 )
 
@@ -98,16 +98,15 @@ READ = (
                 "the step has an operation whose result depends on values: aten.nonzero.default",
                 "  at: <here>  loss = model(x[x[:, 0] > 0]).square().mean()",
                 ONE_GRAPH,
-                "  next: use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside "
-                "the step",
+                "  next: use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             ],
         ),
         (
             keeps_losses,
             [
-                "the step changes LOSSES: 0 items -> 1 items; lists keep their length",
+                "the step changes LOSSES: 0 items -> 1 items; lists must keep their length",
                 "  at: <here>  LOSSES.append(loss.detach())",
-                "  needed: numbers, tensors and plain values that are assigned, which each call then assigns anew",
+                "  needed: assignments of numbers, tensors and plain values, which each call repeats",
                 "  next: return it from the step, or use `wholestep.callback(fn, *values)`, "
                 "which calls fn with the values of each step",
             ],
@@ -148,8 +147,8 @@ def test_an_error_of_the_users_own_names_the_line_and_keeps_its_cause():
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (torch.optim.LBFGS, "its step calls a closure again and again, as often as the data says"),
-        (torch.optim.SparseAdam, "its update works on sparse gradients, whose sizes depend on the data"),
+        (torch.optim.LBFGS, "its step calls a closure a number of times that depends on the data"),
+        (torch.optim.SparseAdam, "its update needs sparse gradients, whose sizes depend on the data"),
     ],
 )
 def test_optimizers_that_are_not_tensor_only(kind, why):
@@ -160,7 +159,7 @@ def test_optimizers_that_are_not_tensor_only(kind, why):
         f"optimizer {kind.__name__} cannot be captured: {why}",
         "  needed: an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, "
         "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
-        "  next: use one of those, or call this optimizer outside the compiled step",
+        "  next: use one of these, or call this optimizer outside the compiled step",
     ]
 
 
@@ -186,9 +185,7 @@ def test_an_optimizer_or_module_that_was_not_found():
 
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(hidden_optimizer)(model, box, torch.randn(3, 4))
-    assert text(caught).splitlines()[0] == (
-        "the step runs an optimizer (SGD) that wholestep was not given and did not find"
-    )
+    assert text(caught).splitlines()[0] == ("the step runs an optimizer (SGD) that wholestep did not find")
 
     def hidden_module(model, optimizer, box, x):
         (model(x) + box.thing(x)).sum().backward()
@@ -197,7 +194,7 @@ def test_an_optimizer_or_module_that_was_not_found():
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(hidden_module)(model, optimizer, Opaque(other), torch.randn(3, 4))
     assert text(caught).splitlines()[:2] == [
-        "the step uses a trainable tensor of shape (2, 4) that belongs to no module or optimizer it was given",
+        "the step uses a trainable tensor of shape (2, 4) that belongs to none of its modules and optimizers",
         "  at: <here>  (model(x) + box.thing(x)).sum().backward()",
     ]
 
@@ -211,7 +208,7 @@ def test_a_step_without_an_optimizer_or_a_model():
 
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(only_gradients)(model, torch.randn(3, 4))
-    assert text(caught).splitlines()[0] == "the step computes gradients, and there is no optimizer to use them"
+    assert text(caught).splitlines()[0] == "the step computes gradients and has no optimizer that uses them"
 
     def nothing(x):
         return x + 1

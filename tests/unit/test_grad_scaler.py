@@ -170,7 +170,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing_behind() -> None:
     late = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(plain)(model, late, scaler, calls(())[0][0])
-    assert caught.value.found == "GradScaler may skip a step of SGD, which makes or assigns 'momentum_buffer'"
+    assert caught.value.found == "GradScaler may skip a step of SGD, which creates or assigns 'momentum_buffer'"
     assert "scaler.step(optimizer)" in caught.value.where
 
 
@@ -195,4 +195,4 @@ def test_numbers_of_python_that_a_skipped_step_would_keep_are_refused(place: str
     model, _, scaler = scaled("SGD")()
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(plain)(model, Counting(model.parameters(), place), scaler, calls(())[0][0])
-    assert caught.value.found == "GradScaler may skip a step of Counting, which makes or assigns 'count'"
+    assert caught.value.found == "GradScaler may skip a step of Counting, which creates or assigns 'count'"

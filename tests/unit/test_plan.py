@@ -226,7 +226,7 @@ def test_the_local_graph_checker_sees_dead_nodes_and_missing_waits(graph):
     wait = next(n for n in hasty.nodes if "wait_tensor" in str(n.target))
     wait.replace_all_uses_with(wait.args[0])
     hasty.erase_node(wait)
-    with pytest.raises(ws.GraphError, match="before it is waited for"):
+    with pytest.raises(ws.GraphError, match="before its wait"):
         check_local_graph(dataclasses.replace(local, graph=hasty))
 
 

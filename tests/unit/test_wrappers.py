@@ -188,11 +188,11 @@ def test_counting_of_updates_is_refused() -> None:
     with pytest.raises(ws.CaptureError) as caught:
         ws.compile(train)(model, wrapper, *CALLS[0])
     assert str(caught.value).replace(__file__, "<here>") == (
-        "the step calls step() of an optimizer of Lightning's, which counts `trainer.global_step` in Python\n"
+        "the step calls step() of a Lightning optimizer, which counts `trainer.global_step` in Python\n"
         f"  at: <here>:{train.__code__.co_firstlineno + 4}  optimizer.step()\n"
-        "  needed: the optimizer inside it, and the count after each call of the step\n"
-        "  next: write `self.optimizers().optimizer.step()` in the step, and `self.optimizers().step()` after it: that "
-        "finds no gradients, updates nothing and counts"
+        "  needed: step() of the wrapped optimizer, and the count outside of the step\n"
+        "  next: write `self.optimizers().optimizer.step()` in the step, and `self.optimizers().step()` after it: "
+        "without gradients it only counts"
     )
     assert wrapper._on_before_step is before
     assert not counted
@@ -214,8 +214,8 @@ def test_accumulate_in_the_step_is_refused() -> None:
         assert str(caught.value).replace(__file__, "<here>") == (
             "the step changes Accelerate's sync_gradients: True -> False\n"
             f"  at: <here>:{fn.__code__.co_firstlineno + 1}  with accelerator.accumulate(model):\n"
-            "  needed: a step that is called with gradients that are complete after it, or are not\n"
-            "  next: write `with accelerator.accumulate(model):` around the call of the step, not into it"
+            "  needed: a setting that is constant during a call of the step\n"
+            "  next: write `with accelerator.accumulate(model):` around the call of the step, not inside the step"
         )
         assert "_set_sync_gradients" not in vars(accelerator.gradient_state)
     finally:
@@ -229,7 +229,7 @@ def test_a_wrapped_module_is_refused() -> None:
         ws.compile(train)(nn.DataParallel(model), optimizer, *CALLS[0])
     assert str(caught.value) == (
         "module 'DataParallel' is wrapped in DataParallel\n"
-        "  needed: the plain module, as one device runs it: wholestep adds the communication itself\n"
+        "  needed: the plain module for one device: wholestep adds the communication\n"
         "  next: remove the wrapper; Accelerate, and the Trainer through it, add none with "
         "`accelerator.prepare_model(model, evaluation_mode=True)`"
     )

@@ -1,64 +1,64 @@
 """Every private torch name wholestep uses, and why. Checked with torch 2.11 to 2.15.
 
-Each entry: the name (the version it is there since), what it is for; what would replace it.
+Each entry: the name (first torch version), its purpose; the public API that would replace it.
 
-- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): a number that Python computes
-  becomes an input of the graph while it is traced (`host`); a tracer that takes inputs as it goes.
-- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): hooks that a user put on a parameter act on its
-  stand-in too; a public list of them.
+- fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
+  during a trace (`host`); a tracer that accepts new inputs.
+- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): the user's hooks on a parameter are copied to its
+  fake; a public list.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
-  modes' __torch_dispatch__: ops are recorded in half the time (`dispatch`); a tracer that takes less than the op.
-- _ops.OpOverload, OpOverloadPacket (1.12): what a graph calls; public names of the two classes.
-- nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): nodes made without a look into their arguments;
-  a `create_node` that does not look.
-- loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silent during a trace; errors that log nothing.
+  modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
+- _ops.OpOverload, OpOverloadPacket (1.12): the targets of graph nodes; public names of the two classes.
+- nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): creates nodes without a search for symbolic
+  numbers in their arguments; an option of `create_node`.
+- loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
-- nn.Module._parameters, _buffers, _modules (0.1): what a module holds, to be replaced; public writable views.
-- compiler._is_compiling_flag (2.1): selects the tensor-only form of torch.optim; a public switch for it.
+- nn.Module._parameters, _buffers, _modules (0.1): replaces members of a module; public writable views.
+- compiler._is_compiling_flag (2.1): selects the capturable form of torch.optim; a public switch.
 - autograd.graph._engine_run_backward (2.2): marks nodes made in a backward; node.meta["autograd_backward"] on every op.
 - _decomp.get_decompositions (1.13): batch norm's hidden write into its statistics; schemas that name every mutation.
 - _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,
   and whose context manager warns about TF32; a public switch without either.
 - library.Library("aten"), _dispatch_has_kernel (1.13): shape functions that fused optimizers lack; the same in torch.
-- fx._lazy_graph_module (2.2): graph modules that write no code before they are called; a switch of GraphModule.
-- utils._pytree (1.8): flattens a step's arguments and results, writes their structure to a file; torch.utils.pytree.
-- _C.DisableTorchFunction (1.13): values are read while a step is traced; a public switch for torch function modes.
+- fx._lazy_graph_module (2.2): graph modules that generate code at their first call; an option of GraphModule.
+- utils._pytree (1.8): flattens arguments and results of a step, serializes their structure; torch.utils.pytree.
+- _C.DisableTorchFunction (1.13): reads values during a trace; a public switch for torch function modes.
 - _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
-- utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls that sample functions make; a public mode.
-- _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops there are, and which
-  of them run on CPU, to check the rules of whole families; a public list.
-- testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules on; a public database.
-- _C._storage_Use_Count (2.0): whether memory is held by others yet; a public count.
-- _C._distributed_c10d._resolve_process_group, _register_work (2.3): an exchange into memory that is given, waited for
-  as a functional collective; an out variant of all_to_all_single.
-- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts a gather's out variant and
-  an all-reduce in place; entries.
-- distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor of GPUs whose piece rests in host memory; from_local
-  that leaves the piece where it is.
+- utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls of sample functions; a public mode.
+- _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): lists ops and those with a CPU
+  kernel, to check the rules of op families; a public list.
+- testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules; a public database.
+- _C._storage_Use_Count (2.0): whether a storage has other users; a public count.
+- _C._distributed_c10d._resolve_process_group, _register_work (2.3): an all-to-all into existing memory, with the wait
+  of a functional collective; an out variant of all_to_all_single.
+- distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts all_gather_into_tensor_out and
+  all_reduce_; entries for both.
+- distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor on GPUs with its local tensor in host memory; a
+  from_local that does not move the local tensor.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 - _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
-  of a part.
-- _dynamo.config.optimize_ddp (2.0): torch's own splitter off where ours is chosen; a say of the backend's in that.
+  of a subgraph.
+- _dynamo.config.optimize_ddp (2.0): disables torch's DDP splitter in favour of ours; an attribute of the backend.
 - DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), and in torch.distributed
-  _DEFAULT_FIRST_BUCKET_BYTES (1.8): which model runs, whether its buckets are settled, its first cap; properties.
-- _guards.TracingContext, tracing (2.0): each part of a split graph is compiled in a context of its own, and gives fake
-  results with the strides it really makes; a public way to compile one graph as several.
-- _C._autograd._saved_tensors_hooks_set_tracing (2.3): hooks on saved tensors wait while a part runs on fakes.
-- _C._functorch.peek_interpreter_stack (2.0): whether a `torch.func` transform is under way; a public question.
-- _C._set_grad_enabled (1.0): where gradients are switched off and on in dynamo's graphs; the public class, traced.
+  _DEFAULT_FIRST_BUCKET_BYTES (1.8): the running DDP model, the state of its buckets, its first cap; properties.
+- _guards.TracingContext, tracing (2.0): compiles each part of a split graph in its own context, and returns fakes with
+  the real strides; a public way to compile one graph as several.
+- _C._autograd._saved_tensors_hooks_set_tracing (2.3): disables hooks on saved tensors while a part runs on fakes.
+- _C._functorch.peek_interpreter_stack (2.0): whether a `torch.func` transform is active; a public function.
+- _C._set_grad_enabled (1.0): the node that switches gradients in dynamo's graphs; the public class, traced.
 - optim._adafactor (2.5), nn.modules.batchnorm._BatchNorm (1.0), amp.GradScaler's _scale, _growth_tracker,
-  _per_optimizer_states, _unscale_grads_ (2.3): what reads values while it runs is exchanged for forms made of tensors
-  (`replaced`); forms in torch that read none, as its optimizers have with capturable=True.
-- _dynamo.eval_frame.OptimizedModule (2.0): what torch.compile wraps is called in its place; a stance that does that.
+  _per_optimizer_states, _unscale_grads_ (2.3): methods that read values are replaced by traceable forms (`replaced`);
+  traceable forms in torch, like capturable=True of its optimizers.
+- _dynamo.eval_frame.OptimizedModule (2.0): calls the module that torch.compile wraps; a stance for it.
 - tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
-  optimizers' _optimizer_step_pre_hooks (2.0): the user's hooks run in the step and follow a parameter; a list.
-- nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): what a part takes came from there; node.meta.
+  optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks and moves them with a parameter; a list.
+- nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): origin of the inputs of a part; node.meta.
 """
 
 from .distributed import (
-    buckets_are_settled,
+    buckets_are_rebuilt,
     count_our_collectives,
     ddp_in_use,
     default_store,
@@ -72,6 +72,7 @@ from .distributed import (
 )
 from .dynamo import (
     PartContext,
+    disable_torch_splitter,
     dynamo_backend,
     give_origin,
     in_dynamo,
@@ -79,7 +80,6 @@ from .dynamo import (
     inductor_settings,
     is_grad_switch,
     split_by_torch,
-    switch_off_own_splitter,
 )
 from .held import (
     ALL_MODULES,
@@ -171,13 +171,14 @@ __all__ = [
     "TreeSpec",
     "accumulation_hooks",
     "behind",
-    "buckets_are_settled",
+    "buckets_are_rebuilt",
     "buffers_of",
     "changes_shape",
     "children_of",
     "count_our_collectives",
     "ddp_in_use",
     "default_store",
+    "disable_torch_splitter",
     "dtensor",
     "dynamo_backend",
     "fake_mode",
@@ -232,7 +233,6 @@ __all__ = [
     "storage_holders",
     "storage_key",
     "strided_shard",
-    "switch_off_own_splitter",
     "tensor_hooks",
     "tensor_only_optimizers",
     "trace",

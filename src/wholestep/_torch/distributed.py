@@ -1,4 +1,4 @@
-"""Process groups, DTensor and DistributedDataParallel."""
+"""Private names of process groups, DTensor and DistributedDataParallel."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def count_our_collectives() -> None:
-    """Let torch's CommDebugMode count a gather's out variant and an all-reduce in place: its table lacks them."""
+    """Make torch's CommDebugMode count `all_gather_into_tensor_out` and `all_reduce_`, which its table lacks."""
     with contextlib.suppress(ImportError, AttributeError):
         from torch.distributed.tensor.debug import _comm_mode
 
@@ -22,16 +22,16 @@ def count_our_collectives() -> None:
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group."""
+    """Return the key-value store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.Tensor:
-    """Equal rows of `value` go to the ranks of a registered group, theirs into `out`; `wait_tensor(out)` waits for it.
+    """Start an all-to-all of equal rows of `value` into `out`; `wait_tensor(out)` waits for it.
 
-    As `_c10d_functional.all_to_all_single`, which has no variant that is given its result (2.11 to 2.15).
+    `_c10d_functional.all_to_all_single` has no out variant (2.11 to 2.15).
     """
     c10d = cast(Any, torch._C)._distributed_c10d
     work = c10d._resolve_process_group(group).alltoall_base(out, value, [], [])
@@ -40,9 +40,9 @@ def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.
 
 
 def forget_shardings() -> None:
-    """Drop DTensor's table of shardings met, which holds meshes and, through them, process groups.
+    """Clear DTensor's sharding cache, which keeps meshes and their process groups alive.
 
-    `torch._C._clear_DTensor_sharding_propagator_cache` (2.11 to 2.15): there is no public way to empty it.
+    `torch._C._clear_DTensor_sharding_propagator_cache` (2.11 to 2.15) has no public equivalent.
     """
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
@@ -50,7 +50,7 @@ def forget_shardings() -> None:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """DTensor's placement for an inner axis sharding a dim that an outer-in-layout axis shards too."""
+    """Return DTensor's placement for an axis that shards a dim after an axis that is further inside the mesh."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
@@ -59,7 +59,7 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 def dtensor(
     local: torch.Tensor, devices: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
 ) -> Any:
-    """A DTensor around this rank's piece, wherever that lies: `DTensor.from_local` moves it to the mesh's devices."""
+    """Return a DTensor with a local tensor on any device: `DTensor.from_local` would move it to the mesh's device."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -69,7 +69,7 @@ def dtensor(
 
 
 def shard_of(placement: object) -> tuple[int, int] | None:
-    """The dim that a placement shards and its split factor, 1 for a plain shard; None for other placements."""
+    """Return the dim and the split factor of a shard placement (1 for a plain shard); None for other placements."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -80,21 +80,21 @@ def shard_of(placement: object) -> tuple[int, int] | None:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The tensor this rank holds of a DTensor, by reference; other tensors as they are."""
+    """Return the local tensor of a DTensor, by reference; any other tensor unchanged."""
     inner = getattr(value, "_local_tensor", None)
     return value.detach() if inner is None else inner
 
 
 def ddp_in_use() -> torch.nn.parallel.DistributedDataParallel | None:
-    """The DDP module whose forward runs now; the inner one where they are nested."""
+    """Return the DDP module whose forward is running, the innermost one if nested."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
-def buckets_are_settled(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """True once the reducer has made its buckets anew, in the order in which gradients first came."""
+def buckets_are_rebuilt(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether the reducer has rebuilt its buckets in the order of arrival of the gradients."""
     return ddp._has_rebuilt_buckets
 
 
 def first_bucket_bytes() -> int:
-    """DDP's default limit of the bucket that is reduced first, in bytes."""
+    """Return DDP's default cap of the first bucket, in bytes."""
     return int(cast(Any, torch.distributed)._DEFAULT_FIRST_BUCKET_BYTES) if torch.distributed.is_available() else 2**20

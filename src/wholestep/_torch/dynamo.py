@@ -1,4 +1,4 @@
-"""Dynamo and TorchInductor: compiling graphs, and being compiled by them."""
+"""Private names of Dynamo and TorchInductor."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -27,12 +27,12 @@ def inductor_compile(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
     mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
-    with tracing(TracingContext(mode)):  # Inductor keeps graphs on disk only where there is such a context
+    with tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
         return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def dynamo_backend(name: str) -> Callable[..., Any]:
-    """The `torch.compile` backend of that name.
+    """Return the `torch.compile` backend called `name`.
 
     Raises:
         BackendError: there is none.
@@ -48,15 +48,15 @@ def dynamo_backend(name: str) -> Callable[..., Any]:
 
 
 def inductor_settings(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
-    """How the backend "inductor" is told the `mode` and `options` that `torch.compile` was called with."""
+    """Return the arguments of the "inductor" backend for the `mode` and `options` of `torch.compile`."""
     from torch._inductor import list_mode_options
 
     settings = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     return {"config_patches": settings} if settings else {}
 
 
-def switch_off_own_splitter() -> bool:
-    """Keep torch from splitting graphs of DDP models in this process; True if it was going to."""
+def disable_torch_splitter() -> bool:
+    """Disable torch's splitter for DDP models in this process; return whether it was enabled."""
     import torch._dynamo.config as config
 
     mode: Any = config.optimize_ddp
@@ -67,13 +67,13 @@ def switch_off_own_splitter() -> bool:
 
 
 def split_by_torch() -> bool:
-    """True while torch's own splitter compiles the parts that it has cut."""
+    """Return whether torch's splitter for DDP models made the current graph."""
     context = TracingContext.try_get()
     return context is not None and context.ddp_optimizer_ctx is not None
 
 
 def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None:
-    """Tell `part`, cut out of dynamo's graph `whole`, where in the user's program its inputs come from."""
+    """Copy the sources of inputs from dynamo's graph `whole` to its subgraph `part`."""
     sources = {node.name: getattr(node, "_dynamo_source", None) for node in whole.graph.find_nodes(op="placeholder")}
     for node in part.graph.find_nodes(op="placeholder"):
         node._dynamo_source = sources.get(node.name)
@@ -83,7 +83,7 @@ def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None
 
 
 class PartContext:
-    """While one part of a dynamo graph is compiled: what later stages note about it stays with it."""
+    """A tracing context for the compilation of one part of a dynamo graph."""
 
     def __init__(self) -> None:
         self._notes: Any = copy.copy(TracingContext.get())
@@ -91,7 +91,7 @@ class PartContext:
 
     @contextlib.contextmanager
     def compiling(self) -> Generator[None]:
-        """The first call of what aot_autograd compiles inside gives fakes with the strides of the real results."""
+        """Compile inside this context; the first call then returns fakes with the strides of the real results."""
         self._notes.fakify_first_call = True
         try:
             with tracing(self._notes):
@@ -105,7 +105,7 @@ class PartContext:
         return self._notes.fw_metadata is not None
 
     def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
-        """The first call, on fakes."""
+        """Make the first call, on fakes."""
         mode: Any = self._notes.fake_mode
         before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
         set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
@@ -119,11 +119,11 @@ class PartContext:
 
 
 def is_grad_switch(target: object) -> bool:
-    """True for what dynamo calls where `no_grad` or `enable_grad` begins or ends."""
+    """Return whether a node begins or ends `no_grad` or `enable_grad` in dynamo's graphs."""
     return target is torch._C._set_grad_enabled
 
 
 def in_dynamo() -> bool:
-    """True while dynamo has a graph compiled."""
+    """Return whether dynamo is compiling a graph."""
     context = TracingContext.try_get()
     return context is not None and context.fake_mode is not None

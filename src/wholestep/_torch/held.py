@@ -1,4 +1,4 @@
-"""What modules and tensors hold, and containers of them."""
+"""Private names of modules, tensors, their hooks, and pytrees."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -13,7 +13,7 @@ TreeSpec = pytree.TreeSpec
 
 
 def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Leaves of a nested container and its structure."""
+    """Return the leaves and the structure of a nested container."""
     return pytree.tree_flatten(value, is_leaf=is_leaf)
 
 
@@ -31,10 +31,10 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 
 def write_spec(spec: TreeSpec) -> str:
-    """A structure as text that `read_spec` reads back.
+    """Serialize a structure as text for `read_spec`.
 
     Raises:
-        NotImplementedError: it has a container that torch knows no name for.
+        NotImplementedError: it has a container without a registered name.
     """
     return pytree.treespec_dumps(spec)
 
@@ -45,59 +45,59 @@ def read_spec(text: str) -> TreeSpec:
 
 
 def storage_key(value: torch.Tensor) -> int:
-    """The same for all tensors that share memory, fake ones included."""
+    """Return a key that is equal for tensors with the same storage, also for fake tensors."""
     if value.layout is not torch.strided:
         return id(value)
     return value.untyped_storage()._cdata
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and Python objects, hold the memory of `tensor`, this count's own included.
+    """Return the number of references to the storage of `tensor`, including the one of this call.
 
-    `torch._C._storage_Use_Count` (2.11 to 2.15): there is no public way to ask whether memory is used by others.
+    `torch._C._storage_Use_Count` (2.11 to 2.15) has no public equivalent.
     """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_LOOKERS = (
+_OBSERVERS = (
     "wholestep.", "torch.utils.module_tracker", "torch.utils.flop_counter", "torch.distributed._tools",
     "torch.distributed.tensor.debug",
 )  # fmt: skip
 
 
 def only_looks(hook: object) -> bool:
-    """True for hooks of wholestep and of torch's tools that count and follow what runs: they change no number."""
-    return callable(hook) and str(getattr(hook, "__module__", "")).startswith(_LOOKERS)
+    """Return whether a hook is an observer of wholestep or of torch's tools, which changes no tensor."""
+    return callable(hook) and str(getattr(hook, "__module__", "")).startswith(_OBSERVERS)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for a strided tensor that holds all its values itself; ops on others may crash."""
+    """Return whether a tensor is strided and stores its values; ops may crash on other tensors."""
     odd = tensor.is_quantized or tensor.is_conj() or tensor._is_zerotensor()
     return type(tensor) is torch.Tensor and tensor.layout == torch.strided and not odd
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The parameters a module holds itself, to read and to replace."""
+    """Return a module's own parameters, as a dict that may be changed."""
     return module._parameters
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers a module holds itself, to read and to replace."""
+    """Return a module's own buffers, as a dict that may be changed."""
     return module._buffers
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The modules a module holds itself, to read and to replace."""
+    """Return a module's children, as a dict that may be changed."""
     return module._modules
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """True after `module.compile()`."""
+    """Return whether `module.compile()` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give `new` the hooks of `old`: their handles go on to remove them."""
+    """Share the hooks of `old` with `new`, so that their handles still remove them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, name, None):
             setattr(new, name, getattr(old, name))
@@ -110,10 +110,10 @@ _HOOKS = (
 )  # fmt: skip
 
 
-ALL_MODULES = torch.nn.modules.module  # holds hooks of every module
+ALL_MODULES = torch.nn.modules.module  # has the global hooks of modules
 
 
 def hook_tables(holder: object) -> list[dict[int, Any]]:
-    """The hooks of a module, a parameter, an optimizer or ALL_MODULES that run within a step, as torch keeps them."""
+    """Return the hook dicts of a module, parameter, optimizer or ALL_MODULES that run within a step."""
     found = [getattr(holder, name, None) for name in _HOOKS]
     return [table for table in found if table is not None]

@@ -1,4 +1,4 @@
-"""Ops, their schemas and overloads, and the nodes that call them."""
+"""Op overloads, their schemas, and operands of nodes."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
@@ -17,17 +17,17 @@ SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add,
     torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,
 }  # fmt: skip
-"""What takes `alpha`, which no tensor can be where it is traced, and what takes the negated one, which may be one."""
+"""Subtractions, whose `alpha` cannot be a traced tensor, and the additions, whose `alpha` can."""
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
-    """True for one overload of a torch op."""
+    """Return whether `target` is an overload of a torch op."""
     return isinstance(target, OpOverload)
 
 
 def overload_of(op: object) -> Any:
-    """The overload that a graph calls: of a custom op or of an op with one overload; anything else as it is."""
+    """Return the only or default overload of a custom op or packet; any other value unchanged."""
     found: Any = getattr(op, "_opoverload", op)
     if not isinstance(found, torch._ops.OpOverloadPacket):
         return found
@@ -37,7 +37,7 @@ def overload_of(op: object) -> Any:
 
 
 def schema_of(target: object) -> Any:
-    """The schema of an ATen op.
+    """Return the schema of an op overload.
 
     Raises:
         GraphError: `target` is not an op overload.
@@ -48,7 +48,7 @@ def schema_of(target: object) -> Any:
 
 
 def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
-    """The op that returns what an in-place or out form writes; None for a functional op, or where there is none."""
+    """Return the functional form of an in-place or out op; None if it has none or is functional."""
     schema = target._schema
     if not schema.is_mutable:
         return None
@@ -65,12 +65,12 @@ def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None
 
 
 def changes_shape(target: OpOverload[..., Any]) -> bool:
-    """True for an in-place op that makes its tensor another view, like `unsqueeze_`."""
+    """Return whether an in-place op changes the shape of its tensor, like `unsqueeze_`."""
     return torch.Tag.inplace_view in target.tags
 
 
 def is_fused_optimizer(target: OpOverload[..., Any]) -> bool:
-    """True for the functional form of a fused optimizer, which writes its gradients only to unscale them."""
+    """Return whether an op is the functional form of a fused optimizer."""
     return f"{target._schema.name.removeprefix('aten::')}_" in FUSED
 
 
@@ -78,21 +78,21 @@ GETITEM = operator.getitem
 
 
 def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What a new node reads. `Graph.create_node` opens all arguments to warn of symbolic numbers (since torch 2.13),
-    and assigning `node.args` takes the node out of a table and puts it back: most of what a copy of a graph takes.
+    """Set `node.args` and `node.kwargs` of a new node; most of the time of copying a graph is spent here.
 
-    In place of the private method: `node.args = args; node.kwargs = kwargs`. It is there in torch 2.11 to 2.15.
+    `Graph.create_node` searches all arguments for symbolic numbers (since torch 2.13), and assigning `node.args`
+    removes and re-adds the node in a table. `_update_args_kwargs` (2.11 to 2.15) does neither.
     """
     cast(Any, node)._update_args_kwargs(args, kwargs)
 
 
 def is_getitem(target: object) -> bool:
-    """True for the node that picks one output of a multi-output op."""
+    """Return whether a node selects one output of an op with several."""
     return target is GETITEM
 
 
 def overloads(namespace: str) -> list[OpOverload[..., Any]]:
-    """Every overload of a namespace that has a schema."""
+    """Return every overload of a namespace."""
     names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
     found: dict[Any, None] = {}
     for name in sorted(names):
@@ -104,7 +104,7 @@ def overloads(namespace: str) -> list[OpOverload[..., Any]]:
 
 
 def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
-    """False for an op that only accelerators have; `overrideable` ones only say so when they are called."""
+    """Return whether an op has a CPU kernel; kernels of `overrideable` ops only raise."""
     schema = target._schema
     if "overrideable" in schema.name:
         return False
@@ -113,10 +113,10 @@ def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
 
 
 def op_infos() -> Sequence[Any]:
-    """PyTorch's own database of ops with sample arguments.
+    """Return PyTorch's database of ops with sample arguments.
 
     Raises:
-        RuleError: it cannot be imported: it needs a package that torch itself does not.
+        RuleError: a package that it imports is missing.
     """
     try:
         from torch.testing._internal import common_methods_invocations as known
@@ -130,7 +130,7 @@ def op_infos() -> Sequence[Any]:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Has `call` make every call of an op below autograd."""
+    """A dispatch mode that passes every op call to `call`."""
 
     def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What torch is patched with while a step is traced; all of it is undone."""
+"""Patches of torch that are active while a step is traced."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -19,10 +19,10 @@ def patched_for_tracing(
     on_zero_grad: Callable[[Sequence[Any]], None],
     on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
 ) -> Generator[None]:
-    """The one place that patches torch, undone on leaving: watches backwards and gradients being dropped.
+    """Patch torch inside this context to observe backwards, `zero_grad`, and the random generator.
 
-    Nodes made inside a backward carry the note `backward`. `on_backward` sees the tensors a backward starts from,
-    `on_zero_grad` the parameters whose gradient is set to None, `on_rng` states of the generator, read and set.
+    Nodes made inside a backward get the annotation `backward`. `on_backward` receives the tensors that a backward
+    starts from, `on_zero_grad` parameters whose gradient is set to None, `on_rng` generator states read and set.
     """
     places = cast(tuple[Any, ...], (torch.autograd, torch.autograd.graph))
     engine = torch.autograd.graph._engine_run_backward
@@ -34,7 +34,7 @@ def patched_for_tracing(
         try:
             return engine(outputs, *args, **kwargs)
         finally:
-            note_on_nodes(backward=nested, module=module)  # a checkpoint leaves modules by an exception
+            note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
 
     def watch_zero_grad(owner: type, parameters: Callable[[Any], list[Any]]) -> Callable[[], None]:
         original = owner.__dict__["zero_grad"]
@@ -68,7 +68,7 @@ def patched_for_tracing(
 def _watch_generator(
     on_get: Callable[[torch.Tensor], None], on_set: Callable[[torch.Tensor], None]
 ) -> Callable[[], None]:
-    """Tells when the state of the CPU generator is read and set, until undone; a trace draws nothing from it."""
+    """Observe reads and writes of the CPU generator's state; writes have no effect, since a trace draws no numbers."""
     get, set_ = torch.get_rng_state, torch.set_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -84,7 +84,7 @@ def _watch_generator(
 
 
 def _skip_idle_conversions() -> Callable[[], None]:
-    """`module.to(what it is already)` changes nothing, and fakes cannot be swapped: it is skipped until undone."""
+    """Skip `module.to(...)` that changes nothing: torch cannot swap fake parameters."""
     original = cast(Callable[..., Any], torch.nn.Module._apply)
 
     def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -96,7 +96,7 @@ def _skip_idle_conversions() -> Callable[[], None]:
 
 
 def _skip_distribution_checks() -> Callable[[], None]:
-    """torch.distributions reads the values of its arguments to check them, unless it is asked not to."""
+    """Disable validation in torch.distributions, which reads values."""
     before = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     return lambda: torch.distributions.Distribution.set_default_validate_args(before)

@@ -1,4 +1,4 @@
-"""What Python does around the tensors of a trace: numbers that become inputs, and functions that are watched."""
+"""Host side of a trace: numbers that become inputs, patched functions, and observed attributes."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-_own: Any = proxy_tensor
+_proxies: Any = proxy_tensor
 
 
 def new_input(
     mode: Any, dtype: torch.dtype, position: int, last: torch.fx.Node | None
 ) -> tuple[torch.Tensor, torch.fx.Node]:
-    """A 0-dim fake tensor of the trace under way that is one more input of its graph, and the input's node.
+    """Add a 0-dim input to the graph being traced; return its fake tensor and its node.
 
-    It is input number `position`; the node `last` is the one before, where that is known. make_fx makes its inputs
-    known by `track_tensor_tree` (2.11 to 2.15); a graph in the making takes further placeholders.
+    `position` is its number among the inputs, `last` the node before it, if known. Uses `track_tensor_tree`, as make_fx
+    does for its inputs (2.11 to 2.15).
     """
-    proxies = _own.get_proxy_mode()
-    assert proxies is not None, "asked while a step is traced"
-    with _own.disable_proxy_modes_tracing(), mode:
+    proxies = _proxies.get_proxy_mode()
+    assert proxies is not None, "no trace is active"
+    with _proxies.disable_proxy_modes_tracing(), mode:
         fake = torch.empty((), dtype=dtype)
     graph = proxies.tracer.graph
     if last is None and position:
         last = [node for node in graph.nodes if node.op == "placeholder"][position - 1]
     with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder(f"number_{len(graph.nodes)}")
-    _own.track_tensor_tree(fake, torch.fx.Proxy(node, proxies.tracer), constant=None, tracer=proxies.tracer)
+    _proxies.track_tensor_tree(fake, torch.fx.Proxy(node, proxies.tracer), constant=None, tracer=proxies.tracer)
     return fake, node
 
 
@@ -47,9 +47,9 @@ def patched_host(
     on_print: Callable[..., Any],
     on_clock: Callable[[str], None],
 ) -> Generator[None]:
-    """Inside, functions of `math`, steps of schedulers, `print` and reads of the clock go through what is given.
+    """Redirect functions of `math`, scheduler steps, `print` and clock reads to the given functions.
 
-    `on_math` returns NotImplemented for numbers that are plain, `on_scheduler` false for a step that is to be made.
+    `on_math` returns NotImplemented, and `on_scheduler` False, to run the original.
     """
     undo: list[tuple[Any, str, Any]] = []
 
@@ -109,18 +109,18 @@ def _with_subclasses(kind: type) -> list[type]:
 def watched_attributes(
     kinds: Iterable[type], read: Callable[[Any, str], None], written: Callable[[Any, str], None]
 ) -> Generator[set[type]]:
-    """Inside, `read` and `written` are told of attributes of objects of these classes: the object, the name.
+    """Call `read(object, name)` and `written(object, name)` for attribute accesses on objects of these classes.
 
-    Gives the classes that cannot be watched.
+    Yields the classes that cannot be observed.
     """
     patched: list[tuple[type, str, Any]] = []
-    blind = set[type]()
+    unobserved = set[type]()
 
-    def watch(kind: type, method: str, tell: Callable[[Any, str], None]) -> None:
+    def watch(kind: type, method: str, notify: Callable[[Any, str], None]) -> None:
         original, inherited = vars(kind).get(method), getattr(kind, method)
 
         def watching(self: Any, name: str, *value: Any) -> Any:
-            tell(self, name)
+            notify(self, name)
             return inherited(self, name, *value)
 
         setattr(kind, method, watching)
@@ -136,8 +136,8 @@ def watched_attributes(
                 watch(kind, "__setattr__", written)
                 known.add(kind)
             except TypeError:
-                blind.add(kind)
-        yield blind
+                unobserved.add(kind)
+        yield unobserved
     finally:
         for kind, method, original in reversed(patched):
             if original is None:
@@ -147,31 +147,28 @@ def watched_attributes(
 
 
 def behind(value: Any) -> Any:
-    """The function that `patched_host` has another one stand in for; any other value as it is."""
+    """Return the original of a function that `patched_host` replaced; any other value unchanged."""
     return vars(value).get("stands_in_for", value) if isinstance(value, FunctionType) else value
 
 
 def tensor_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
-    """Hooks that the user put on a parameter's gradient.
-
-    `_backward_hooks` (2.11 to 2.15): there is no public way to ask for them.
-    """
+    """Return the hooks on a parameter's gradient (`_backward_hooks`, 2.11 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] = param._backward_hooks or {}
     return list(hooks.values())
 
 
 def accumulation_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
-    """Hooks that the user put on a parameter, to be called when its gradient is accumulated (2.11 to 2.15)."""
+    """Return the post-accumulate-grad hooks of a parameter (2.11 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return list(hooks.values())
 
 
 def hook_count() -> int:
-    """Grows with each hook that anybody registers anywhere."""
+    """Return the number of hooks registered so far in this process."""
     return torch.utils.hooks.RemovableHandle.next_id
 
 
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:
-    """A scheduler, followed by the schedulers that it drives (SequentialLR, ChainedScheduler)."""
+    """Return a scheduler, followed by the schedulers inside it (SequentialLR, ChainedScheduler)."""
     inner = cast(list[LRScheduler], getattr(scheduler, "_schedulers", []))
     return [scheduler, *(s for one in inner for s in schedulers_of(one))]

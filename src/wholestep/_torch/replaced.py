@@ -1,4 +1,4 @@
-"""Methods and functions inside torch that are exchanged while a step is traced, and the private places they lie in."""
+"""Replaces methods and functions of torch while a step is traced."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -40,12 +40,12 @@ PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "scaler: step": ((torch.amp.GradScaler, "step"),),
 }
 
-ELSEWHERE = {"adafactor of transformers": ("transformers.optimization", "Adafactor", "_get_lr")}  # where it is imported
+ELSEWHERE = {"adafactor of transformers": ("transformers.optimization", "Adafactor", "_get_lr")}  # if imported
 
 
 @contextlib.contextmanager
 def replaced(forms: Mapping[str, Method]) -> Generator[None]:
-    """Inside, what lies at a place that `forms` names is `form(original, ...)`; compiled code runs as it was before."""
+    """Replace the functions that `forms` names by `form(original, ...)`, and run compiled modules uncompiled."""
     undo: list[tuple[Any, str, Any]] = []
     try:
         for name, form in forms.items():
@@ -77,23 +77,23 @@ def _bound(form: Method, original: Method) -> Method:
 
 @contextlib.contextmanager
 def _uncompiled() -> Generator[None]:
-    """Inside, what `torch.compile` returned runs the original; without dynamo nothing was compiled."""
+    """Make results of `torch.compile` run the original; without dynamo there are none."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
     from torch._dynamo.eval_frame import OptimizedModule
 
-    own = OptimizedModule.__call__
+    original = OptimizedModule.__call__
     OptimizedModule.__call__ = lambda self, *args, **kwargs: self._orig_mod(*args, **kwargs)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        OptimizedModule.__call__ = own
+        OptimizedModule.__call__ = original
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The attributes of a scaler, in which its tensors `SCALER_TENSORS` exist: torch makes them at the first call."""
+    """Return the attributes of a scaler, after creating its tensors `SCALER_TENSORS`, which torch creates lazily."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
     return vars(scaler)
@@ -103,25 +103,25 @@ SCALER_TENSORS = ("_scale", "_growth_tracker")
 
 
 def scaler_options(scaler: torch.amp.GradScaler) -> tuple[object, ...]:
-    """The numbers of a scaler that a trace bakes in."""
+    """Return the numbers of a scaler that are constants of a trace."""
     return scaler._enabled, scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
 
 
 def scaler_calls(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What a scaler notes about each optimizer, by its id, from `unscale_` to `update`."""
+    """Return a scaler's state per optimizer, which lives from `unscale_` to `update`."""
     return scaler._per_optimizer_states
 
 
 def set_scaler_calls(scaler: torch.amp.GradScaler, calls: Any) -> None:
-    """Put those notes back."""
+    """Set a scaler's state per optimizer."""
     scaler._per_optimizer_states = calls
 
 
 def inf_checks(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What `unscale_` found in this call, made by it here if it has not run yet; marks the optimizer as stepped.
+    """Return the inf checks of `unscale_`, calling it if it has not run yet; mark the optimizer as stepped.
 
     Raises:
-        RuntimeError: the optimizer has made its step already since the last `update`.
+        RuntimeError: the optimizer has stepped since the last `update`.
     """
     from torch.amp.grad_scaler import OptState
 

@@ -1,4 +1,4 @@
-"""Traces steps with make_fx: fake tensors, notes on nodes, what torch does differently while it is traced."""
+"""Traces with make_fx: fake tensors, annotations on nodes, and settings of torch during a trace."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .op_schemas import FUSED
 
 try:
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-except ImportError:  # a torch without them: graph modules write their code when they are made
+except ImportError:  # graph modules generate code eagerly
     _LazyGraphModule, _use_lazy_graph_module = torch.fx.GraphModule, contextlib.nullcontext
 
 
@@ -43,7 +43,7 @@ _aten = torch.ops.aten
 def _batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """`native_batch_norm` writes its running statistics and its schema hides that; this form says it. Same kernel."""
+    """`native_batch_norm` with the schema that declares the write into its running statistics. Same kernel."""
     if mean is None:
         return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
@@ -55,7 +55,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A fake mode with static shapes in which scalars read by optimizers stay symbolic."""
+    """Return a fake mode with static shapes, in which scalars read by optimizers stay symbolic."""
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
@@ -63,17 +63,17 @@ def fake_mode() -> FakeTensorMode:
 
 
 def is_fake(value: object) -> bool:
-    """True for a tensor without storage that belongs to a trace."""
+    """Return whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 
 def known_constant(value: torch.Tensor) -> bool:
-    """True when a traced tensor's value was fixed by a literal in the user's code."""
+    """Return whether a traced tensor was created from a literal, so that its value is known."""
     return isinstance(value, FakeTensor) and value.constant is not None
 
 
 def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | None:
-    """The node of the trace under way that made `value`, and the module that holds the trace's constants."""
+    """Return the node of `value` in the active trace, and the module with the constants of the trace."""
     mode = get_proxy_mode()
     tracer: Any = mode.tracer if mode is not None else None
     slot: Any = get_proxy_slot(value, tracer, None) if tracer is not None else None
@@ -81,15 +81,15 @@ def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | 
 
 
 def inside_transform() -> bool:
-    """True inside `torch.func` transforms, whose tensors are no values of the trace but levels of theirs."""
+    """Return whether a `torch.func` transform is active, whose tensors are no values of the trace."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # it is missing from torch's types
     return functorch.peek_interpreter_stack() is not None
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value` in a trace: from here on the one is traced as the other.
+    """Trace `tensor.data = value`: from then on `tensor` has the node of `value`.
 
-    `set_proxy_slot` (2.0): torch dispatches nothing where data are set; an op for it.
+    Uses `set_proxy_slot` (2.0), since torch dispatches no op for the assignment.
     """
     source = value.detach()
     tensor.data = source
@@ -102,21 +102,21 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def outside_of_trace() -> Generator[None]:
-    """Inside, operations on real tensors really run, and the trace under way does not see them."""
+    """Run operations on real tensors inside this context, outside of the active trace."""
     with _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def unobserved() -> Generator[None]:
-    """Inside, operations on real tensors really run, and neither a trace nor a torch function mode sees them."""
+    """Like `outside_of_trace`, and also outside of torch function modes."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
 def tensor_only_optimizers() -> Generator[None]:
-    """`torch.compiler.is_compiling()` is true inside, so torch.optim takes its tensor-only form."""
+    """Make `torch.compiler.is_compiling()` true inside this context, so that torch.optim takes its capturable form."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -126,13 +126,13 @@ def tensor_only_optimizers() -> Generator[None]:
 
 
 def note_on_nodes(**notes: object) -> None:
-    """Nodes traced from here on carry these notes; None removes one."""
+    """Annotate the nodes traced from now on; None removes an annotation."""
     custom = {**fx_traceback.current_meta.get("custom", {}), **notes}
     fx_traceback.current_meta["custom"] = {k: v for k, v in custom.items() if v is not None}
 
 
 def noted(key: str) -> Any:
-    """A note as it stands now."""
+    """Return the current annotation called `key`."""
     return fx_traceback.current_meta.get("custom", {}).get(key)
 
 
@@ -140,7 +140,7 @@ _fused_library = torch.library.Library("aten", "IMPL")
 
 
 def _shapes_for_fused_optimizers() -> None:
-    """Fused optimizers with a tensor learning rate have no shape function; in place there is nothing to do."""
+    """Register shape functions of fused optimizers with a tensor learning rate; in-place ops have no result."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -155,9 +155,9 @@ def _shapes_for_fused_optimizers() -> None:
 def trace(
     fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]]
 ) -> torch.fx.GraphModule:
-    """One ATen graph of `fn(*inputs)`, in-place ops included; nodes carry the notes of `note_on_nodes`.
+    """Trace `fn(*inputs)` into one ATen graph with in-place ops; nodes have the annotations of `note_on_nodes`.
 
-    `forms` gives ops in other terms; a form that returns NotImplemented leaves the op as it is.
+    `forms` are decompositions; one that returns NotImplemented keeps the op.
     """
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
@@ -168,22 +168,25 @@ def trace(
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module of `graph` that writes its code when it is called.
+    """Return a module of `graph` that generates its code at its first call.
 
-    `torch.fx.GraphModule` writes code when it is made, which for deep steps takes longer than any pass over them, and a
-    captured graph is not run as a module (`torch.fx._lazy_graph_module`, 2.11 to 2.15).
+    `torch.fx.GraphModule` generates code when it is created, which takes longer than any pass over a deep step, and
+    a captured graph is not called as a module (`torch.fx._lazy_graph_module`, 2.11 to 2.15).
     """
     return _LazyGraphModule(root, graph)
 
 
 def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
-    """`fn` on fake tensors as a graph of ATen calls."""
+    """Trace `fn` on fake tensors into a graph of ATen calls."""
     return make_fx(fn)(*fakes).graph
 
 
 @contextlib.contextmanager
 def without_onednn() -> Generator[None]:
-    """OneDNN's recurrent layers need a workspace that autograd alone makes; other layers trace alike without it."""
+    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates.
+
+    Other layers have the same trace without it.
+    """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -194,29 +197,26 @@ def without_onednn() -> Generator[None]:
 
 @contextlib.contextmanager
 def without_logs() -> Generator[None]:
-    """Torch's loggers of fake tensors and symbols say nothing: a trace that fails is an error of ours, which tells all.
-
-    They do where their user asks for them with TORCH_LOGS.
-    """
+    """Silence torch's loggers of fake tensors and symbols, unless TORCH_LOGS is set: a CaptureError has the message."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return
     loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS]
     try:
         for logger in loggers:
-            logger.addFilter(_say_nothing)
+            logger.addFilter(_drop)
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_say_nothing)
+            logger.removeFilter(_drop)
 
 
-def _say_nothing(_: logging.LogRecord) -> bool:
+def _drop(_: logging.LogRecord) -> bool:
     return False
 
 
 class _Replay(torch.fx.Interpreter):
-    """Runs a graph as functionalization needs it: fused optimizers functional, since it refuses their empty lists."""
+    """Runs a graph for functionalization, which does not support the empty lists of fused optimizers."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         packet = getattr(getattr(target, "_overloadpacket", None), "__name__", "")
@@ -233,7 +233,7 @@ class _Replay(torch.fx.Interpreter):
 
 
 def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """The same graph without mutation: in-place ops become functional, inputs are updated by trailing copies."""
+    """Return the graph without mutation; trailing copies update the inputs."""
     with fx_traceback.preserve_node_meta():
 
         def run(*args: Any) -> Any:
@@ -245,5 +245,5 @@ def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.
 
 
 def untracked(value: torch.Tensor) -> torch.Tensor:
-    """A plain fake tensor like `value`, free of parameter and autograd state."""
+    """Return `value` as a plain tensor, without parameter and autograd state."""
     return value.detach()

@@ -1,4 +1,4 @@
-"""What a captured step takes for granted about Python values, each with the place where it is looked up."""
+"""Guards on Python values: each names a place and the value that the captured step assumes there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CONTAINERS = (dict, list, set, deque)
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that a place has to have again.
+    """A guard: the value that a place must have for the captured step to apply.
 
-    `kind` says how: "equal" (a plain value), "is" (the very object, or nothing), "type" (a number of this type),
-    "tensor" (one of this shape, type and device: `value` is its TensorMeta), "size" (the container at `place.holder`
-    has so many items), "content" (it holds the same items; `value` has them).
+    `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "type" (a number of this
+    type), "tensor" (same shape, dtype and device: `value` is a TensorMeta), "size" (number of items of the container
+    `place.holder`), "content" (its items: `value` has them).
     """
 
     place: Location
@@ -33,7 +33,7 @@ class Assumption:
 
     @property
     def holds(self) -> bool:
-        """True when it is so now."""
+        """True if the guard passes now."""
         if self.kind == "content":
             return _same_content(self.value, self.place.holder)
         if self.kind == "size":
@@ -47,7 +47,7 @@ class Assumption:
 
     @property
     def difference(self) -> str:
-        """What is otherwise now, for a log."""
+        """The mismatch, for a log."""
         if self.kind in ("content", "size"):
             return f"{self.place.path} holds other items"
         was = self.value.__name__ if self.kind == "type" else shown(self.value)
@@ -57,29 +57,29 @@ class Assumption:
 
 
 def expect(place: Location, value: Any) -> Assumption:
-    """That `place` holds `value` again."""
+    """Guard `place` on `value`: by equality for a plain value, by identity otherwise."""
     return Assumption(place, "equal" if isinstance(value, SIMPLE) and value is not None else "is", value)
 
 
 def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator[Assumption]:
-    """That containers hold the same items again: `value`, and those inside it.
+    """Guard the items of the container `value`, and of the containers inside it.
 
-    `carried` has, by the identity of a container, keys whose items the step itself changes.
+    `carried` maps the identity of a container to the keys that the step itself changes, which are not guarded.
     """
     yield from held(value, path, carried)
     if isinstance(value, (dict, list, tuple)):
-        own = carried.get(id(cast(object, value)), set[Any]())
+        changed = carried.get(id(cast(object, value)), set[Any]())
         for key, item in _items(value):
-            if isinstance(item, (*_CONTAINERS, tuple)) and key not in own:
+            if isinstance(item, (*_CONTAINERS, tuple)) and key not in changed:
                 yield from contents(item, f"{path}[{key!r}]", carried)
 
 
 def held(value: Any, path: str, carried: Mapping[int, set[Any]]) -> list[Assumption]:
-    """That one container holds the same items again; nothing for any other value."""
-    own = carried.get(id(value), set[Any]())
+    """Guard the items of one container; no guard for any other value."""
+    changed = carried.get(id(value), set[Any]())
     if isinstance(value, (dict, list)):
-        items = {k: v for k, v in _items(value) if k not in own}
-        return [Assumption(Location(path, value, None), "content", (items, frozenset(own)))]
+        items = {k: v for k, v in _items(value) if k not in changed}
+        return [Assumption(Location(path, value, None), "content", (items, frozenset(changed)))]
     copied = isinstance(value, _CONTAINERS)
     return [Assumption(Location(path, value, None), "content", cast(Any, value).copy())] if copied else []
 
@@ -95,11 +95,11 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(expected, tuple):
-        held, own = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
-        same = not own and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
+        held, changed = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
+        same = not changed and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
         if same and all(map(is_, held.values(), _values(now))):
-            return True  # tables may be large, and these loops are quick
-        found = {k: v for k, v in _items(now) if k not in own}
+            return True  # fast path: containers may be large
+        found = {k: v for k, v in _items(now) if k not in changed}
         return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
     if isinstance(now, deque):
         found = list(cast("deque[Any]", now))
@@ -112,17 +112,17 @@ def _same_item(a: Any, b: Any) -> bool:
 
 
 def size(path: str, holder: Any) -> Assumption:
-    """That a container holds as many items again."""
+    """Guard the number of items of a container."""
     return Assumption(Location(path, holder, None), "size", len(holder))
 
 
-def given_away(functions: Sequence[Callable[..., Any]]) -> set[int]:
-    """Containers that belong to callbacks: what they are bound to, and what they close over."""
+def owned_by_callbacks(functions: Sequence[Callable[..., Any]]) -> set[int]:
+    """Identities of objects that callbacks own: bound objects, partial arguments and closure variables."""
     out: set[int] = set()
     for fn in functions:
         out.add(id(getattr(fn, "__self__", None)))
         if isinstance(fn, functools.partial):
-            out |= given_away([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
+            out |= owned_by_callbacks([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
         if isinstance(fn, types.FunctionType):
             for cell in fn.__closure__ or ():
                 try:

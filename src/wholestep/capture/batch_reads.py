@@ -1,7 +1,7 @@
-"""Values that a step reads while it is captured and may know: those that follow from integers of the batch alone.
+"""Guards on tensor values that a step reads during its capture and that depend on integers of the batch only.
 
-Padding masks, token ids, lengths and sizes say what kind of batch this is. A step may look at them (`if mask.all():`,
-`sizes.tolist()`): the answer is computed from the real batch, and the program is for batches that give the same one.
+A step may read padding masks, token ids, lengths and sizes (`if mask.all():`, `sizes.tolist()`): the value is computed
+from the real batch, and the program applies to batches with the same value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..rules.registry import is_random
 
 @dataclass(frozen=True)
 class Read:
-    """One value that a step read, and where."""
+    """One value that a step read, and the source line."""
 
     expected: torch.Tensor
     where: str
@@ -30,14 +30,14 @@ class Read:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """All that a step read: `module` computes them from the inputs called `names`, in the order of `reads`."""
+    """The values that a step read: `module` computes `reads`, in order, from the inputs `names`."""
 
     module: GraphModule
     names: tuple[str, ...]
     reads: tuple[Read, ...]
 
     def changed(self, batch: Mapping[str, Any]) -> str:
-        """Where the first value was read that is another one for this batch; empty when none is."""
+        """Return the source line of the first value that differs for this batch, or ""."""
         if not self.reads:
             return ""
         found = _run(self.module, [batch[name] for name in self.names])
@@ -46,7 +46,7 @@ class ReadValues:
 
 @dataclass
 class Reader:
-    """Answers reads during a trace. `batch` holds the real tensors by the name of their input."""
+    """Answers reads during a trace. `batch` maps input names to real tensors."""
 
     names: Sequence[str]
     batch: Mapping[str, Any]
@@ -56,8 +56,8 @@ class Reader:
     _root: Any = None
 
     def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
-        """The real value of a traced tensor; None when it follows from anything but integers of the batch."""
-        found = _torch.traced_node(tensor.clone())  # a copy: what is read is not changed later
+        """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
+        found = _torch.traced_node(tensor.clone())  # a copy: later in-place ops do not change it
         if found is None:
             return None
         node, self._root = found
@@ -71,7 +71,7 @@ class Reader:
         return value
 
     def values(self) -> ReadValues:
-        """What was read, to be computed again for other batches."""
+        """Return the values read so far, as a program that computes them for other batches."""
         part = self._part(self._nodes) if self._nodes else None
         if part is None:
             return ReadValues(GraphModule({}, Graph()), (), ())
@@ -81,10 +81,10 @@ class Reader:
         return {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and _is_whole_number(t)}
 
     def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
-        """The part of the trace that follows from integers of the batch, as a program that returns `wanted`."""
+        """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
         assert self._graph is not None, "set with the first read"
         given, new, copied = self._given(), Graph(), dict[Node, Node]()
-        spoiled: set[int] = set()  # storages that something unknown was written into
+        spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
         placeholders = iter(self.names)
         for node in self._graph.nodes:
@@ -108,7 +108,7 @@ class Reader:
 
 
 class _Copying(Interpreter):
-    """Runs on copies: nothing real is changed by what the step changes in place."""
+    """Interpreter that copies constants, so that in-place ops do not change real tensors."""
 
     def fetch_attr(self, target: str) -> Any:
         found = super().fetch_attr(target)

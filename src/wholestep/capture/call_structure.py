@@ -1,4 +1,4 @@
-"""Takes a call of the step apart: modules, optimizers, tensors and plain values, wherever they are nested."""
+"""Flattens the arguments of a step, and finds the modules and optimizers that the step uses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflat
 from .wrappers import unwrapped
 
 T = TypeVar("T")
-Held = nn.Module | Optimizer | GradScaler
-_NO_HOLDERS = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
+Trainable = nn.Module | Optimizer | GradScaler
+_NOT_SEARCHED = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
 
 _PLAIN = frozenset({tuple, list, dict, bool, int, float, str, type(None), torch.Tensor, nn.Parameter})  # most values
-
 _WRAPPED = "_orig_mod"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Shape of a nested value; dataclasses and mapping objects are opened too."""
+    """Tree structure of a nested value, including dataclasses and mapping objects."""
 
     spec: TreeSpec
     opened: tuple[tuple[int, type, tuple[str, ...], Structure], ...] = ()
@@ -36,7 +35,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class StepCall:
-    """The arguments of one call as leaves and structure."""
+    """Leaves and structure of the arguments of one call."""
 
     structure: Structure
     leaves: tuple[Any, ...]
@@ -77,7 +76,7 @@ def _build(structure: Structure, leaves: Any) -> Any:
 
 
 def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """A name for each leaf of `(args, kwargs)`: the parameter of `fn` it is passed to and its path inside."""
+    """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
     names = _argument_names(fn, len(args)) + list(kwargs)
     out: list[str] = []
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
@@ -108,7 +107,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass or of a mapping object that is no plain dict; None for anything else."""
+    """Return the fields of a dataclass or of a mapping that is not a dict; None for any other value."""
     if type(value) in _PLAIN or isinstance(value, (torch.Tensor, nn.Module, dict)):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -117,7 +116,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `roots` with its full path, without what `torch.compile` adds to it, each root's once."""
+    """Yield every module below `roots` with its path, without the `_orig_mod` that torch.compile inserts."""
     for prefix, root in roots.items():
         for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
             parts = [prefix, *(part for part in path.split(".") if part != _WRAPPED)]
@@ -134,7 +133,7 @@ def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
-    """Modules or optimizers as `wholestep.compile` names its arguments; as they are named in a mapping."""
+    """Return modules or optimizers by name: the keys of a mapping, else `name`, or `name0`, `name1`, ..."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -143,10 +142,10 @@ def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
     return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
 
 
-def held_by(fn: Callable[..., Any]) -> dict[str, Held]:
-    """Modules, optimizers and gradient scalers a function closes over, reads from its globals, or is bound to.
+def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
+    """Return modules, optimizers and gradient scalers that a function closes over, reads as globals, or is bound to.
 
-    Also those in attributes that it reads of such objects, in their lists and dicts; optimizers may be in wrappers.
+    Also searched: the attributes of these objects that the function reads, and lists and dicts in them.
     """
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if code is None:
@@ -156,7 +155,7 @@ def held_by(fn: Callable[..., Any]) -> dict[str, Held]:
     found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         found[name] = None if _is_empty(cell) else cell.cell_contents
-    out: dict[str, Held] = {}
+    out: dict[str, Trainable] = {}
     for name, value in found.items():
         out |= _held_in(name, value, names)
     owner = getattr(fn, "__self__", None)
@@ -168,16 +167,16 @@ def held_by(fn: Callable[..., Any]) -> dict[str, Held]:
 
 
 def _names_in(code: CodeType) -> dict[str, None]:
-    """Every global and attribute that code names, in order; functions inside it included."""
+    """Return every global and attribute name in `code` and its nested functions, in order."""
     names = dict.fromkeys(code.co_names)
     for const in code.co_consts:
         names |= _names_in(const) if isinstance(const, CodeType) else {}
     return names
 
 
-def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Held]:
-    """Modules and optimizers by path: the value itself, or up to `depth` levels inside of it."""
-    if isinstance(value, _NO_HOLDERS):
+def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Trainable]:
+    """Return modules and optimizers by path: the value itself, or inside it down to `depth` levels."""
+    if isinstance(value, _NOT_SEARCHED):
         return {}
     if isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
         return {name: value}
@@ -186,14 +185,14 @@ def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> di
     inner: Iterable[tuple[str, Any]]
     if isinstance(value, (list, tuple)):
         held = enumerate(cast(list[Any], value))
-        inner = ((f"{name}[{i}]", item) for i, item in held if not isinstance(item, _NO_HOLDERS))
+        inner = ((f"{name}[{i}]", item) for i, item in held if not isinstance(item, _NOT_SEARCHED))
     elif isinstance(value, dict):
         entries = cast(dict[Any, Any], value).items()
-        inner = ((f"{name}[{key!r}]", item) for key, item in entries if not isinstance(item, _NO_HOLDERS))
+        inner = ((f"{name}[{key!r}]", item) for key, item in entries if not isinstance(item, _NOT_SEARCHED))
     else:
         read = cast(dict[str, Any], getattr(value, "__dict__", {}))
         inner = ((f"{name}.{key}", item) for key, item in read.items() if key in names)
-    out: dict[str, Held] = {}
+    out: dict[str, Trainable] = {}
     for path, item in list(inner):
         out |= _held_in(path, item, names, depth - 1)
     return out

@@ -1,4 +1,4 @@
-"""`wholestep.callback`: a call on the host, in each step, with the values of that step."""
+"""`wholestep.callback`: a host call that each step makes with its own values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
 def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
     """Call `fn(*values)` on the host in every step, with the real values of that step. Works in eager code too.
 
-    In a compiled step the calls come after the step, in the order in which the step makes them; what `fn` returns is
-    dropped. Tensors are given as they are on the device, without waiting for it: `float(tensor)` or `print(tensor)` in
-    `fn` waits, `list.append` does not. Under `semantics="per_rank"` a rank is given its own values. Every rank calls
-    `fn`; look at `torch.distributed.get_rank()` to let one of them print.
+    A compiled step makes the calls after the step, in program order, and drops the return value of `fn`. Tensors are
+    passed as device tensors without synchronization: `float(tensor)` or `print(tensor)` in `fn` waits for the device,
+    `list.append` does not. Under `semantics="per_rank"` each rank passes its own values. Every rank calls `fn`; check
+    `torch.distributed.get_rank()` to print on one rank only.
 
     Args:
         fn: any function: `print`, `losses.append`, `progress.update`, a logger's method.
-        *values: tensors, numbers that the step changes, containers of them, or anything else, which is given as it is.
-        **named: the same, by name.
+        *values: tensors, numbers that the step changes, containers of them, or any other object, passed unchanged.
+        **named: keyword arguments of `fn`, likewise.
 
     Example:
         >>> def train_step(model, optimizer, batch):
@@ -40,7 +40,7 @@ def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
 
 @contextmanager
 def recorded(record: Record) -> Generator[None]:
-    """Inside, calls are written down by `record` in place of being made."""
+    """Inside this context, `callback` passes its arguments to `record` instead of calling `fn`."""
     token = _recording.set(record)
     try:
         yield

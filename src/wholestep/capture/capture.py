@@ -1,4 +1,4 @@
-"""The capture stage: from a function and its arguments to one functional graph."""
+"""The capture stage: traces a function and its arguments into one functional graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..graph.gc_control import collector_paused
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from .batch_reads import ReadValues
-from .call_structure import Structure, held_by, leaf_names, take_apart
+from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .locations import GroupLocation, is_number
@@ -33,7 +33,7 @@ from .wrappers import effects_refused, unwrapped
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured step: its graph, what it holds, and how to put its results together."""
+    """A captured step: its graph, its state, its host effects, and the structure of its results."""
 
     graph: TrainGraph
     state: StepState
@@ -49,19 +49,18 @@ class Capture:
 def find_state(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> tuple[StepState, Structure, tuple[Any, ...], list[str]]:
-    """What the step holds, and its arguments taken apart.
+    """Return the state of a step, and the structure, leaves and leaf names of its arguments.
 
-    Modules and optimizers are found among the arguments (any number, any nesting), in `extra`, and in what `fn` closes
-    over.
+    Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
 
     Raises:
-        CaptureError: nothing to train was found.
+        CaptureError: no module with parameters and no optimizer was found.
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
     found: dict[str, nn.Module | Optimizer | GradScaler] = {}
     known: set[int] = set()
-    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *held_by(fn).items()]:
+    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *closed_over(fn).items()]:
         one = unwrapped(leaf)
         if isinstance(one, (nn.Module, Optimizer, GradScaler)) and id(one) not in known:
             known.add(id(one))
@@ -91,22 +90,22 @@ def capture_step(
     carried: Promoted | None = None,
     changing: Promoted | None = None,
 ) -> Capture:
-    """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph; nothing real is computed or changed.
+    """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
-    Options of optimizers that change between calls are inputs of the graph, as far as the step computes with them as
-    tensors; others are held as they are. The first form of these that can be captured is taken.
+    Optimizer options that change between calls become inputs of the graph where the step computes with them as
+    tensors; other options are constants. The capture with the most inputs is tried first.
 
     Args:
         fn: the step.
         args: its positional arguments.
-        kwargs: its other arguments.
-        options: what else decides which graph it becomes.
-        whole: shapes, by name, of batch tensors of which the arguments are parts: the graph is that of the whole.
-        carried: places of Python values that are carried from call to call; more that the step changes are found.
-        changing: places of numbers that changed between calls, carried too if the step can be captured so.
+        kwargs: its keyword arguments.
+        options: settings that change the graph.
+        whole: global shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes.
+        carried: Python values that are state of the step; the trace adds more that it finds.
+        changing: numbers that changed between calls; they become state if the step can be captured that way.
 
     Raises:
-        CaptureError: the step cannot become one graph; says where and what to write instead.
+        CaptureError: the step cannot become one graph; the message names the line and an alternative.
     """
     options, carried = options or CaptureOptions(), carried or Promoted()
     state, *_ = find_state(fn, args, kwargs, options.extra)
@@ -114,13 +113,13 @@ def capture_step(
     tries = [(live, carried | changing)] if changing else []
     tries += [(numbers, carried) for numbers in (live, find_hypers(state, ["lr"]), [])]
     first: CaptureError | None = None
-    for at, (numbers, promoted) in enumerate(tries):
+    for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
                 return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted)
         except CaptureError as failed:
             first = first or failed
-            if not (changing and at == 0) and not failed.reads_value and not _is_optimizers(failed):
+            if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
                 break
     assert first is not None, "a capture returned or raised"
     raise first
@@ -158,13 +157,13 @@ def _captured(
 
 
 def device_of(state: StepState) -> str:
-    """Where the first parameter is; cpu for a model on `meta`."""
+    """Return the device of the first parameter; cpu for a model on `meta`."""
     kinds = [h.tensor.device for h in state.params.values() if not h.tensor.is_meta]
     return str(kinds[0]) if kinds else "cpu"
 
 
-def _is_optimizers(error: BaseException) -> bool:
-    """True for an error that was raised while an optimizer updated."""
+def _in_optimizer(error: BaseException) -> bool:
+    """Return whether the error was raised inside a method of an optimizer."""
     cause: BaseException | None = error
     while cause is not None:
         frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
@@ -175,10 +174,10 @@ def _is_optimizers(error: BaseException) -> bool:
 
 
 def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
-    """Trace the step, again where it turns out to change numbers or tensors that are not carried yet.
+    """Trace the step; retrace it while the trace changes numbers or tensors that are not state of the step yet.
 
     Raises:
-        CaptureError: it changes something else that outlives the call; found again to name the line.
+        CaptureError: the step changes another Python value; a second trace locates the line.
     """
     while True:
         request = _carrying(request)
@@ -210,8 +209,8 @@ def _not_carried(needed: Promoted) -> CaptureError:
 
 
 def _carrying(request: Request) -> Request:
-    """The request with tensors that are carried among the buffers, and without scheduled numbers that are carried."""
-    request = replace(request, promoted=request.promoted | _options_beside(request))
+    """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
+    request = replace(request, promoted=request.promoted | _mixed_options(request))
     carry(
         request.state, {p.path: (t, p) for t, p in request.reach.tensors.values() if p.path in request.promoted.tensors}
     )
@@ -226,8 +225,8 @@ def _carrying(request: Request) -> Request:
     return replace(request, hypers=hypers)
 
 
-def _options_beside(request: Request) -> Promoted:
-    """Scheduled numbers of optimizers that compute with numbers of their own are numbers of Python too."""
+def _mixed_options(request: Request) -> Promoted:
+    """Return the hypers of optimizers that also have carried numbers: these hypers are then Python numbers too."""
     numbers, found = request.promoted.numbers, set[str]()
     for label, optimizer in request.state.optimizers.items():
         groups = {id(group) for group in optimizer.param_groups}
@@ -239,18 +238,18 @@ def _options_beside(request: Request) -> Promoted:
 
 
 def _changed_in_place(traced: Traced, found: Reach) -> Promoted:
-    """Tensors that the step can reach, and changes in place."""
+    """Return the reachable tensors that the trace changes in place."""
     changed = {id(tensor) for tensor in changed_constants(traced.module)}
     first = {id(tensor): path for path, (tensor, _) in reversed(found.tensors.items())}
     return Promoted(frozenset(), frozenset(first[key] for key in changed if key in first))
 
 
 def _check_update(traced: Traced, state: StepState, keep_grads: bool) -> None:
-    """Gradients that nothing reads mean that the step lacks its optimizer."""
+    """Raise CaptureError if the step computes gradients that nothing reads: it lacks its optimizer."""
     marked = any(node.target is GRAD_READY for node in traced.module.graph.nodes)
     if marked and traced.fresh_grads and not state.optimizers and not keep_grads:
         raise CaptureError(
-            "the step computes gradients, and there is no optimizer to use them",
+            "the step computes gradients and has no optimizer that uses them",
             "the optimizer of the step as an argument of it, as optimizer=, or as a variable the function closes over",
             "pass it, or give keep_grads=True to get the gradients in param.grad",
         )

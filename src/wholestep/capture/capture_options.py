@@ -1,4 +1,4 @@
-"""What decides, beside a function and its arguments, which graph a step becomes."""
+"""CaptureOptions: the settings that change the captured graph."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .call_structure import by_name
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """How a step is captured. `compile` makes one of its own options; give one to `capture` to plan the same program.
+    """Settings of a capture. `compile` derives them from its options; pass equal ones to `capture` to plan its program.
 
     Args:
         mixed_precision: dtypes in which modules compute and gradients are reduced.
         offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
-            go to the device to be gathered. On the CPU only the program changes.
-        fused: optimizers keep their fused and foreach kernels; False writes them out, as the inductor backend wants it.
-        keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
-        module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
-        model: modules that the step uses without being given them; those it closes over are found by themselves.
+            are copied to the device to be gathered. On a CPU device this changes the program only.
+        fused: keep fused and foreach optimizer kernels; False decomposes them, as the inductor backend needs.
+        keep_grads: keep gradients in `param.grad` even if the step resets them at its start.
+        module_overrides: replacements for submodules during the trace, by path (globs allowed).
+        model: modules of the step that are neither arguments nor closure variables, which are found automatically.
         optimizer: optimizers, likewise.
-        device: where the step runs; by default where the model is (cpu for a model on `meta`).
+        device: device of the step; by default the model's (cpu for a model on `meta`).
 
     Example:
         >>> half = wholestep.MixedPrecision(torch.bfloat16)

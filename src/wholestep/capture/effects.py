@@ -1,4 +1,4 @@
-"""What each call of a step does besides computing tensors, as values that `watch.Watch` makes from one trace."""
+"""Host effects of a step: assignments, callbacks and host arithmetic that each call repeats, as immutable values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of
 
 @dataclass(frozen=True)
 class Promoted:
-    """Paths of places whose value is carried from call to call: `numbers` on the host, `tensors` in the graph."""
+    """Paths of Python values that are state of the step: `numbers` are updated on the host, `tensors` in the graph."""
 
     numbers: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
@@ -34,27 +34,27 @@ class Promoted:
 
 @dataclass(frozen=True)
 class Extra:
-    """A leaf: extra result number `index` of the program, which the host needs and the step does not return."""
+    """A leaf: extra result `index` of the graph, which the host needs and the step does not return."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Made:
-    """A value that each call makes: structure and leaves, which are plain, of the host's program, or `Extra`."""
+    """A value that each call builds; its leaves are plain values, host numbers (`At`) or graph results (`Extra`)."""
 
     structure: Structure
     leaves: tuple[Any, ...]
 
     def value(self, numbers: Sequence[Any], extra: Sequence[Any]) -> Any:
-        """The value of one call."""
+        """Build the value for one call."""
         found = [numbers[v.index] if type(v) is At else extra[v.index] if type(v) is Extra else v for v in self.leaves]
         return put_together(self.structure, found)
 
 
 @dataclass(frozen=True)
 class Write:
-    """An assignment at the end of a call; without `made`, the place is emptied."""
+    """An assignment at the end of a call; without `made`, the entry is deleted."""
 
     place: Location
     made: Made | None
@@ -70,11 +70,11 @@ class Called:
 
 @dataclass(frozen=True)
 class Effects:
-    """What each call does on the host, and what it takes for granted there.
+    """Host work of each call, and the Python values that it assumes unchanged (`expected`).
 
-    `extra` counts the results that the graph makes for it; `rebound` names the tensors that a call replaces in place of
-    changing them; `flags` are parameters whose `requires_grad` is set at the end. `arguments` are those of the
-    call under way, whose items a step may assign.
+    `extra` is the number of graph results that only the host needs. `rebound` names tensors that a call replaces by
+    new objects. `flags` are `(parameter, requires_grad)` pairs to set at the end. `arguments` holds the arguments of
+    the current call, whose items a step may assign.
     """
 
     program: HostProgram = field(default_factory=HostProgram)
@@ -88,18 +88,18 @@ class Effects:
     arguments: Arguments = field(default_factory=Arguments)
 
     def group_options(self) -> set[tuple[int, int, Any]]:
-        """Options of parameter groups that are carried or assigned: optimizer, number of the group, key."""
+        """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""
         places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind == "type")]
         return {(id(p.optimizer), p.group, p.key) for p in places if isinstance(p, GroupLocation)}
 
     @property
     def works(self) -> bool:
-        """True where a call does anything on the host."""
+        """True if a call does any work on the host."""
         return bool(self.acts)
 
     @property
     def acts(self) -> str:
-        """What a call does beyond computing tensors, for a message; empty where it does nothing."""
+        """The first host effect, for a message; empty if there is none."""
         first = next(iter(self.writes), None)
         if first is not None:
             return f"the step changes {first.place.path}"
@@ -111,12 +111,12 @@ class Effects:
 
 
 class RefusedError(CaptureError):
-    """A change that no call could make again; `path` says of what."""
+    """A change of the Python value at `path` that later calls cannot repeat."""
 
     def __init__(self, path: str, before: object, after: object, why: str, way_out: str) -> None:
         self.path = path
         super().__init__(f"the step changes {path}: {shown(before)} -> {shown(after)}; {why}", NEEDED, way_out)
 
 
-NEEDED = "numbers, tensors and plain values that are assigned, which each call then assigns anew"
+NEEDED = "assignments of numbers, tensors and plain values, which each call repeats"
 WAYS_OUT = f"return it from the step, or use {CALLBACK}"

@@ -1,4 +1,4 @@
-"""Fake tensors for everything a step holds or is given, in one fixed order: the inputs of the graph to be."""
+"""Fake tensors for the state and the batch of a step, in the order of the graph's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .state import Hyper, StepState
 
 @dataclass
 class FakeInputs:
-    """Inputs of the graph to be, each with its fake tensor."""
+    """Inputs of a graph before its trace, each with its fake tensor."""
 
     device: str
     host_state: bool = False
@@ -27,7 +27,7 @@ class FakeInputs:
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     def add(self, given: Input, requires_grad: bool = False) -> None:
-        """Make a fake tensor for `given`, on the device the step will run on if it is on `meta` or in host memory."""
+        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded."""
         in_host = self.host_state and given.role in (Role.PARAM, Role.STATE, Role.GRAD)
         if given.meta.device.startswith("meta") or in_host:
             given = replace(given, meta=replace(given.meta, device=self.device))
@@ -41,18 +41,18 @@ class FakeInputs:
         self.put(given, fake)
 
     def put(self, given: Input, fake: torch.Tensor, position: int | None = None) -> None:
-        """Take a fake tensor that exists already, as the last input or at a position."""
-        at = len(self.inputs) if position is None else position
-        self.inputs.insert(at, given)
-        self.fakes.insert(at, fake)
+        """Insert an existing fake tensor as the last input or at `position`."""
+        position = len(self.inputs) if position is None else position
+        self.inputs.insert(position, given)
+        self.fakes.insert(position, fake)
 
     @property
     def first_of_batch(self) -> int:
-        """Position of the first input that comes with each call; programs are given numbers before it."""
+        """Position of the first batch input; host numbers are inserted before it."""
         return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Fakes by input name."""
+        """Return the fakes by input name."""
         return {i.name: f for i, f in zip(self.inputs, self.fakes, strict=True)}
 
 
@@ -65,10 +65,10 @@ def stand_ins(
     whole: Mapping[str, tuple[int, ...]] | None = None,
     host_state: bool = False,
 ) -> FakeInputs:
-    """Stand-ins for parameters, buffers, optimizer state, gradients, scheduled numbers and the batch, in this order.
+    """Create fakes for parameters, buffers, optimizer state, gradients, hypers and the batch, in this order.
 
-    Tensors of the batch named in `whole` are parts of tensors of the shapes given there.
-    Optimizer state is as it is, or as the first step creates it. `host_state`: it and parameters rest in host memory.
+    `whole` gives the global shapes of batch tensors of which `leaves` has only a part. Missing optimizer state is
+    created as in the first step. `host_state`: parameters and optimizer state are stored in host memory.
     """
     out = FakeInputs(device, host_state)
     for held in [*state.params.values(), *state.buffers.values()]:
@@ -89,7 +89,7 @@ def stand_ins(
 
 
 def _add_primed(out: FakeInputs, state: StepState) -> None:
-    """State that does not exist yet, made by the optimizer itself out of a fake parameter."""
+    """Add optimizer state that does not exist yet, created by the optimizer for a fake parameter."""
     fakes = out.named()
     names = {id(held.tensor): name for name, held in state.params.items()}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):

@@ -1,8 +1,8 @@
-"""Takes the mutation out of a traced graph: each in-place op becomes the functional op that makes the new value.
+"""Functionalizes a traced graph: replaces each in-place op by its functional form.
 
-Tensors that share memory form a family: a base and the views of it. A write gives the base a new value (the written
-view put back into it, view by view) and the family a new version; a member that is read later is made again from the
-base. The trace is rewritten in one walk, without running it again.
+Tensors that share memory form a family: a base and its views. A write gives the base a new value (the inverse of each
+view applied to the written tensor) and increments the version of the family; a view that is read later is recomputed
+from the base. The graph is rewritten in one walk, without a second trace.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 class _UnknownError(Exception):
-    """A write that the walk cannot express."""
+    """A write that this module does not support."""
 
 
 def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphModule:
-    """The same step without mutation; it is traced again where it writes in a way this module does not know."""
+    """Return the graph without mutation; torch's functionalization (a second trace) handles unsupported writes."""
     _fill_in_memory_order(module.graph)
     rewritten = _torch.graph_module(module, copy_graph(module.graph))
-    count_from_tensors(rewritten.graph)  # a new value of a tensor may lie elsewhere in memory
+    count_from_tensors(rewritten.graph)  # a new value may have another memory layout
     try:
         _Walk(rewritten).run()
     except _UnknownError:
@@ -40,7 +40,7 @@ def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphMo
 
 
 def _fill_in_memory_order(graph: Graph) -> None:
-    """Random numbers land where eager puts them: bernoulli_ fills memory in order, its functional form row by row."""
+    """Permute operands of `bernoulli_`: eager fills memory in order, the functional form fills row by row."""
     for node in [n for n in graph.nodes if n.target is aten.bernoulli_.float]:
         given = node_at(node, 0)
         found = meta.tensor(given)
@@ -57,25 +57,25 @@ def _fill_in_memory_order(graph: Graph) -> None:
 
 
 def _missing(node: Node, form: Any) -> tuple[Any, ...]:
-    """Defaults of the in-place op that its functional form lacks."""
-    own, others = _torch.schema_of(node.target).arguments, {a.name: a for a in _torch.schema_of(form).arguments}
+    """Return default arguments of the in-place op that are required by its functional form."""
+    arguments, others = _torch.schema_of(node.target).arguments, {a.name: a for a in _torch.schema_of(form).arguments}
     return tuple(
         a.default_value
-        for a in own[len(node.args) :]
+        for a in arguments[len(node.args) :]
         if not a.kwarg_only and a.name not in node.kwargs and not others[a.name].has_default_value()
     )
 
 
 @dataclass
 class _Walk:
-    """The families of a graph as they stand at the node being visited."""
+    """The rewrite of one graph; the fields describe the families at the node being visited."""
 
     module: GraphModule
-    source: dict[Node, Node] = field(default_factory=dict[Node, Node])  # what a view is a view of
-    same: dict[Node, Node] = field(default_factory=dict[Node, Node])  # an older node of the very same tensor
-    returned: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])  # tensors that an op hands on
-    version: dict[Node, int] = field(default_factory=dict[Node, int])  # writes to the family of a base
-    value: dict[Node, tuple[int, Node]] = field(default_factory=dict[Node, tuple[int, Node]])
+    source: dict[Node, Node] = field(default_factory=dict[Node, Node])  # view -> the tensor it views
+    same: dict[Node, Node] = field(default_factory=dict[Node, Node])  # node -> an earlier node of the same tensor
+    returned: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])  # op -> its operands it returns
+    version: dict[Node, int] = field(default_factory=dict[Node, int])  # base -> writes to its family
+    value: dict[Node, tuple[int, Node]] = field(default_factory=dict[Node, tuple[int, Node]])  # (version, new node)
 
     def run(self) -> None:
         for node in list(self.module.graph.nodes):
@@ -103,7 +103,7 @@ class _Walk:
             self._view(node, whole)
 
     def _visit_write(self, node: Node) -> None:
-        """Give the op its functional form, and what it wrote new values."""
+        """Replace the op by its functional form, and record new values of the written tensors."""
         op = cast(_torch.OpOverload[..., Any], node.target)
         form = _torch.functional_form(op)
         schema = _torch.schema_of(op)
@@ -121,19 +121,19 @@ class _Walk:
         node.target = form
         meta.set_value(node, self._result(node))
         self.before = node.next
-        if fresh == 1 and outputs > 1:  # it made one tensor, and now several
+        if fresh == 1 and outputs > 1:  # the in-place op returns one tensor, the functional form several
             first = self._item(node, 0)
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
         if fresh == 0:
-            self._hand_on(node, [given[a.name] for a in writes])
+            self._return_written(node, [given[a.name] for a in writes])
         for position, argument in enumerate(writes, start=fresh):
             tensors = given.get(argument.name)
             read_only = _torch.is_fused_optimizer(form) and argument.name == "grads" and not given.get("grad_scale")
             if tensors is not None and not read_only:
                 self._write_all(tensors, self._item(node, position) if outputs > 1 else node)
 
-    def _hand_on(self, node: Node, written: list[Any]) -> None:
-        """What an op returns is what it wrote, at whatever time that is read."""
+    def _return_written(self, node: Node, written: list[Any]) -> None:
+        """Record that the op returns its written operands: later reads see the current value of these."""
         if len(written) > 1:
             self.returned[node] = written
         elif isinstance(written[0], Node):
@@ -146,9 +146,8 @@ class _Walk:
             self._write(tensor, self._item(new, index))
         return None
 
-    # -- families -------------------------------------------------------------------
     def current(self, node: Node) -> Node:
-        """What `node` holds now."""
+        """Return the node of the current value of `node`."""
         seen, made = self.value.get(node, (0, node))
         version = self.version.get(self._base(node), 0)
         if seen == version:
@@ -169,13 +168,13 @@ class _Walk:
         self.value[node] = self.version.get(self._base(node), 0), node
 
     def _keep(self, node: Node, made: Node, version: int) -> bool:
-        """Let `made` be `node` in this version, unless it lies in memory in another way."""
+        """Use `made` as the value of `node` in this version, if its memory layout is the same."""
         if made is not node and meta.tensor(node) == meta.tensor(made):
             self.value[node], self.same[made] = (version, made), node
         return self.value.get(node, (0, node))[0] == version
 
     def _write(self, node: Node, new: Node) -> None:
-        """`node` becomes `new`, and so do the tensors that it is a view of, each where it shows through."""
+        """Set `node` to `new`, and update the tensors that it is a view of."""
         node = self._eldest(node)
         dtype = meta.value(node).dtype
         if meta.value(new).dtype != dtype:
@@ -201,9 +200,8 @@ class _Walk:
             node = self.same[node]
         return node
 
-    # -- nodes ----------------------------------------------------------------------
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node beside the one being visited."""
+        """Insert a new node next to the one being visited."""
         with self.module.graph.inserting_before(self.before):
             made = self.module.graph.call_function(target, args, kwargs)
         meta.copy_origin(self.origin, made)

@@ -1,8 +1,8 @@
-"""Python numbers that a step changes: computed on the host in each call, in Python, as the step computes them.
+"""Python numbers that a step changes: each call computes them on the host, with Python arithmetic.
 
-While a step is traced such a number is a 0-dim fake tensor. Arithmetic among these numbers and plain ones is written
-down and repeated before each call; where a number meets a tensor it is an input of the graph. A choice (`if n > 3`) is
-made as for the call that is captured, and guarded.
+During a trace such a number is a 0-dim fake tensor. Arithmetic between these numbers and constants is recorded and
+repeated before each call; a number that is used with a tensor becomes an input of the graph. A branch (`if n > 3`) is
+resolved for the captured call and guarded.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _AS_TENSOR = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 @dataclass(frozen=True)
 class At:
-    """An argument that is the result of instruction `index`."""
+    """The result of instruction `index`, as an argument."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of the host's program: `fn(*args)`; `args` that are `At` stand for earlier results."""
+    """One instruction of the host program: `fn(*args)`; an `At` among `args` refers to an earlier result."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -57,9 +57,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class TracedChoice:
-    """A choice that was made while the step was traced: result `index` has to be `expected` again.
+    """A branch resolved during the trace: the truth of result `index` must be `expected` in each call.
 
-    A `late` one follows from what an effect, such as a scheduler's step, sets.
+    A `late` decision depends on an effect, such as a scheduler's step.
     """
 
     index: int
@@ -70,10 +70,10 @@ class TracedChoice:
 
 @dataclass(frozen=True)
 class HostProgram:
-    """What the host computes before each call: the `instructions` that are `needed`, in order.
+    """The host computation before each call: the `needed` instructions, in order.
 
-    `inputs` are inputs of the graph, by name, each with the instruction that computes it. Effects change what the
-    dicts `changed` hold.
+    `inputs` maps inputs of the graph to the instruction that computes each. `changed` are the dicts that effects
+    modify.
     """
 
     instructions: tuple[Instruction, ...] = ()
@@ -83,7 +83,7 @@ class HostProgram:
     changed: tuple[dict[Any, Any], ...] = ()
 
     def run(self) -> list[Any]:
-        """The result of each instruction, in order; None where no output depends on it."""
+        """Return the result of each instruction, in order; None for instructions that are not needed."""
         made: list[Any] = [None] * len(self.instructions)
         for index in self.needed:
             line = self.instructions[index]
@@ -91,7 +91,7 @@ class HostProgram:
         return made
 
     def decided_otherwise(self) -> str:
-        """Where the first choice was made that is another one now; empty when none is. Changes nothing."""
+        """Return the source line of the first branch that would differ now, or "". Has no side effect."""
         if any(d.late for d in self.decisions):
             with Preserved(self.changed):
                 made = dict(enumerate(self.run()))
@@ -108,7 +108,7 @@ class HostProgram:
 
 
 class Preserved:
-    """Inside, attributes of `objects`, which are dicts, may change; afterwards all is as it was."""
+    """Context manager that restores the given dicts (a shallow copy of their values) at its end."""
 
     def __init__(self, objects: Sequence[dict[Any, Any]]) -> None:
         self._objects = objects
@@ -158,7 +158,7 @@ class Numbers:
         return bool(self._by_id or self._options)
 
     def among(self, values: Sequence[Any]) -> bool:
-        """True if a number is one of these values, or inside a list or an index among them."""
+        """Return whether a number is among these values, or inside a list or an index among them."""
         for value in values:
             if id(value) in self._by_id or id(value) in self._options:
                 return True
@@ -168,13 +168,12 @@ class Numbers:
                 return True
         return False
 
-    # -- making -------------------------------------------------------------------------
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
-        """The number at `place` as it is when the host comes here; `late` for one that an effect changes before."""
+        """Record a read of `place` and return its number; `late` if an effect changes it before."""
         return self._made(Instruction(place.get, ()), now, late, place.path, place.path)
 
     def plain(self, value: Any) -> Any:
-        """A number as it is in the call that is captured; anything else as it is."""
+        """Return the value of a number in the captured call; any other value unchanged."""
         number = self._of(value)
         return number.now if number else value
 
@@ -182,39 +181,34 @@ class Numbers:
         return self._by_id.get(id(value)) or self._options.get(id(value))
 
     def option(self, fake: torch.Tensor, place: Location, now: float) -> None:
-        """An input of the graph that stands for a scheduled number: read here, where it is returned or given away."""
+        """Register a hyper's input; the host reads it at `place` if the step returns it or passes it to a callback."""
         self._options[id(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
         self._lines.append(Instruction(place.get, ()))
 
     def effect(self, changed: Sequence[dict[Any, Any]], fn: Callable[..., Any], *args: Any) -> None:
-        """Something that the host does here, in each call; arguments may be numbers. It changes what `changed` hold."""
+        """Record a host call with an effect on the dicts `changed`; arguments may be numbers."""
         self._changed += [c for c in changed if all(c is not other for other in self._changed)]
         self._effects.add(len(self._lines))
         self._lines.append(Instruction(fn, tuple(map(self.argument, args))))
 
     def argument(self, value: Any) -> Any:
-        """A value as an instruction takes it."""
+        """Return a value as an instruction's argument."""
         index = self.index_of(value)
         return value if index is None else At(index)
 
     def index_of(self, value: Any) -> int | None:
-        """The line that computes a number; None for anything else."""
+        """Return the instruction that computes a number; None for any other value."""
         number = self._of(value)
         return number.index if number else None
 
-    def path_of(self, value: Any) -> str:
-        """What a number follows from, as a path."""
-        number = self._by_id.get(id(value))
-        return number.path if number else ""
-
     def call(self, fn: Callable[..., Any], args: Sequence[Any], of_torch: bool = False) -> Any:
-        """`fn(*args)` as a further number; NotImplemented where an argument is neither a number nor plain.
+        """Record `fn(*args)` as a new number; NotImplemented if an argument is neither a number nor a constant.
 
-        What optimizers `of_torch` make of scheduled numbers alone stays in the graph.
+        `of_torch`: torch.optim makes the call; it stays in the graph if only hypers are involved.
         """
         given = [self._of(a) for a in args]
-        own = any(id(a) in self._by_id for a in args)
-        if not (own or (any(given) and not of_torch)) or not all(
+        carried = any(id(a) in self._by_id for a in args)
+        if not (carried or (any(given) and not of_torch)) or not all(
             n or isinstance(a, (int, float)) for n, a in zip(given, args, strict=True)
         ):
             return NotImplemented
@@ -237,9 +231,8 @@ class Numbers:
         self._add_input(position, Input(name, Role.HYPER, TensorMeta((), (), dtype, "cpu")), fake)
         return fake
 
-    # -- seeing --------------------------------------------------------------------------
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, of_torch: bool) -> Any:
-        """What Python would compute for a torch function on numbers; NotImplemented where a tensor has part."""
+        """Record a torch function on numbers as Python arithmetic; NotImplemented if a tensor is involved."""
         name = getattr(func, "__name__", "").strip("_")
         first = self._of(args[0]) if args else None
         if name == "bool" and first:
@@ -260,26 +253,25 @@ class Numbers:
         return NotImplemented
 
     def decide(self, number: _Number, where: str) -> bool:
-        """The truth of a number, which is guarded."""
+        """Return the truth of a number in the captured call, and guard it."""
         found = bool(number.now)
         self._decisions.append(TracedChoice(number.index, found, where, number.late))
         return found
 
     def refuse_read(self, value: Any, how: str, where: str) -> None:
-        """Raise CaptureError where Python takes a number out of its program."""
+        """Raise CaptureError if the step reads a recorded number as a Python value."""
         number = self._by_id.get(id(value))
         if number:
             raise CaptureError(
                 f"the step reads {number.path}, a number that changes between calls, with {how}",
-                "arithmetic, comparisons and functions of `math` on numbers that change: "
-                "they are computed anew in each call",
-                f"compute with it as it is, return it, or give it to ws.callback; or pass {number.path} "
+                "arithmetic, comparisons and functions of `math` on changing numbers, which each call repeats",
+                f"compute with it as it is, return it, or pass it to ws.callback; or pass {number.path} "
                 "to the step as an argument, which costs a capture for each of its values",
                 where,
             )
 
     def operands(self, func: Any, args: Any) -> Any:
-        """`args` of an operation on tensors, with numbers as torch takes Python numbers there."""
+        """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""
         found = list(_tensors(args))
         others = [t for t in found if id(t) not in self._by_id]
         if len(others) == len(found):
@@ -309,9 +301,8 @@ class Numbers:
 
         return tuple(convert(a) for a in args)
 
-    # -- done -----------------------------------------------------------------------------
     def program(self, used: set[str], wanted: set[int]) -> HostProgram:
-        """What has to be computed for the inputs `used` and the lines `wanted`, and what has to be done."""
+        """Return the host program for the inputs `used` and the instructions `wanted`, with all effects."""
         inputs = {n.name: n.index for n in self._by_id.values() if n.name in used}
         needed = {*inputs.values(), *wanted, *self._effects, *(d.index for d in self._decisions if d.late)}
         for index in range(len(self._lines) - 1, -1, -1):

@@ -1,9 +1,9 @@
-"""Places of Python values that outlive a call: attributes, items, variables of closures, globals, optimizer state."""
+"""Places of Python values that outlive a call: attributes, items, closure variables, globals, optimizer state."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from .state import StepState
 
 
 class Missing:
-    """Marks a place that holds nothing."""
+    """The value of an empty place."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -27,21 +27,21 @@ SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass
 class Location:
-    """One entry of `holder`: a dict, a list, or anything with items. `path` is how the user would write it."""
+    """The entry `key` of `holder`, which has items; `path` is the user's expression for it."""
 
     path: str
     holder: Any
     key: Any
 
     def get(self) -> Any:
-        """What is there now; MISSING if nothing is."""
+        """Return the current value, or MISSING."""
         try:
             return self.holder[self.key]
         except (KeyError, IndexError):
             return MISSING
 
     def set(self, value: Any) -> None:
-        """Put `value` there; MISSING removes what is there."""
+        """Assign `value`; MISSING deletes the entry."""
         if value is MISSING:
             self.holder.pop(self.key, None)
         else:
@@ -49,80 +49,15 @@ class Location:
 
     @property
     def container(self) -> Any:
-        """What holds the entry now."""
+        """The current container of the entry."""
         return self.holder
 
 
 @dataclass
-class GroupLocation(Location):
-    """An option of a parameter group; loading a state dict replaces the groups, so they are looked up."""
+class _Live:
+    """A container that `now` looks up at each use."""
 
-    optimizer: Optimizer = field(kw_only=True)
-    group: int = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.holder = _Groups(self.optimizer, self.group)
-
-    @property
-    def container(self) -> Any:
-        """The group as it is now."""
-        return self.optimizer.param_groups[self.group]
-
-
-@dataclass
-class StateLocation(Location):
-    """A number in an optimizer's state of one parameter, which placing replaces, so it is looked up by name."""
-
-    state: StepState = field(kw_only=True)
-    optimizer: int = field(kw_only=True)
-    owner: str = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.holder = _Entry(self.state, self.optimizer, self.owner)
-
-
-@dataclass
-class Arguments:
-    """The arguments of the call under way: `now` has those by position, then those by name."""
-
-    now: dict[Any, Any] = field(default_factory=dict[Any, Any])
-
-
-@dataclass
-class ArgumentLocation(Location):
-    """An item of a container among the arguments of a call, found by the keys of `route`."""
-
-    arguments: Arguments = field(kw_only=True)
-    route: tuple[Any, ...] = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.holder = _Route(self.arguments, self.route)
-
-
-@dataclass
-class PartLocation(Location):
-    """One number of a tuple or list: `holder` is the place of the whole, `key` the index. It is only read."""
-
-    def get(self) -> Any:
-        """The number as it is now."""
-        return self.holder.get()[self.key]
-
-
-@dataclass
-class FloatLocation(Location):
-    """A number that may be kept as a tensor: `holder` is its place. It is only read."""
-
-    def get(self) -> Any:
-        """The number as it is now."""
-        return float(self.holder.get())
-
-
-class _Lookup(ABC):
-    """Items of a container that is looked up at each use."""
-
-    @abstractmethod
-    def now(self) -> Any:
-        """The container."""
+    now: Callable[[], Any]
 
     def __getitem__(self, key: Any) -> Any:
         return self.now()[key]
@@ -131,16 +66,59 @@ class _Lookup(ABC):
         self.now()[key] = value
 
     def pop(self, key: Any, default: Any) -> Any:
-        """Remove an item."""
         return self.now().pop(key, default)
 
 
 @dataclass
-class _Route(_Lookup):
-    arguments: Arguments
-    route: tuple[Any, ...]
+class GroupLocation(Location):
+    """An option of a parameter group, looked up by index: loading a state dict replaces the groups."""
 
-    def now(self) -> Any:
+    optimizer: Optimizer = field(kw_only=True)
+    group: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.holder = _Live(lambda: self.container)
+
+    @property
+    def container(self) -> Any:
+        """The current group."""
+        return self.optimizer.param_groups[self.group]
+
+
+@dataclass
+class StateLocation(Location):
+    """A number in an optimizer's state of one parameter, looked up by name: placement replaces the parameter."""
+
+    state: StepState = field(kw_only=True)
+    optimizer: int = field(kw_only=True)
+    owner: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.holder = _Live(self._entry)
+
+    def _entry(self) -> Any:
+        states = list(self.state.optimizers.values())[self.optimizer].state
+        return states[self.state.params[self.owner].tensor]
+
+
+@dataclass
+class Arguments:
+    """The arguments of the current call, by position or keyword."""
+
+    now: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+
+@dataclass
+class ArgumentLocation(Location):
+    """An item of a container among the arguments of a call; `route` are the keys that lead to the container."""
+
+    arguments: Arguments = field(kw_only=True)
+    route: tuple[Any, ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.holder = _Live(self._items)
+
+    def _items(self) -> Any:
         found: Any = self.arguments.now
         for key in self.route:
             found = Slots(found)[key] if dataclasses.is_dataclass(found) else found[key]
@@ -148,28 +126,26 @@ class _Route(_Lookup):
 
 
 @dataclass
-class _Groups(_Lookup):
-    optimizer: Optimizer
-    group: int
+class PartLocation(Location):
+    """One number of a tuple or list, read-only: `holder` is the place of the sequence, `key` the index."""
 
-    def now(self) -> Any:
-        return self.optimizer.param_groups[self.group]
+    def get(self) -> Any:
+        """Return the current number."""
+        return self.holder.get()[self.key]
 
 
 @dataclass
-class _Entry(_Lookup):
-    state: StepState
-    optimizer: int
-    owner: str
+class FloatLocation(Location):
+    """A number that may be stored as a tensor, read-only: `holder` is its place."""
 
-    def now(self) -> Any:
-        states = list(self.state.optimizers.values())[self.optimizer].state
-        return states[self.state.params[self.owner].tensor]
+    def get(self) -> Any:
+        """Return the current number."""
+        return float(self.holder.get())
 
 
 @dataclass
 class Cell:
-    """The variable of a closure, as a container of one item."""
+    """A closure variable, as a container of one item."""
 
     cell: Any
 
@@ -183,13 +159,13 @@ class Cell:
         self.cell.cell_contents = value
 
     def pop(self, key: Any, default: Any) -> Any:
-        """Empty the variable."""
+        """Delete the variable."""
         del self.cell.cell_contents
 
 
 @dataclass
 class Slots:
-    """Attributes that an object keeps outside of a dict, or that go through its class."""
+    """Attributes of an object as items, for objects without a `__dict__` and for classes."""
 
     owner: Any
 
@@ -200,12 +176,13 @@ class Slots:
             raise KeyError(key) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        object.__setattr__(self.owner, key, value) if not isinstance(self.owner, type) else setattr(
-            self.owner, key, value
-        )
+        if isinstance(self.owner, type):
+            setattr(self.owner, key, value)
+        else:
+            object.__setattr__(self.owner, key, value)
 
     def pop(self, key: Any, default: Any) -> Any:
-        """Remove an attribute."""
+        """Delete an attribute."""
         if isinstance(self.owner, type):
             delattr(self.owner, key)
         else:
@@ -213,22 +190,22 @@ class Slots:
 
 
 class Words(str):
-    """Text that an error shows as it is."""
+    """Text that an error message shows without quotes."""
 
 
 def is_number(value: object) -> bool:
-    """True for an int or a float that arithmetic may follow; booleans are decisions."""
+    """Return whether a value is an int or a float (not a bool)."""
     return type(value) in NUMBERS
 
 
 def holds_items(value: object) -> bool:
-    """True for a container, or a dataclass, that is not empty: what follows from one may follow from its items."""
+    """Return whether a value is a dataclass or a non-empty container: a step may have read its items."""
     record = dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
     return record or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it."""
+    """Format a value for an error message."""
     if isinstance(value, Words):
         return value
     if isinstance(value, torch.Tensor):

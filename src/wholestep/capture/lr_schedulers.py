@@ -1,4 +1,4 @@
-"""Learning-rate schedulers inside a step: they run for real in each call, and what they set are numbers of the host."""
+"""Learning-rate schedulers inside a step: each call runs them on the host; options that they set are host numbers."""
 
 from __future__ import annotations
 
@@ -20,39 +20,34 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 class Schedulers:
-    """The schedulers of one trace. `needed` are paths of options that have to be carried for one of them.
+    """The schedulers of one trace. `needed` are paths of options that must become state of the step.
 
-    `original` gives what an entry of a container was before the trace, `line` the user's line.
+    `original` returns the value of a container's entry before the trace, `line` the user's line.
     """
 
     def __init__(
         self, numbers: Numbers, reach: Reach, promoted: frozenset[str], original: Callable[[Container, Any], Any],
         line: Callable[[], str],
     ) -> None:  # fmt: skip
-        self._numbers, self._reach, self._promoted, self._original, self._line = (
-            numbers,
-            reach,
-            promoted,
-            original,
-            line,
-        )
+        self._numbers, self._reach, self._promoted = numbers, reach, promoted
+        self._original, self._line = original, line
         self._running = False
         self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
         self.needed = set[str]()
 
     def begin(self) -> None:
-        """What schedulers tell of themselves becomes numbers."""
+        """Replace the numeric attributes of schedulers by traced numbers."""
         for scheduler in self._reach.schedulers:
             self.show(scheduler, vars(scheduler), late=False)
 
     def end(self) -> None:
-        """They are as they were."""
+        """Restore the schedulers."""
         for scheduler, attributes in self._shown:
             vars(scheduler).clear()
             vars(scheduler).update(attributes)
 
     def step(self, scheduler: LRScheduler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A scheduler's step runs for real in each call; what it sets are new numbers from there on."""
+        """Record a scheduler's step as a host effect; the options that it sets are new numbers afterwards."""
         if self._running:
             return False
         every = _torch.schedulers_of(scheduler)
@@ -76,13 +71,13 @@ class Schedulers:
         if any(isinstance(s, ReduceLROnPlateau) for s in every):
             raise CaptureError(
                 "the step calls ReduceLROnPlateau.step, which reads a metric on the host",
-                "schedulers that follow from the number of steps",
+                "schedulers that depend on the number of steps only",
                 "return the metric and call scheduler.step(metric) after the compiled step",
                 self._line(),
             )
         if any(isinstance(v, torch.Tensor) and v not in self._numbers for v in given):
             raise CaptureError(
-                f"the step gives {type(scheduler).__name__}.step a tensor",
+                f"the step passes a tensor to {type(scheduler).__name__}.step",
                 "a scheduler's step without arguments, or with numbers",
                 "call it after the compiled step",
                 self._line(),
@@ -92,7 +87,7 @@ class Schedulers:
         self, scheduler: LRScheduler, every: Sequence[LRScheduler], groups: Sequence[dict[str, Any]],
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> dict[int, dict[str, Any]]:  # fmt: skip
-        """What a scheduler and the groups hold after its step, by the identity of each: it is made and undone."""
+        """Run a scheduler's step, undo it, and return the contents of schedulers and groups after it, by identity."""
         held = [*groups, *(vars(s) for s in every)]
         plain = self._numbers.plain
         with Preserved(held), warnings.catch_warnings():
@@ -112,7 +107,7 @@ class Schedulers:
         return [c for c in self._reach.containers if id(c.holder) in groups]
 
     def _flush_groups(self, optimizer: Any) -> None:
-        """Numbers that the step has set until here are where the scheduler looks for them."""
+        """Write the options that the step has set so far into the groups, where the scheduler reads them."""
         for container in self._group_containers(optimizer):
             for key, _, after in container.changes():
                 index, before = self._numbers.index_of(after), self._original(container, key)
@@ -120,13 +115,13 @@ class Schedulers:
                 if is_number(before) and path not in self._promoted:
                     self.needed |= {path}
                 elif index is None and isinstance(after, torch.Tensor):
-                    why = "a scheduler steps after that, and works with numbers"
+                    why = "a scheduler, which computes with numbers, steps after the change"
                     raise RefusedError(path, before, after, why, "call the scheduler after the step")
                 self._numbers.effect([container.holder], container.place_of(key).set, after)
                 container.before = {**container.before, key: after}
 
     def _renew_groups(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
-        """The options that a scheduler's step changes are other numbers from here on."""
+        """Replace the options that a scheduler's step changes by new numbers."""
         for container in self._group_containers(optimizer):
             after = found[id(container.holder)]
             for key, value in after.items():
@@ -145,7 +140,7 @@ class Schedulers:
                 container.before = {**container.before, key: new}
 
     def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
-        """What a scheduler tells of itself, as numbers of this place in the step."""
+        """Replace numeric attributes of a scheduler by numbers read at this point of the step."""
         held, name = vars(scheduler), type(scheduler).__name__
         if all(other is not scheduler for other, _ in self._shown):
             self._shown.append((scheduler, dict(held)))
@@ -165,7 +160,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:
-    """One step of a scheduler; it finds that its optimizers ran, as they do in the program of the call."""
+    """Step a scheduler; mark its optimizers as called, because the compiled program runs their updates."""
     for optimizer in optimizers:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True

@@ -1,7 +1,7 @@
-"""Methods of torch that read values where a form made of tensors exists: what a trace runs in their place.
+"""Traceable replacements for methods of torch that read tensor values on the host.
 
-The names of METHODS are those of `_torch/replaced.py`, which says where in torch they lie. Each form is checked against
-its original (tests/unit/test_replacements.py).
+The keys of METHODS are those of `_torch/replaced.py`, which locates the originals. tests/unit/test_replacements.py
+compares each form with its original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _adafactor(
     variances: list[Any], state_steps: list[Tensor], grad_scale: Any, found_inf: Any, *, d: float, lr: Any,
     beta2_decay: float, weight_decay: float, eps1: float | None, eps2: float, maximize: bool, has_complex: bool,
 ) -> None:  # fmt: skip
-    """`torch.optim.Adafactor`, whose step sizes are tensors; counts and sizes in double, as Python numbers are."""
+    """`torch.optim.Adafactor` with step sizes as float64 tensors instead of Python numbers."""
     for i, param in enumerate(params):
         grad, step = -grads[i] if maximize else grads[i], state_steps[i]
         eps1 = torch.finfo(param.dtype).eps if eps1 is None else eps1
@@ -49,7 +49,7 @@ def _adafactor(
 
 
 def _rate_of_transformers(original: Any, group: dict[str, Any], state: dict[str, Any]) -> Any:
-    """`Adafactor._get_lr` of transformers: the size of a parameter is a tensor, and so is what is chosen by it."""
+    """`Adafactor._get_lr` of transformers, with tensors in place of Python numbers."""
     rate = group["lr"]
     if group["relative_step"]:
         count = torch.as_tensor(state["step"]).double()
@@ -64,15 +64,15 @@ def _rms(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _update_average(original: Any, self: Any, model: nn.Module) -> None:
-    """`AveragedModel.update_parameters`: the first call copies, chosen by a tensor."""
+    """`AveragedModel.update_parameters`: `torch.where` chooses between the copy of the first call and the average."""
     if self.use_buffers:
         pairs = zip(_tensors(self.module), _tensors(model), strict=False)
     else:
         pairs = zip(cast(nn.Module, self).parameters(), model.parameters(), strict=False)
     averaged, current = list[Tensor](), list[Tensor]()
-    for ours, theirs in pairs:
-        averaged.append(ours.detach())
-        current.append(theirs.detach().to(ours.device))
+    for old, new_value in pairs:
+        averaged.append(old.detach())
+        current.append(new_value.detach().to(old.device))
     first, count = self.n_averaged == 0, self.n_averaged
     new = [a.clone() for a in averaged]
     if self.multi_avg_fn is not None or self.avg_fn is None:
@@ -85,8 +85,8 @@ def _update_average(original: Any, self: Any, model: nn.Module) -> None:
     for a, c, n in zip(averaged, current, new, strict=True):
         a.copy_(torch.where(first.to(a.device), c.to(a.dtype), n.to(a.dtype)))
     if not self.use_buffers:
-        for ours, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
-            ours.detach().copy_(theirs.detach().to(ours.device))
+        for old, new_value in zip(self.module.buffers(), model.buffers(), strict=True):
+            old.detach().copy_(new_value.detach().to(old.device))
     self.n_averaged += 1
 
 
@@ -95,7 +95,7 @@ def _tensors(module: nn.Module) -> chain[Tensor]:
 
 
 def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
-    """Batch norm whose statistics are averages over all batches: how much the new ones weigh is a tensor."""
+    """Batch norm with `momentum=None` (a cumulative average): the weight of a new batch is a tensor."""
     averages = self.training and self.track_running_stats and self.momentum is None
     if not averages or self.num_batches_tracked is None:
         return original(self, input)
@@ -113,12 +113,12 @@ def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
 def _cond(
     original: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
-    """The branch that is taken, where integers of the batch say which."""
+    """`torch.cond`: traces the branch taken if integers of the batch determine the predicate."""
     try:
         taken = bool(pred)
     except CaptureError as error:
         raise CaptureError(
-            "the step chooses with torch.cond by a value that only running the step gives",
+            "the step passes torch.cond a predicate that is known only when the step runs",
             error.needed,
             "compute both branches and write torch.where(pred, true, false)",
         ) from None
@@ -132,17 +132,16 @@ def _refuse_anomaly(original: Any, enabled: bool, check_nan: bool = True) -> Non
 
 
 def refuse_anomaly_mode() -> None:
-    """Raise CaptureError: a captured backward is not autograd's, which anomaly detection watches."""
+    """Raise CaptureError: a compiled backward does not run autograd, which anomaly detection needs."""
     raise CaptureError(
         "torch.autograd's anomaly detection is on (detect_anomaly, set_detect_anomaly)",
-        "a step without it: the compiled backward is part of one graph, and autograd is not run",
-        "switch it off for the compiled step; to look for NaN, run the plain function with it",
+        "anomaly detection off: the compiled backward is part of one graph and does not run autograd",
+        "switch it off for the compiled step; to search for NaN, run the uncompiled function with it",
     )
 
 
-# -- GradScaler --------------------------------------------------------------------------
 def _unscale(original: Any, self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-    """Scale gradients back, and say whether one of them is not finite."""
+    """`GradScaler._unscale_grads_`: unscale gradients and return, per device, whether one is not finite."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not allow_fp16 and any(g.dtype == torch.float16 for g in grads):
         raise ValueError("Attempting to unscale FP16 gradients.")
@@ -156,7 +155,7 @@ def _unscale(original: Any, self: Any, optimizer: Any, inv_scale: Tensor, found_
 
 
 def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The optimizer's step, and all it changes put back where a gradient was not finite."""
+    """`GradScaler._maybe_opt_step`: run the update, and restore all changed tensors if a gradient is not finite."""
     if not self.is_enabled() or "closure" in kwargs:
         return original(self, optimizer, *args, **kwargs)
     found = _torch.inf_checks(self, optimizer)
@@ -164,28 +163,28 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     skipped = torch.stack(found).sum() > 0
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    noted, old = _noted(optimizer, params), {id(t): t.detach().clone() for t in _kept(optimizer, params)}
+    before, old = _entries(optimizer, params), {id(t): t.detach().clone() for t in _updated(optimizer, params)}
     result = optimizer.step(*args, **kwargs)
-    for place, value in _noted(optimizer, params).items():
-        if noted.get(place, place) is not value:  # a number, or a tensor that was not there before
+    for place, value in _entries(optimizer, params).items():
+        if before.get(place, place) is not value:  # a number, or a tensor that did not exist before
             raise CaptureError(
-                f"GradScaler may skip a step of {type(optimizer).__name__}, which makes or assigns {place[1]!r}",
-                "state that is there before the step and that the step changes in place",
-                "run the first step without the scaler, take an optimizer of torch.optim, or bfloat16 without a scaler",
+                f"GradScaler may skip a step of {type(optimizer).__name__}, which creates or assigns {place[1]!r}",
+                "state that exists before the step and that the step changes in place",
+                "run the first step without the scaler, use an optimizer of torch.optim, or bfloat16 without a scaler",
             )
     with torch.no_grad():
-        for tensor in _kept(optimizer, params):
+        for tensor in _updated(optimizer, params):
             tensor.copy_(torch.where(skipped, old[id(tensor)], tensor))
     return result
 
 
-def _kept(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that a step changes: parameters and their state."""
+def _updated(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that an update changes: parameters and their state."""
     return [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor))]
 
 
-def _noted(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
-    """What stands in the groups and in the state, by place."""
+def _entries(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
+    """Return the entries of parameter groups and optimizer state, by place."""
     found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
     return found | {(f"state {i}", k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()}
 
@@ -193,7 +192,7 @@ def _noted(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], An
 def _update_scale(
     original: Any, scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
 ) -> Tensor:
-    """`_amp_update_scale_`, whose functional form has other results: grows after `interval` steps without an inf."""
+    """`_amp_update_scale_`, whose functional form differs: the scale grows after `interval` steps without an inf."""
     bad = found_inf > 0
     good = tracker + 1
     due = good == interval
@@ -205,7 +204,7 @@ def _update_scale(
 
 
 def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
-    """Raise CaptureError when a scaler was used in the step and not updated: what it found lives within one call."""
+    """Raise CaptureError if the step uses a scaler and does not call its `update()`."""
     if any(_torch.scaler_calls(scaler) for scaler in scalers):
         raise CaptureError(
             "the step uses a GradScaler and does not call its update()",

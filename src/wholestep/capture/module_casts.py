@@ -1,4 +1,4 @@
-"""Mixed precision as FSDP2 defines it: modules see parameters and inputs in a lower dtype, optimizers the originals."""
+"""Mixed precision as in FSDP2: modules compute with low-precision parameters and inputs, optimizers with originals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .call_structure import walk
 
 @contextlib.contextmanager
 def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) -> Generator[None]:
-    """Traced nodes carry the path of the module that makes them; with `precision`, modules compute in its dtype.
+    """Annotate traced nodes with their module's path; with `precision`, modules compute in its dtype.
 
-    Parameters are cast where a module tree is entered from outside, once for each entry, and put back where it is left.
+    Parameters are cast when the outermost module of a tree is entered and restored when it returns.
     """
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}

@@ -1,4 +1,4 @@
-"""Turns a raw trace into a TrainGraph: no mutation, no noise, every input and output named."""
+"""Turns a raw trace into a TrainGraph: functional, without redundant nodes, with named inputs and outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _TRANSPOSES = {aten.t.default}
 
 
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
-    """The functional graph of a trace.
+    """Return the functional graph of a trace.
 
     Raises:
-        CaptureError: the step changes in place a tensor that it neither holds nor is given.
+        CaptureError: the step changes in place a tensor that is neither its state nor an argument.
     """
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
@@ -65,12 +65,12 @@ def _is_impure(node: Node) -> bool:
 
 
 def changed_constants(module: GraphModule) -> list[torch.Tensor]:
-    """Tensors that a trace changes in place and that are no inputs of it."""
+    """Return the constants (tensors that are no inputs) that a trace changes in place."""
     return [getattr(module, str(given.target)) for _, given in _changed(module)]
 
 
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Each node that changes a constant in place, and the constant."""
+    """Yield each node that changes a constant in place, and the constant's node."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not _torch.is_op(node.target):
             continue
@@ -85,14 +85,14 @@ def _refuse_mutated_constants(module: GraphModule) -> None:
         raise CaptureError(
             f"the step changes in place a tensor of shape {tuple(getattr(module, str(given.target)).shape)} "
             "that it closes over",
-            "tensors that change to be held by the model, by the optimizer, or passed as an argument",
+            "every changed tensor as part of the model or the optimizer, or as an argument",
             "register it as a buffer of the model or pass it to the step",
             meta.source_line(node),
         )
 
 
 def _drop_input_copies(graph: Graph) -> None:
-    """Functionalization ends by copying new values into mutated inputs; the outputs say that already."""
+    """Drop the final copies into mutated inputs that functionalization appends: the outputs are the new values."""
     for node in reversed(list(graph.nodes)):
         if node.target is aten.copy_.default and isinstance(node.args[0], Node) and node.args[0].op == "placeholder":
             node.replace_all_uses_with(node.args[1])
@@ -112,7 +112,7 @@ def _take_losses(graph: Graph) -> list[Node]:
 
 
 def _drop_noise(graph: Graph) -> None:
-    """Profiler marks, detaches, and operations that change nothing."""
+    """Drop profiler marks, detaches, and operations without an effect."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith("profiler.") and not node.users:
             graph.erase_node(node)
@@ -129,7 +129,7 @@ def _drop_noise(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph, inputs: list[Input]) -> None:
-    """Equal views and casts of one parameter (autocast makes one for each use), equal sums of numbers: made once."""
+    """Merge equal views and casts of a parameter (autocast adds one per use) and equal arithmetic of hypers."""
     made: dict[tuple[object, ...], Node] = {}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     roles = {n: i.role for n, i in zip(placeholders, inputs, strict=False) if i.role in (Role.PARAM, Role.HYPER)}
@@ -147,7 +147,7 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
 
 
 def _same_as(node: Node) -> Node | None:
-    """The earlier node that has the very value of `node`, if `node` changes nothing."""
+    """Return the earlier node with the same value and memory layout as `node`, if there is one."""
     target = node.target
     if target in _TRANSPOSES and isinstance(node.args[0], Node) and node.args[0].target in _TRANSPOSES:
         return node_at(node.args[0], 0)
@@ -164,7 +164,7 @@ def _same_as(node: Node) -> Node | None:
 
 
 def _scale_while_adding(graph: Graph, inputs: list[Input]) -> None:
-    """SGD over lists adds `-lr * gradient` in one operation; its tensor-only form multiplies first and rounds twice."""
+    """Restore `add(..., alpha=-lr)` of foreach SGD: its capturable form multiplies first and rounds twice."""
     given = zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=False)
     numbers = {node for node, i in given if i.role is Role.HYPER}
     for node in list(graph.nodes):
@@ -179,7 +179,7 @@ def _scale_while_adding(graph: Graph, inputs: list[Input]) -> None:
 
 
 def _scaled_list(node: Node, numbers: set[Node]) -> Node | None:
-    """The product of a list and a negated scheduled number, where `node` adds all of it, in order, to another list."""
+    """Return the product of a list and a negated hyper, if `node` adds all of it, in order, to another list."""
     if node.target is not aten._foreach_add.List or node.kwargs:
         return None
     added = cast(list[Node], node.args[1])
@@ -193,7 +193,7 @@ def _scaled_list(node: Node, numbers: set[Node]) -> Node | None:
 
 
 def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list[Input], dict[str, torch.Tensor]]:
-    """Tensors the step closes over become inputs that are bound once, by reference."""
+    """Turn tensors that the step closes over into inputs that are bound once, by reference."""
     graph, constants = module.graph, dict[str, torch.Tensor]()
     known: dict[int, Node] = {}
     inputs = list(inputs)
@@ -220,7 +220,7 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
 def _unknown_parameter(tensor: torch.Tensor, node: Node) -> CaptureError:
     return CaptureError(
         f"the step uses a trainable tensor of shape {tuple(tensor.shape)} "
-        "that belongs to no module or optimizer it was given",
+        "that belongs to none of its modules and optimizers",
         "every module of the step as an argument of it, as model=, or as a variable the function closes over",
         "pass its module to the step, or to wholestep.compile as model=",
         next((line for line in (meta.source_line(n) for n in (node, *node.users)) if line), ""),
@@ -228,7 +228,7 @@ def _unknown_parameter(tensor: torch.Tensor, node: Node) -> CaptureError:
 
 
 def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output]:
-    """Name every output and drop those that change nothing; gradients stay where the step or the user needs them."""
+    """Name the outputs; drop unchanged values, and gradients that neither the step nor the user needs."""
     node = next(iter(reversed(graph.nodes)))
     values: list[Any] = list(node.args[0])
     held = traced.stand_ins.inputs
@@ -236,11 +236,11 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
     outputs = [Output("result", str(i)) for i in range(count)] + [
         Output("update", i.name) for i in (*held, *traced.created)
     ]
-    own = dict(zip((i.name for i in held), [n for n in graph.nodes if n.op == "placeholder"], strict=False))
+    given = dict(zip((i.name for i in held), [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     roles = {i.name: i.role for i in (*held, *traced.created)}
     kept: list[tuple[Output, Node]] = []
     for output, made in zip(outputs, values, strict=True):
-        unchanged = output.kind == "update" and made is own.get(output.target)
+        unchanged = output.kind == "update" and made is given.get(output.target)
         dropped = (
             output.kind == "update" and roles[output.target] is Role.GRAD and traced.fresh_grads and not keep_grads
         )
@@ -251,10 +251,7 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
 
 
 def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> list[Input]:
-    """Gradients and numbers that nothing reads, and state of parameters that get no update, are no inputs.
-
-    A gradient that is only overwritten is made anew at each call, whether there was one before or not.
-    """
+    """Drop unused inputs: gradients (also those only overwritten), numbers, constants, and state without an update."""
     updated = {o.target for o in outputs}
     kept: list[Input] = []
     for given, node in zip(inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
@@ -267,7 +264,7 @@ def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> li
 
 
 def _rename(graph: Graph, inputs: list[Input]) -> None:
-    """Names a person can read: inputs by their own, nodes by their op, numbered in order."""
+    """Give nodes readable names: inputs keep theirs, other nodes are named by their op and numbered in order."""
     for node in graph.nodes:
         node.name = f"__{node.name}"
     taken: dict[str, int] = {}

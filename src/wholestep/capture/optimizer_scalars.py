@@ -1,8 +1,8 @@
-"""Numbers that torch.optim computes with in Python, rounded where eager rounds them and nowhere else.
+"""Traces the scalar state of torch.optim with the rounding of eager mode.
 
-Counts and products that it keeps as 0-dim tensors of the default dtype are read into Python numbers, which are doubles.
-In the tensor-only form they stay tensors, so they are doubles while a step is traced: a model in float64 would not be
-exact otherwise.
+Eager torch.optim keeps step counts and products as 0-dim tensors of the default dtype and reads them into Python
+numbers, which are doubles. The capturable form keeps them as tensors, so during a trace they are float64 tensors:
+a model in float64 would not be exact otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIMIZERS = torch.optim.Optimizer.__module__.rpartition(".")[0].replace(".", "
 
 @dataclass(frozen=True)
 class _Kept:
-    """Where a number in double is kept, and as what."""
+    """A float64 scalar of a trace, its original dtype, and the state entry that holds it."""
 
     tensor: Tensor
     dtype: torch.dtype
@@ -38,26 +38,26 @@ class _Kept:
 
 @dataclass
 class Counts:
-    """Those of one trace, by the identity of the tensor that stands for each."""
+    """The float64 scalars of one trace, by the identity of the tensor."""
 
     kept: dict[int, _Kept] = field(default_factory=dict[int, _Kept])
 
     def put(self, optimizer: Optimizer, given: Input, param: Tensor, tensor: Tensor) -> None:
-        """Put state into `optimizer`: in double if eager would read it; the fused kernels read it as it is."""
+        """Put a state tensor into `optimizer`: as float64 if eager would read it; fused kernels read the original."""
         entry: dict[str, Any] = cast(Any, optimizer.state)[param]
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        own = type(optimizer).__module__.startswith("torch.optim") and given.key in _COUNTS
+        counts = type(optimizer).__module__.startswith("torch.optim") and given.key in _COUNTS
         entry[given.key] = tensor
-        if own and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
             entry[given.key] = tensor.double()
             self.kept[id(entry[given.key])] = _Kept(entry[given.key], tensor.dtype, given.key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:
-        """What a call gives that would round otherwise than eager does; NotImplemented for all other calls."""
+        """Run a call that would round otherwise than eager does; NotImplemented for all other calls."""
         name = getattr(func, "__name__", "")
         if func is torch.where and len(args) == 3 and not any(isinstance(a, Tensor) for a in args[1:]):
-            return _either(*args) if _asked_by_torch() else NotImplemented
+            return _where(*args) if _asked_by_torch() else NotImplemented
         found = self._found(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
         if found and name in _MULTIPLIES:
             for one, factor in zip(found, _listed(args[1], len(found)), strict=True):
@@ -70,13 +70,13 @@ class Counts:
         return args[0]
 
     def _found(self, written: Any) -> list[_Kept]:
-        """What is known of the numbers that are written; nothing where others are too."""
+        """Return the scalars that a call writes; nothing if it writes other tensors too."""
         found = [self.kept.get(id(tensor)) for tensor in _listed(written, 1)]
         return [one for one in found if one] if all(found) else []
 
 
 def _asked_by_torch() -> bool:
-    """True where the code that calls a torch function is that of an optimizer of torch's."""
+    """Return whether the caller of the torch function is an optimizer of torch.optim."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
         frame = frame.f_back
@@ -84,23 +84,22 @@ def _asked_by_torch() -> bool:
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    """The entries of a list, or one value so many times."""
+    """Return the entries of a list, or `count` times one value."""
     return list(cast(list[Any], value)) if isinstance(value, (list, tuple)) else [value] * count
 
 
-def _either(condition: Tensor, a: float, b: float) -> Tensor:
-    """One of two Python numbers."""
+def _where(condition: Tensor, a: float, b: float) -> Tensor:
     first, second = (torch.full((), n, dtype=torch.float64, device=condition.device) for n in (a, b))
     return torch.where(condition, first, second)
 
 
 def _to(number: Any, dtype: torch.dtype) -> Any:
-    """A number as torch takes it beside a 0-dim tensor of `dtype`."""
+    """Cast a tensor number to the dtype of its 0-dim operand, as type promotion does for a Python number."""
     return number.to(dtype) if isinstance(number, Tensor) else number
 
 
 def _eta(kept: _Kept) -> Tensor:
-    """The step size of ASGD over lists, which is computed with the count as it is kept, not as Python has it."""
+    """Return the step size of foreach ASGD, which computes with the count in its original dtype."""
     group, dtype = kept.group, kept.dtype
     lr, lambd, alpha = group["lr"], group["lambd"], group["alpha"]
     grown = 1 + kept.entry["step"].to(dtype) * _to(lambd * lr, dtype)

@@ -1,4 +1,4 @@
-"""Swaps submodules for the time of a trace: what the graph computes there is the replacement's forward."""
+"""Replaces submodules during a trace, so that the graph contains the replacement's forward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .state import StepState
 
 @contextmanager
 def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generator[None]:
-    """Inside, each submodule whose path matches a key (globs allowed) is replaced.
+    """Replace each submodule whose path matches a key (globs allowed) inside this context.
 
-    A replacement uses the original's parameters by holding the original or its parameters; it must own none of its own.
+    A replacement refers to the original module or its parameters; it must not add parameters.
 
     Raises:
-        CaptureError: a key matches no submodule, or a replacement owns parameters that the model does not have.
+        CaptureError: a key matches no submodule, or a replacement has parameters that the model does not have.
     """
     undo: list[tuple[nn.Module, str, nn.Module]] = []
     known = {id(h.tensor) for h in state.params.values()}

@@ -1,8 +1,8 @@
-"""What a step can reach besides tensors: everything that may change while it runs, each with the path to it.
+"""Finds every mutable Python value that a step can reach, each with a path.
 
-Roots are the step's function, what it is given, its modules and optimizers. From there: closures, globals that the code
-names, attributes, containers, hooks, and the functions that these hold. Code of torch, of the standard library and of
-installed packages is trusted to keep no globals that a step changes; the objects of their classes are searched.
+Roots are the step's function, its arguments, modules and optimizers. From there the search follows closures, globals
+that the code names, attributes, containers, hooks, and functions in these. Code of torch, of the standard library and
+of installed packages is assumed to have no globals that a step changes; objects of their classes are searched.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _torch
-from ..graph.meta import is_users
+from ..graph.meta import is_user_file
 from .locations import MISSING, SIMPLE, ArgumentLocation, Arguments, Cell, GroupLocation, Location, Slots, StateLocation
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OPENED = {"argparse", "types", "collections", "dataclasses", "functools"}  # of the standard library
+_OPENED = {"argparse", "types", "collections", "dataclasses", "functools"}  # standard library classes to search
 _CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -45,11 +45,11 @@ _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_f
 
 @dataclass
 class Container:
-    """Something that holds values and may change: `before` is what it held, by key.
+    """A mutable container and its contents `before` the trace, by key.
 
-    Of `holder` only `keys` are looked at, if given, and never those `excluded`. Of an `opaque` thing, such as a
-    generator or a set, only what that function returns is compared. `owner` identifies the object whose attributes
-    these are, `kind` is its class.
+    Only `keys` of `holder` are compared, if given, and never the `excluded` ones. For a container without assignable
+    items, such as a generator or a set, the result of `opaque()` is compared. `owner` is the identity of the object
+    whose attributes these are, `kind` its class.
     """
 
     path: str
@@ -64,13 +64,13 @@ class Container:
     kind: type | None = None
 
     def now(self) -> dict[Any, Any]:
-        """What it holds now, by key."""
+        """Return the current contents, by key."""
         if self.opaque is not None:
             return {"": self.opaque()}
         return _contents(self.holder, self.keys, self.excluded)
 
     def path_of(self, key: Any) -> str:
-        """How the user would write an entry."""
+        """Return the user's expression for an entry."""
         if self.style == "variable" or self.opaque is not None:
             return self.path or str(key)
         if self.style in ("attribute", "class", "modules"):
@@ -78,11 +78,11 @@ class Container:
         return f"{self.path}[{key!r}]"
 
     def place_of(self, key: Any) -> Location:
-        """The place of an entry."""
+        """Return the place of an entry."""
         return self.place(key) if self.place else Location(self.path_of(key), self.holder, key)
 
     def changes(self) -> list[tuple[Any, Any, Any]]:
-        """`(key, before, now)` of each entry that is another object now."""
+        """Return `(key, before, now)` of each entry that is another object now."""
         now = self.now()
         if self.opaque is not None:
             return [("", self.before[""], now[""])] if now != self.before else []
@@ -93,7 +93,7 @@ class Container:
         return [(key, before, after) for key, before, after in pairs if before is not after]
 
     def restore(self, kept: set[Any]) -> None:
-        """Put everything back but the entries `kept`."""
+        """Restore all entries except `kept`."""
         if self.opaque is not None:
             whole: Any = self.holder
             if isinstance(whole, (set, deque)) and self.changes():
@@ -126,9 +126,9 @@ def _contents(holder: Any, keys: frozenset[str] | None, excluded: tuple[str, ...
 
 
 def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list[Container]:
-    """Containers and dataclasses among the arguments of a call, which a step may change for its caller.
+    """Return the containers and dataclasses among the arguments of a call, which a step may change for its caller.
 
-    `called` has arguments by position and by name.
+    `called` maps the position or keyword of an argument to its value.
     """
     out: list[Container] = []
 
@@ -160,8 +160,9 @@ def _is_record(value: Any) -> bool:
 
 @dataclass
 class Reach:
-    """All that was found: `containers`, real `tensors` with their place, by path, and everything that was `seen`, by
-    identity. `kinds` are the classes of objects, `caches` functions that keep results, with how often they computed.
+    """Result of a search: `containers`, real `tensors` with their places, by path, and all objects `seen`, by identity.
+
+    `kinds` are the classes of objects, `caches` the `functools` caches with their number of misses.
     """
 
     containers: list[Container] = field(default_factory=list[Container])
@@ -173,7 +174,7 @@ class Reach:
 
 
 def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
-    """Everything that `fn`, the arguments `given` to it, and what it holds lead to."""
+    """Search from `fn`, its arguments `given`, and its state."""
     search = _Search(Reach(), state)
     search.visit(fn, getattr(fn, "__name__", ""))
     for name, value in given.items():
@@ -198,13 +199,13 @@ class _Search:
         self._waiting: list[tuple[Any, str]] = []
 
     def visit(self, value: Any, path: str) -> None:
-        """Look into a value, and into what it holds."""
+        """Search a value and everything below it."""
         self._waiting.append((value, path))
         while self._waiting:
             self._open(*self._waiting.pop())
 
     def finish(self) -> None:
-        """Look into methods that some code names, and into what these name in turn."""
+        """Search the methods that visited code names, until no new one is found."""
         while True:
             named = [(n, f) for n, f in self._methods if n in self._names]
             if not named:
@@ -259,7 +260,6 @@ class _Search:
     def _items(self, value: Any, path: str) -> None:
         self._note(Container(path, value, _contents(value, None), "item"))
 
-    # -- functions --------------------------------------------------------------------
     def _function(self, function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.startswith("wholestep"):
             return
@@ -292,7 +292,6 @@ class _Search:
             if not isinstance(table[name], types.ModuleType):
                 self._note(Container(f"{prefix}{name}", table, _contents(table, keys), "variable", keys))
 
-    # -- objects ------------------------------------------------------------------------
     def _object(self, value: Any, path: str) -> None:
         kind = cast(type[Any], type(value))
         opaque = _opaque(value)
@@ -347,8 +346,7 @@ class _Search:
         for param, entry in cast(Mapping[Any, dict[str, Any]], optimizer.state).items():
             owner = names.get(id(param))
             if owner is not None:
-                place = functools.partial(_state_place, self.state, known[0], owner, path)
-                self._note(Container(f"{path}.state[{owner!r}]", entry, dict(entry), "item", place=place))
+                self._note(state_container(self.state, known[0], path, owner, entry, dict(entry)))
 
     def _note_class(self, kind: type[Any]) -> None:
         self.found.kinds.setdefault(kind)
@@ -359,7 +357,7 @@ class _Search:
                 self._class(base, base.__name__)
 
     def _class(self, kind: Any, path: str) -> None:
-        """Attributes of classes of the user's own, and their methods."""
+        """Add the attributes and methods of a class of the user's."""
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
         table: dict[str, Any] = {**vars(kind)}
@@ -370,17 +368,23 @@ class _Search:
                 self._methods.append((name, function))
         data = frozenset(k for k, v in held.items() if not _is_descriptor(v))
         if data:
-            holder = Slots(kind)
-            before = {k: held[k] for k in data}
-            self._note(Container(path, holder, before, "class", data))
+            self._note(Container(path, Slots(kind), {k: held[k] for k in data}, "class", data))
 
 
 def _group_place(optimizer: Optimizer, group: int, path: str, key: Any) -> Location:
     return GroupLocation(f"{path}.param_groups[{group}][{key!r}]", None, key, optimizer=optimizer, group=group)
 
 
-def _state_place(state: StepState, number: int, owner: str, path: str, key: Any) -> Location:
-    return StateLocation(f"{path}.state[{owner!r}][{key!r}]", None, key, state=state, optimizer=number, owner=owner)
+def state_container(
+    state: StepState, number: int, label: str, owner: str, entry: dict[Any, Any], before: dict[Any, Any]
+) -> Container:
+    """Return the container of optimizer state of parameter `owner`; `number` and `label` are the optimizer's."""
+    path = f"{label}.state[{owner!r}]"
+
+    def place(key: Any) -> Location:
+        return StateLocation(f"{path}[{key!r}]", None, key, state=state, optimizer=number, owner=owner)
+
+    return Container(path, entry, before, "item", place=place)
 
 
 def _owner_path(path: str) -> str:
@@ -389,14 +393,14 @@ def _owner_path(path: str) -> str:
 
 @functools.cache
 def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names of globals that code reads or writes, that of nested functions included."""
+    """Return the globals that code and its nested functions read or write."""
     found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
     nested = (_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return frozenset(found).union(*nested)
 
 
 def _names_of(code: types.CodeType) -> set[str]:
-    """Names that code reads or writes, and texts that may name something, those of nested functions included."""
+    """Return names in code and its nested functions, and string constants that may be attribute names."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -408,12 +412,12 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 @functools.cache
 def is_own_code(file: str) -> bool:
-    """True for a file that belongs neither to torch, wholestep, the standard library nor an installed package."""
-    return bool(file) and is_users(file) and not file.startswith(_LIBRARIES) and "site-packages" not in file
+    """Return whether a file is the user's: not of torch, wholestep, the standard library or an installed package."""
+    return bool(file) and is_user_file(file) and not file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
 def is_of_python(file: str) -> bool:
-    """True for a file of the standard library."""
+    """Return whether a file belongs to the standard library."""
     return file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
@@ -434,7 +438,7 @@ def _is_descriptor(value: Any) -> bool:
 
 
 def _opaque(value: Any) -> Callable[[], Any] | None:
-    """What tells whether something has changed that has no items to assign; None for anything else."""
+    """Return a function whose result changes with an object that has no assignable items; None for other objects."""
     whole: Any = value
     if isinstance(value, (set, deque, bytearray)):
         return whole.copy
@@ -456,19 +460,19 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> int:
-    """A checksum of an array's contents, without a copy where it is contiguous."""
+    """Return a checksum of an array's contents, without a copy if it is contiguous."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
 
 
 def _drawn(generator: torch.Generator) -> int:
-    """How far a generator has come; its state is a tensor, which is a fake one inside a trace."""
+    """Return a hash of a generator's state, read outside of the trace, in which it would be a fake tensor."""
     with _torch.unobserved():
         return hash(generator.get_state().numpy().tobytes())
 
 
 def _position(iterator: Any) -> Any:
-    """How far an iterator of the standard library has come, as text without addresses of what it gives."""
+    """Return the position of a built-in iterator, without the items that it yields."""
     try:
         parts: tuple[Any, ...] = iterator.__reduce__()
     except TypeError:

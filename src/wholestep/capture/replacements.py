@@ -1,7 +1,7 @@
-"""Functions of torch that read values where a form made of tensors exists: the forms that a trace runs in their place.
+"""Traceable replacements for functions of torch that read tensor values on the host.
 
-Each row of a table is checked against the original: the same inputs, several steps, forward and backward
-(tests/unit/test_replacements.py). What lies in private modules of torch is in `_torch/replaced.py`.
+tests/unit/test_replacements.py compares each row with its original over several steps, forward and backward. Functions
+in private modules of torch are in `_torch/replaced.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import CaptureError
-from ..graph.meta import is_users
+from ..graph.meta import is_user_file
 
 Known = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Runs `form(original, known, *args, **kwargs)` for any of `functions`, whose original reads what `reads` says.
+    """Replaces each of `functions` by `form(original, known, *args, **kwargs)`; `reads` is the value that they read.
 
-    `known` gives the real value of a traced tensor, where it follows from integers of the batch.
+    `known` gives the real value of a traced tensor that depends on integers of the batch only, else None.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -37,28 +37,27 @@ class Replacement:
 
 
 def form_of(function: Any) -> Callable[..., Any] | None:
-    """The form that runs in place of a torch function; None where the function itself can be traced."""
+    """Return the replacement of a torch function; None if it can be traced itself."""
     try:
         return _FORMS.get(function)
-    except TypeError:  # something that cannot be hashed is none of torch's functions
+    except TypeError:  # unhashable, hence not a function of torch
         return None
 
 
-def say_once(text: str) -> None:
-    """Warn at the user's line; Python shows equal warnings of one line once."""
+def warn_once(text: str) -> None:
+    """Warn at the user's line, which Python does once per line and text."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
 
-# -- statistics -----------------------------------------------------------------------
 def _cov(
     original: Any, known: Known, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
 ) -> Tensor:
-    """`at::cov` without a look at values: NaN where weights are negative, which the original refuses."""
+    """`at::cov` without reads of values: NaN for negative weights, for which the original raises."""
     if input.dim() > 2 or input.dtype == torch.bool:
-        return original(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
+        return original(input, correction=correction, fweights=fweights, aweights=aweights)  # raises
     rows = input.unsqueeze(0) if input.dim() < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     weighted = rows if weights is None else rows * weights
@@ -74,7 +73,6 @@ def _cov(
 
 
 def _corrcoef(original: Any, known: Known, input: Tensor) -> Tensor:
-    """`at::corrcoef`, on the covariance of above."""
     c = _cov(original, known, input)
     if c.dim() == 0:
         return c / c
@@ -84,7 +82,7 @@ def _corrcoef(original: Any, known: Known, input: Tensor) -> Tensor:
 
 
 class _Lstsq:
-    """What `torch.linalg.lstsq` gives whose shape does not depend on values: its solution."""
+    """Result of `torch.linalg.lstsq` with the solution only: the other fields have value-dependent shapes."""
 
     def __init__(self, solution: Tensor) -> None:
         self.solution = solution
@@ -103,15 +101,15 @@ class _Lstsq:
     def _refuse(self, what: str) -> NoReturn:
         raise CaptureError(
             f"the step uses {what} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
-            "its solution alone",
-            "take `.solution`, and write residuals as `(A @ x - b).square().sum(-2)`",
+            "its solution only",
+            "use `.solution`, and compute residuals as `(A @ x - b).square().sum(-2)`",
         )
 
 
 def _lstsq(
     original: Any, known: Known, A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """The least-norm solution of least squares is the pseudo-inverse applied; its gradient in torch is that one's."""
+    """Least squares by the pseudo-inverse, which has the same least-norm solution and gradient."""
     vector = A.dim() == B.dim() + 1 and B.shape == A.shape[:-1]
     tolerance = torch.finfo(A.dtype).eps * max(A.shape[-2:]) if rcond is None else rcond
     inverse: Tensor = cast(Any, torch.linalg).pinv(A, rtol=0.0 if driver == "gels" else tolerance)
@@ -119,9 +117,8 @@ def _lstsq(
     return _Lstsq(solution.squeeze(-1) if vector else solution)
 
 
-# -- indices that are tensors -----------------------------------------------------------
 def _index_fill(original: Any, known: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """With a tensor as the value, the backward looks for the indices that differ."""
+    """`index_fill` with a tensor value, whose backward in torch reads the distinct indices."""
     if not isinstance(value, Tensor):
         return original(input, dim, index, value)
     return torch.where(_filled(input, dim, index), value.to(input.dtype), input)
@@ -142,7 +139,7 @@ def _filled(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _tensor_split(
     original: Any, known: Known, input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **named: Any
 ) -> Any:
-    """The split points are Python numbers, where integers of the batch say them."""
+    """`tensor_split` at points that are constants or depend on integers of the batch."""
     points = tensor_indices_or_sections
     if not isinstance(points, Tensor):
         given = () if points is None else (points,)
@@ -155,7 +152,7 @@ def _repeat_interleave(
     original: Any, known: Known, input: Any, repeats: Any = None, dim: int | None = None, *,
     output_size: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The number of rows that it makes, where integers of the batch say it; the rest is made of tensors."""
+    """`repeat_interleave` with a number of output rows that depends on integers of the batch."""
     counts = input if repeats is None else repeats
     if isinstance(counts, Tensor) and output_size is None:
         rows = 1 if repeats is None or counts.numel() != 1 else (input.numel() if dim is None else input.size(dim))
@@ -169,19 +166,18 @@ def _read(known: Known, tensor: Tensor, what: str, who: str) -> Tensor:
     value = known(tensor)
     if value is None:
         raise CaptureError(
-            f"{who} is given a {what} that no integers of the batch say",
-            "sizes that Python numbers, or integers of the batch, say: one graph is captured and run for every batch",
-            "give Python numbers, or output_size=, or use masks",
+            f"{who} is given a {what} that depends on values of tensors",
+            "sizes from Python numbers or from integers of the batch: one graph is captured and run for every batch",
+            "pass Python numbers or output_size=, or use masks",
         )
     return value
 
 
-# -- losses --------------------------------------------------------------------------------
 def _gaussian_nll_loss(
     original: Any, known: Known, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """Where a variance is negative the loss is NaN: the original raises an error there."""
+    """`gaussian_nll_loss`: NaN for a negative variance, for which the original raises."""
     if not isinstance(var, Tensor):
         return original(input, target, var, full=full, eps=eps, reduction=reduction)
     if var.shape != input.shape:
@@ -200,20 +196,18 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-# -- sparse gradients ------------------------------------------------------------------------
 def _dense(original: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
-    """An embedding whose gradient is dense: how many rows a sparse one has depends on the batch."""
+    """An embedding with a dense gradient: the size of a sparse gradient depends on the batch."""
     names = list(inspect.signature(original).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("sparse"):
-        say_once(
+        warn_once(
             "an embedding with sparse=True has a dense gradient in a compiled step: "
-            "the same numbers, and no optimizer for sparse gradients is needed"
+            "its values are the same, and it needs no optimizer for sparse gradients"
         )
     return original(**{**given, "sparse": False})
 
 
-# -- the tables ------------------------------------------------------------------------------
 FUNCTIONS = (
     Replacement((torch.cov, Tensor.cov), _cov, "signs of weights, whether the normalisation is positive", "1.10"),
     Replacement((torch.corrcoef, Tensor.corrcoef), _corrcoef, "what torch.cov reads", "1.10"),

@@ -1,8 +1,8 @@
-"""Which options of an optimizer change between calls: a program takes them as inputs and holds the others as they are.
+"""Tracks the optimizer options that change between calls: these are inputs of the program, the others constants.
 
-A program that takes a number as an input may round otherwise than one that holds it. So that a run which is resumed
-computes the same bits, it has to begin with the set that the run had: what a scheduler will change is known from what
-torch's schedulers leave in the groups, and what changed otherwise is kept with a checkpoint.
+An input may round differently from a constant. For bitwise equal results a resumed run must start with the same set
+of inputs: options of torch's schedulers are recognized by the keys that these add to the groups, and other changed
+options are saved in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _changed = WeakKeyDictionary[Optimizer, set[str]]()
 
 
 def scheduled(optimizers: Iterable[Optimizer]) -> set[str]:
-    """The options of these that change, as far as is known."""
+    """Return the options of the optimizers that are known to change."""
     found = {"lr"}
     for optimizer in optimizers:
         found |= changed_of(optimizer)
@@ -28,17 +28,17 @@ def scheduled(optimizers: Iterable[Optimizer]) -> set[str]:
 
 
 def changed_of(optimizer: Optimizer) -> set[str]:
-    """The options of `optimizer` that were seen to change."""
+    """Return the options of `optimizer` that changed so far."""
     return _changed.get(optimizer, set())
 
 
 def note(optimizer: Optimizer, keys: Iterable[str]) -> None:
-    """Options of `optimizer` that change."""
+    """Record changing options of `optimizer`."""
     _changed.setdefault(optimizer, set()).update(keys)
 
 
 def note_changed(held: Sequence[tuple[Optimizer, int, str, Any]]) -> None:
-    """Note which of the options that a program holds have another value now, and may be its inputs."""
+    """Record the constant options of a program that changed to another float: they may become inputs."""
     for optimizer, number, key, value in held:
         found = optimizer.param_groups[number].get(key)
         parts = cast(tuple[object, ...], found) if isinstance(found, tuple) else (found,)
@@ -47,5 +47,5 @@ def note_changed(held: Sequence[tuple[Optimizer, int, str, Any]]) -> None:
 
 
 def to_save(optimizers: Mapping[str, Optimizer]) -> dict[str, list[str]]:
-    """What a checkpoint keeps, by name of the optimizer."""
+    """Return the changing options to save in a checkpoint, by optimizer name."""
     return {name: sorted(changed_of(optimizer)) for name, optimizer in optimizers.items()}

@@ -1,4 +1,4 @@
-"""What a step holds between calls, and where: parameters, buffers, optimizer state, gradients, scheduled numbers."""
+"""The state of a step between calls: parameters, buffers, optimizer state, gradients and hypers, with their places."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .call_structure import walk
-from .replacements import say_once
+from .replacements import warn_once
 from .wrappers import unwrapped
 
 UNSUPPORTED = {
-    "LBFGS": "its step calls a closure again and again, as often as the data says",
-    "SparseAdam": "its update works on sparse gradients, whose sizes depend on the data",
+    "LBFGS": "its step calls a closure a number of times that depends on the data",
+    "SparseAdam": "its update needs sparse gradients, whose sizes depend on the data",
 }
-MOVED = "_wholestep_moved"  # on a parameter that another has taken the place of: that one
-WHOLE = "_wholestep_whole"  # on a parameter that stands for one in parts: what for
+MOVED = "_wholestep_moved"  # attribute of a replaced parameter: its replacement
+WHOLE = "_wholestep_whole"  # attribute of an unsharded copy of a parameter: its purpose
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass
 class StepTensor:
-    """One tensor that lives between calls and every place that refers to it: `(container, key)` pairs."""
+    """One tensor of the state, and every place that refers to it, as `(container, key)` pairs."""
 
     input: Input
     places: list[tuple[Any, Any]]
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor as it is now."""
+        """The current tensor."""
         container, key = self.places[0]
         return container[key]
 
 
 @dataclass
 class Hyper:
-    """One scheduled number: `optimizer.param_groups[group][key]`, or item `index` of it where it is a tuple."""
+    """An optimizer option that is an input: `optimizer.param_groups[group][key]`, or item `index` of that tuple."""
 
     name: str
     optimizer: int
@@ -60,7 +60,7 @@ class Hyper:
 
 @dataclass
 class StepState:
-    """Everything a step holds, found in its modules and optimizers."""
+    """The state of a step, found in its modules, optimizers and gradient scalers."""
 
     modules: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
@@ -70,20 +70,20 @@ class StepState:
     scalers: dict[str, GradScaler] = field(default_factory=dict[str, GradScaler])
 
     def param_name(self, tensor: object) -> str:
-        """The name of a parameter, by identity."""
+        """Return the name of a parameter, by identity."""
         return next(name for name, held in self.params.items() if held.tensor is tensor)
 
 
 def collect(
     modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scalers: Mapping[str, GradScaler]
 ) -> StepState:
-    """Find every parameter and buffer once, with all its names; tied ones keep one entry. Scalers hold buffers too.
+    """Find every parameter and buffer once, with all its places; tied parameters share an entry.
 
-    Optimizers may be wrapped.
+    Tensors of scalers are buffers. Optimizers may be wrapped.
 
     Raises:
-        CaptureError: an optimizer is of a kind that cannot be captured.
-        StateError: a module is wrapped for another way of running in parallel.
+        CaptureError: an optimizer cannot be captured (`UNSUPPORTED`).
+        StateError: a module is wrapped in DDP, FSDP or DataParallel.
     """
     wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
     optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
@@ -95,7 +95,7 @@ def collect(
                 f"optimizer {kind} cannot be captured: {UNSUPPORTED[kind]}",
                 "an optimizer whose step is made of tensor operations (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, "
                 "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
-                "use one of those, or call this optimizer outside the compiled step",
+                "use one of these, or call this optimizer outside the compiled step",
             )
     _follow(optimizers.values())
     by_id: dict[int, StepTensor] = {}
@@ -119,7 +119,7 @@ def collect(
 
 
 def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules that are not inside another one; a single one needs no prefix."""
+    """Return the modules that are not inside another one; a single root has the name ""."""
     inside = {id(sub) for m in modules.values() for sub in m.modules() if sub is not m}
     roots: dict[str, nn.Module] = {}
     for name, module in modules.items():
@@ -137,15 +137,15 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
     if wrapped:
         raise StateError(
             f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
-            "the plain module, as one device runs it: wholestep adds the communication itself",
+            "the plain module for one device: wholestep adds the communication",
             "remove the wrapper; Accelerate, and the Trainer through it, add none with "
             "`accelerator.prepare_model(model, evaluation_mode=True)`",
         )
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:
-        say_once(
-            f"module {prefix or type(root).__name__!r} is compiled by torch.compile: a compiled step runs the "
-            "original, with all else of the step in one graph; backend='inductor' runs that through Inductor"
+        warn_once(
+            f"module {prefix or type(root).__name__!r} is compiled by torch.compile: wholestep captures the original "
+            "module, with the rest of the step, in one graph; backend='inductor' compiles that graph with Inductor"
         )
 
 
@@ -160,8 +160,8 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, StepTensor], 
             name = f"{base}.{key}" if base else key
             if WHOLE in vars(tensor):
                 raise StateError(
-                    f"{name!r} is a whole copy, for {vars(tensor)[WHOLE]}, and no parameter that a step can update",
-                    "the parameters themselves, which are back after it",
+                    f"{name!r} is an unsharded copy, for {vars(tensor)[WHOLE]}, which a step cannot update",
+                    "the parameters themselves, which are restored after it",
                     "end it first: a compiled step, or another `ws.whole`, cannot run inside",
                 )
             if id(tensor) not in by_id:
@@ -170,10 +170,7 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, StepTensor], 
 
 
 def carry(state: StepState, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> None:
-    """Hold tensors of attributes, variables and items, by path, as the buffers of modules are held.
-
-    Each comes with its place, which has a `holder` and a `key`.
-    """
+    """Add tensors of attributes, variables and items as buffers; `tensors` maps a path to a tensor and its Place."""
     for path, (tensor, place) in tensors.items():
         if path not in state.buffers:
             state.buffers[path] = StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
@@ -186,7 +183,7 @@ def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: st
 
 
 def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
-    """The scheduled numbers called `keys`, group by group; a tuple such as betas gives one for each float."""
+    """Return the options `keys` as hypers, group by group; a tuple such as betas gives one for each float."""
     found: list[Hyper] = []
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for g, group in enumerate(optimizer.param_groups):
@@ -203,7 +200,7 @@ def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
 
 
 def state_input(owner: str, key: str, tensor: torch.Tensor, number: int, label: str) -> Input:
-    """The input for one tensor of optimizer state; optimizers after the first are named in it."""
+    """Return the input for one tensor of optimizer state; its name has the optimizer's label, except for the first."""
     plain = _input(f"{owner}/{key}" + (f"@{label}" if number else ""), Role.STATE, tensor, owner, key)
     return dataclasses.replace(plain, optimizer=number)
 
@@ -213,7 +210,7 @@ def _is_number(value: object) -> bool:
 
 
 def optimizer_state(state: StepState) -> list[StepTensor]:
-    """Every tensor in `optimizer.state`, named `parameter/key`."""
+    """Return every tensor of optimizer state, named `parameter/key`."""
     out: list[StepTensor] = []
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for name, held in state.params.items():
@@ -225,15 +222,15 @@ def optimizer_state(state: StepState) -> list[StepTensor]:
 
 
 def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
-    """State that would be lost, or torn apart, between calls: what is no tensor or number under a name of its own.
+    """Refuse optimizer state that is not a tensor or number of one parameter under its own name.
 
-    While a step is traced `numbers` of Python are tensors too.
+    `numbers` are Python numbers that a trace represents as tensors.
 
     Raises:
         CaptureError: names the optimizer and the key.
     """
     for optimizer in optimizers:
-        met = dict[int, str]()
+        names = dict[int, str]()
         for owner, entry in cast(dict[Any, Any], optimizer.state).items():
             if not isinstance(owner, torch.Tensor):
                 raise _lost(optimizer, f"{owner!r} in its state, which belongs to no parameter")
@@ -243,25 +240,25 @@ def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] =
                 if not isinstance(key, str) or set(key) & set("/@"):
                     raise _lost(optimizer, f"state under {key!r}, which is no plain name")
                 if isinstance(value, torch.Tensor) and value not in numbers:
-                    if id(value) in met:
-                        raise _lost(optimizer, f"one tensor twice in its state, as {met[id(value)]!r} and as {key!r}")
-                    met[id(value)] = key
+                    if id(value) in names:
+                        raise _lost(optimizer, f"one tensor twice in its state, as {names[id(value)]!r} and as {key!r}")
+                    names[id(value)] = key
 
 
 def _lost(optimizer: Optimizer, what: str) -> CaptureError:
     return CaptureError(
         f"optimizer {type(optimizer).__name__} keeps {what}",
-        "state made of tensors and numbers, each under a name of its own for each parameter: what is elsewhere cannot "
-        "be carried to the next call",
-        "keep it so, or call this optimizer outside the compiled step",
+        "tensors and numbers in `optimizer.state[parameter]`, each under a name of its own: other state is not carried "
+        "to the next call",
+        "store it there, or call this optimizer outside the compiled step",
     )
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Give `param` the optimizer state that the first step would create, where the first update is known to stay exact.
+    """Create the optimizer state that the first step would create; return whether state was created.
 
-    Only torch.optim's own classes are primed (their `_init_group`); a first step that differs from the later ones
-    (SGD with dampening) and any other optimizer is captured twice instead. Returns whether state was created.
+    Done only for torch.optim (by `_init_group`), where the first update stays exact. A first step that differs from
+    later ones (SGD with dampening), and any other optimizer, is captured twice instead.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state.get(param):
         return False
@@ -284,7 +281,7 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -
 def put_in_place(
     state: StepState, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> Generator[None]:
-    """Inside, modules and optimizers hold the given tensors; afterwards all is as it was, groups and state included."""
+    """Replace parameters and buffers inside this context; restore them, groups, state and modes at its end."""
     helds = [*state.params.values(), *state.buffers.values()]
     before = [(held, held.tensor) for held in helds]
     lists = [(o.param_groups, list(o.param_groups)) for o in state.optimizers.values()]
@@ -317,13 +314,13 @@ def put_in_place(
 
 
 def put(held: StepTensor, tensor: torch.Tensor) -> None:
-    """Store `tensor` everywhere `held` is referred to."""
+    """Store `tensor` in every place of `held`."""
     for container, key in held.places:
         container[key] = tensor
 
 
 def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
-    """Put a parameter or buffer in the place of another for good, here and in optimizers that are not known yet."""
+    """Replace a parameter or buffer permanently, also for optimizers that another step uses (by `MOVED`)."""
     old = held.tensor
     put(held, new)
     rekey(state.optimizers.values(), old, new)
@@ -331,7 +328,7 @@ def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
 
 
 def _follow(optimizers: Iterable[Optimizer]) -> None:
-    """Give optimizers the parameters that a step without them (an evaluation, say) has put in the place of theirs."""
+    """Update optimizers whose parameters a step without them (an evaluation, say) has replaced."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             params: list[torch.Tensor] = group["params"]
@@ -349,13 +346,13 @@ def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor)
 
 
 def is_zero(state: StepState, hyper: Hyper) -> bool:
-    """True where a scheduled number is zero now."""
+    """Return whether a hyper is zero now."""
     value = list(state.optimizers.values())[hyper.optimizer].param_groups[hyper.group][hyper.key]
     return not (value if hyper.index is None else value[hyper.index])
 
 
 def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Optimizer, int, str, Any]]:
-    """Every option of every parameter group that the trace bakes in: `(optimizer, group number, key, value)`."""
+    """Return the options that are constants of the trace, as `(optimizer, group index, key, value)`."""
     live = {(h.optimizer, h.group, h.key) for h in scheduled}
     out: list[tuple[Optimizer, int, str, Any]] = []
     for o, optimizer in enumerate(state.optimizers.values()):

@@ -1,4 +1,4 @@
-"""Ops whose result's size depends on values, in forms of fixed size: a known count, or the most there can be."""
+"""Static-shape forms of ops whose result size depends on values: the size comes from integers of the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Known = Callable[[Tensor], "Tensor | None"]
 
 
 def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
-    """A table for the tracer; `known` gives the real value of a traced tensor, or None."""
+    """Return a table of op -> form for the tracer; `known` gives the real value of a traced tensor, or None."""
 
     def read(x: Tensor) -> Any:
         value = known(x) if _torch.is_fake(x) else None
@@ -26,22 +26,22 @@ def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
             return value.item()
 
     def nonzero(x: Tensor) -> Any:
-        return _places(x, known)
+        return _nonzero(x, known)
 
     def masked_select(x: Tensor, mask: Tensor) -> Any:
         both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
-        at = _places(both[1], known)
-        return NotImplemented if at is NotImplemented else both[0][at.unbind(1)]
+        positions = _nonzero(both[1], known)
+        return NotImplemented if positions is NotImplemented else both[0][positions.unbind(1)]
 
     def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         if not any(_is_mask(i) for i in indices):
             return NotImplemented
         found: list[Tensor | None] = []
         for i in indices:
-            at = _places(i, known) if i is not None and _is_mask(i) else None
-            if at is NotImplemented:
+            positions = _nonzero(i, known) if i is not None and _is_mask(i) else None
+            if positions is NotImplemented:
                 return NotImplemented
-            found += [i] if at is None else at.unbind(1)
+            found += [i] if positions is None else positions.unbind(1)
         return aten.index.Tensor(x, found)
 
     return {
@@ -58,7 +58,7 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _places(mask: Tensor, known: Known) -> Any:
+def _nonzero(mask: Tensor, known: Known) -> Any:
     total = known((mask != 0).sum())
     with _torch.outside_of_trace():
         count = None if total is None else int(total)

@@ -1,8 +1,8 @@
-"""Says of every view by strides which elements it reads, wherever its tensor lies in memory.
+"""Rewrites `as_strided` so that it depends on the elements of its operand only, not on the storage.
 
-`as_strided` counts in memory: from the start of the storage where it is given an offset, and past the ends of its
-tensor where its strides lead there. A rank holds a piece of that tensor, or a view of what it gathered: other memory.
-So each becomes a view of a tensor that has all that it reads, row by row in memory, counted from where that begins.
+`as_strided` addresses the storage: its offset counts from the start of the storage, and its strides may leave the
+operand. A rank's operand is a shard or a view of a gathered tensor, with another storage. So each call becomes a view
+of a contiguous tensor that contains all elements read, with an offset relative to that tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TARGETS = (aten.as_strided.default, aten.as_strided_copy.default, _SCATTER)
 
 
 def count_from_tensors(graph: Graph) -> None:
-    """Rewrite every view by strides so that it depends on the elements of its tensor alone.
+    """Rewrite every `as_strided` of the graph.
 
     Raises:
-        CaptureError: one reads or writes memory that belongs to no tensor of the step.
+        CaptureError: a view covers memory outside of the tensors of the step.
     """
     for node in [n for n in graph.nodes if n.target in _TARGETS]:
         call = _call(node)
@@ -42,7 +42,7 @@ def count_from_tensors(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A view by strides: `size` and `stride`, from element `start` of `source` in the order of memory."""
+    """An `as_strided` call: `size` and `stride`, from element `start` of `source` in memory order."""
 
     source: Node
     whole: Tensor
@@ -52,18 +52,18 @@ class _Call:
     absolute: bool
 
     @property
-    def reach(self) -> int:
-        """Number of elements from the first to the last."""
+    def extent(self) -> int:
+        """Number of elements from the first to the last, in memory."""
         return _extent(self.size, self.stride)
 
     @property
     def is_plain(self) -> bool:
-        """True where it counts from the first element of a tensor whose elements lie row by row."""
+        """True if the view starts at the first element of a contiguous tensor."""
         return not self.absolute and self.start == 0 and self.whole.is_contiguous()
 
 
 def _call(node: Node) -> _Call | None:
-    """What a node reads, of the nearest tensor that has all of it; None where a trace recorded no tensor."""
+    """Return a node's view relative to the nearest tensor that contains it; None if no tensor was recorded."""
     source, given = node_at(node, 0), [a.name for a in _torch.schema_of(node.target).arguments]
     values = {**dict(zip(given, node.args, strict=False)), **node.kwargs}
     have = meta.value(source)
@@ -71,31 +71,31 @@ def _call(node: Node) -> _Call | None:
         return None
     size, stride = list(cast(Sequence[int], values["size"])), list(cast(Sequence[int], values["stride"]))
     offset = cast("int | None", values.get("storage_offset"))
-    at = have.storage_offset() if offset is None else offset
-    reach = _extent(size, stride)
+    position = have.storage_offset() if offset is None else offset
+    extent = _extent(size, stride)
     around: Node | None = source
     while around is not None:
         whole = meta.value(around)
-        start = at - whole.storage_offset() if reach else 0
-        if _is_dense(whole) and start >= 0 and start + reach <= whole.numel():
+        start = position - whole.storage_offset() if extent else 0
+        if _is_dense(whole) and start >= 0 and start + extent <= whole.numel():
             return _Call(around, whole, size, stride, start, offset is not None)
-        around = _seen(around) if node.target is not _SCATTER else None
+        around = _viewed(around) if node.target is not _SCATTER else None
     where = f"{have.numel()} elements of a tensor of shape {tuple(have.shape)} and strides {tuple(have.stride())}"
     raise CaptureError(
-        f"as_strided of size {tuple(size)}, strides {tuple(stride)} and offset {at} leaves the {where}",
-        "views by strides that stay inside a tensor without gaps",
+        f"as_strided of size {tuple(size)}, strides {tuple(stride)} and offset {position} leaves the {where}",
+        "as_strided views inside a tensor without gaps",
         "call as_strided on the tensor that has these elements, or on `.contiguous()` of it",
         meta.source_line(node),
     )
 
 
-def _seen(view: Node) -> Node | None:
-    """The tensor that a view shows."""
+def _viewed(view: Node) -> Node | None:
+    """Return the tensor that `view` is a view of, if any."""
     if view.op != "call_function" or not view.all_input_nodes:
         return None
     source = view.all_input_nodes[0]
     if _torch.is_getitem(view.target):
-        return _seen(source) if source.op == "call_function" else None
+        return _viewed(source) if source.op == "call_function" else None
     shows = _torch.is_op(view.target) and any(r.alias_info is not None for r in _torch.schema_of(view.target).returns)
     shows = shows and not _torch.schema_of(cast(Any, view.target)).is_mutable
     return source if shows and isinstance(meta.value(source), Tensor) else None
@@ -106,26 +106,26 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True where the elements fill a stretch of memory, each in a place of its own."""
+    """Return whether the elements fill a range of memory without gaps and overlaps."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return _extent(shape, stride) == tensor.numel() and not overlaps(shape, stride)
 
 
 class _Writer:
-    """New nodes in the place of one."""
+    """Inserts the nodes that replace `node`."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
 
     def write(self, call: _Call) -> Node:
-        """The node that makes what the old one made."""
+        """Insert the rewritten view and return its node."""
         order = sorted(range(call.whole.dim()), key=lambda d: (call.whole.shape[d] > 1, -call.whole.stride(d)))
-        turned = call.source
+        contiguous = call.source
         if not call.whole.is_contiguous():
-            turned = self.add(aten.permute.default, turned, order)
-        rows, end = turned, call.start + call.reach
+            contiguous = self.add(aten.permute.default, contiguous, order)
+        rows, end = contiguous, call.start + call.extent
         if call.start:
-            rows = self.add(aten.view.default, turned, [call.whole.numel()])
+            rows = self.add(aten.view.default, contiguous, [call.whole.numel()])
         part = self.add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows
         if self.node.target is aten.as_strided.default:
             return self.add(aten.as_strided.default, part, call.size, call.stride)
@@ -135,13 +135,13 @@ class _Writer:
         made = self.add(_SCATTER, part, self.node.args[1], call.size, call.stride)
         if call.start:
             made = self.add(aten.slice_scatter.default, rows, made, 0, call.start, end)
-            made = self.add(aten.view.default, made, list(meta.value(turned).shape))
-        if turned is not call.source:
+            made = self.add(aten.view.default, made, list(meta.value(contiguous).shape))
+        if contiguous is not call.source:
             made = self.add(aten.permute.default, made, [order.index(d) for d in range(len(order))])
         return made
 
     def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call before the old node, from the same place in the user's code."""
+        """Insert a call before the old node, with the same source line."""
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(target, args, kwargs)
         meta.copy_origin(self.node, made)

@@ -1,4 +1,4 @@
-"""Traces a step once, with fake tensors in place of all it holds, into a raw ATen graph."""
+"""Traces a step once, with fake tensors for its state and batch, into a raw ATen graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from ..errors import CaptureError, WholestepError
 from ..graph.graph import Input, Role
-from ..graph.meta import is_users, last_user_frame, meta_of, show_line
+from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
@@ -47,23 +47,22 @@ _READS: dict[Any, str] = {
     torch.Tensor.__index__: "use as an index",
 }
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
-_ON_THE_WAY = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
+_INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SET_GRAD = cast(Any, torch.Tensor.grad).__set__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
 
 class TensorLeaf:
-    """Marks, in the results of a step, the place of a tensor."""
+    """Placeholder for a tensor in the result structure of a step."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace: the function, its arguments taken apart (`names` has one for each leaf), what it holds.
+    """Input of a trace: the function, its flattened arguments with `names`, its state.
 
-    `options` are followed but for what `capture_step` does itself. `fused`: see there. `whole` gives shapes of the
-    batch tensors of which the step is given parts. With `options.offload`, parameters and optimizer state may rest in
-    host memory, and are traced as if they were on `device`.
+    `whole` gives global shapes of batch tensors of which `leaves` has parts. With `options.offload`, parameters and
+    optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
     """
 
     fn: Callable[..., Any]
@@ -83,9 +82,10 @@ class Request:
 
 @dataclass
 class Traced:
-    """A raw capture. `module` maps `inputs` to the result tensors, then what each input has become, then `created`.
+    """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
 
-    `fresh_grads`: the step resets every gradient before it adds to it. `cleared_grads`: parameters that lose theirs.
+    `fresh_grads`: the step resets every gradient before accumulating. `cleared_grads`: parameters whose gradient is
+    None at the end.
     """
 
     module: torch.fx.GraphModule
@@ -101,15 +101,15 @@ class Traced:
 
 
 def trace_step(request: Request) -> Traced:
-    """Trace the step as it would run now.
+    """Trace the step with its current state.
 
     Raises:
-        CaptureError: with the user's source line, when the step cannot become one graph.
+        CaptureError: the step cannot become one graph; has the user's source line.
     """
     r = request
     fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.options.offload is not None)
     run = _Run(request, fakes)
-    stranger = register_optimizer_step_pre_hook(run.saw_optimizer)
+    optimizer_hook = register_optimizer_step_pre_hook(run.saw_optimizer)
     try:
         watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
         if torch.is_anomaly_enabled():
@@ -117,13 +117,13 @@ def trace_step(request: Request) -> Traced:
         with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
             module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
     except WholestepError as error:
-        unfound = isinstance(error, RefusedError)  # it is raised when the step has returned
-        error.where = error.where or run.watch.found_at or ("" if unfound else _user_frame(error))
+        returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
+        error.where = error.where or run.watch.found_at or ("" if returned else _user_frame(error))
         raise
     except Exception as error:
         raise _explain(error) from error
     finally:
-        stranger.remove()
+        optimizer_hook.remove()
     return Traced(
         module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
         run.reader.values(), run.draws, run.watch,
@@ -132,7 +132,7 @@ def trace_step(request: Request) -> Traced:
 
 @dataclass
 class _Run:
-    """The function that is traced, and what it notices on the way."""
+    """The traced function, and what its trace recorded."""
 
     request: Request
     stand_ins: FakeInputs
@@ -147,7 +147,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         pairs = zip(self.request.names, self.request.leaves, strict=True)
-        whole = self.request.whole  # a value of a part alone answers nothing
+        whole = self.request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
         request = self.request
@@ -164,7 +164,7 @@ class _Run:
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
-        self._own = {n: h.tensor for n, h in state.params.items()}
+        self._real = {n: h.tensor for n, h in state.params.items()}
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
@@ -190,7 +190,7 @@ class _Run:
             ):
                 call = take_apart(request.fn(*args, **kwargs))
                 if watch.refused is not None:
-                    raise watch.refused  # the step has an `except` that took it for something else
+                    raise watch.refused  # the step caught it
                 chance.refuse_draws()
             held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
             _refuse_regrouped(groups, state)
@@ -206,10 +206,9 @@ class _Run:
             ]
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real value of a traced tensor, where it follows from integers of the batch."""
+        """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
         return self.reader.known(tensor, _calling_text())
 
-    # -- before the step ------------------------------------------------------------
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
         for optimizer, entries in zip(optimizers, plain, strict=True):
@@ -227,7 +226,7 @@ class _Run:
                 self._repeat_hooks(name, param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
-                    if grad is None:  # what a backward of the user's may give: the parameter stays without one
+                    if grad is None:  # returned by a user's backward: the parameter gets no gradient
                         return None
                     self.contributed.add(name)
                     return GRAD_READY(grad, name)
@@ -235,14 +234,13 @@ class _Run:
                 param.register_hook(ready)
 
     def _repeat_hooks(self, name: str, param: torch.Tensor) -> None:
-        """Hooks of the user's on a parameter act on its stand-in: before its gradient is complete, and after."""
-        own = self._own[name]
-        for hook in _torch.tensor_hooks(own):
+        """Register the user's hooks of a parameter on its fake."""
+        real = self._real[name]
+        for hook in _torch.tensor_hooks(real):
             param.register_hook(hook)
-        for hook in _torch.accumulation_hooks(own):
+        for hook in _torch.accumulation_hooks(real):
             param.register_post_accumulate_grad_hook(hook)
 
-    # -- while it runs ----------------------------------------------------------------
     def saw_backward(self, outputs: Sequence[Any]) -> None:
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
@@ -256,16 +254,14 @@ class _Run:
     def saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if all(optimizer is not known for known in self.request.state.optimizers.values()):
             raise CaptureError(
-                f"the step runs an optimizer ({type(optimizer).__name__}) "
-                "that wholestep was not given and did not find",
+                f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep did not find",
                 "every optimizer of the step as an argument of it, as optimizer=, "
                 "or as a variable the function closes over",
                 "pass it to the step, or to wholestep.compile as optimizer=",
             )
 
-    # -- after it -----------------------------------------------------------------------
     def _finals(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The tensor each input has become."""
+        """Return the new value of each input."""
         state, finals = self.request.state, list[torch.Tensor]()
         helds, optimizers = {**state.params, **state.buffers}, list(state.optimizers.values())
         for i in self.stand_ins.inputs:
@@ -274,9 +270,9 @@ class _Run:
                 now = helds[i.name].tensor
                 if i.role is Role.PARAM and now is not given[i.name]:
                     raise CaptureError(
-                        f"the step puts another parameter in the place of {i.name!r}",
-                        "parameters that stay the same objects: the optimizer goes on with the old one",
-                        "change its values in place (`with torch.no_grad(): p.copy_(...)`), or do it between steps",
+                        f"the step replaces the parameter {i.name!r}",
+                        "parameters that stay the same objects: the optimizer would keep the old one",
+                        "change it in place (`with torch.no_grad(): p.copy_(...)`), or replace it between steps",
                     )
             elif i.role is Role.STATE:
                 now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
@@ -290,7 +286,7 @@ class _Run:
         return finals
 
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Optimizer state and gradients that exist now and did not before."""
+        """Return the optimizer state and gradients that the step created."""
         state, out = self.request.state, list[torch.Tensor]()
         for o, (label, optimizer) in enumerate(state.optimizers.items()):
             for name, held in state.params.items():
@@ -312,9 +308,9 @@ _ASKS_FOR_ZERO = ("eq", "ne", "bool")
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the torch calls of the step: answers or refuses reads of values, maps parameters to their stand-ins.
+    """Intercepts the torch calls of the step: answers or refuses reads of values, maps parameters to their fakes.
 
-    `zeros` says of scheduled numbers whether they are zero, which optimizers ask: the guards hold them to it.
+    `zeros` maps hypers to whether they are zero, which optimizers test; guards check it in each call.
     """
 
     def __init__(
@@ -348,7 +344,7 @@ class _Watch(TorchFunctionMode):
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
         if self._numbers.among(args):
-            made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_asked_by_user())
+            made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_called_by_user())
             if made is not NotImplemented:
                 return made
             if read:
@@ -363,15 +359,15 @@ class _Watch(TorchFunctionMode):
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
                 ONE_GRAPH,
-                "return the tensor and read it after the call, or write the choice with torch.where; "
+                "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step",
             )
-        if func in _TEXT and _torch.is_fake(args[0]) and _is_asked_by_user():
+        if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
             raise CaptureError(
-                f"the step makes text of a tensor of shape {tuple(args[0].shape)} while it is being captured",
-                "text of what is known before the step runs",
-                "return the tensor, or make the text in a function that is given to wholestep.callback",
+                f"the step formats a tensor of shape {tuple(args[0].shape)} as text while it is being captured",
+                "text of values that are known before the step runs",
+                "return the tensor, or format it in a function passed to wholestep.callback",
             )
         args = [self._stand_in(a) for a in args]
         named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
@@ -383,7 +379,7 @@ class _Watch(TorchFunctionMode):
             return _set_data(args[0], args[1])
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
             self._on_drop(args[:1])
-        if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:  # known in each call
+        if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:
             func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
         made = NotImplemented if named else self._counts.instead(func, args)
         if made is not NotImplemented:
@@ -394,8 +390,8 @@ class _Watch(TorchFunctionMode):
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
         raise CaptureError(
-            f"the step gives `.data` of a tensor {list(tensor.shape)} {tensor.dtype} the values of one "
-            f"{list(value.shape)} {value.dtype}",
+            f"the step assigns a tensor {list(value.shape)} {value.dtype} to `.data` of a tensor "
+            f"{list(tensor.shape)} {tensor.dtype}",
             "tensors that keep shape, dtype and device from step to step",
             "change the tensor before the step, which is then captured again",
         )
@@ -403,7 +399,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:
-    """For each optimizer, by stand-in parameter, the state that is not tensors."""
+    """Return, for each optimizer, the state entries that are not tensors, by fake parameter."""
     out: list[dict[Any, dict[str, Any]]] = []
     for optimizer in state.optimizers.values():
         entries = {swap[id(p)]: e for p, e in optimizer.state.items() if id(p) in swap}
@@ -412,7 +408,7 @@ def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[A
 
 
 def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:
-    """Put scheduled numbers into the groups as tensors, and the groups into their tensor-only form."""
+    """Set hypers in the groups as tensors, and `capturable` (and without `fused`, no fused and foreach kernels)."""
     optimizers = list(state.optimizers.values())
     for group in (g for o in optimizers for g in o.param_groups):
         group.update({"capturable": True} if "capturable" in group else {})
@@ -434,15 +430,15 @@ def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
         if had != has:
             raise CaptureError(
                 f"the step changes the parameter groups of {type(optimizer).__name__}: {had} -> {has} parameters",
-                "groups that change between calls: the step is then captured again",
+                "groups that change only between calls: the step is then captured again",
                 "call add_param_group() outside the step",
             )
 
 
 def _calling_line() -> tuple[str, int] | None:
-    """File and line of the innermost user frame on the stack."""
+    """Return file and line of the innermost user frame on the stack."""
     frame = inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
 
@@ -458,12 +454,12 @@ def _calling_text() -> str:
     return show_line(*line) if line else ""
 
 
-def _is_asked_by_user() -> bool:
-    """True where the user's code, not torch's own, asks for the text of a tensor."""
+def _is_called_by_user() -> bool:
+    """Return whether the user's code, not torch's, made the current call."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+    while frame is not None and frame.f_code.co_filename.endswith(_INTERNAL):
         frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 def _user_frame(error: BaseException) -> str:
@@ -477,19 +473,19 @@ def _reads_value(found: str, needed: str, next_step: str, where: str = "") -> Ca
 
 
 def _explain(error: Exception) -> CaptureError:
-    """A CaptureError for what torch could not trace, or what the user's own code raised."""
+    """Return a CaptureError for an error of torch's tracer or of the user's code."""
     where = _user_frame(error)
     if isinstance(error, _torch.DATA_DEPENDENT):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return _reads_value(
             f"the step has an operation whose result depends on values: {text}",
             ONE_GRAPH,
-            "use a form with fixed sizes (torch.where, masks, padding) or keep this operation outside the step",
+            "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,
         )
     return CaptureError(
         f"the step failed while it was being captured: {type(error).__name__}: {error}",
-        "a step that runs on one device as it is",
+        "a step that runs uncompiled on one device",
         "run it uncompiled once; if that works, this operation cannot be traced: keep it outside the step",
         where,
     )

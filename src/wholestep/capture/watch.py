@@ -1,8 +1,8 @@
-"""What a step does besides computing tensors: what has changed when a trace ends, and how each call does it again.
+"""Records the Python side effects of a step during a trace, so that each call can repeat them.
 
-All that the step can reach is compared before and after. A number becomes part of the host's program, a tensor an
-input and an output of the graph, a plain value is assigned anew; anything else is refused. Afterwards everything is as
-it was: no fake tensor stays in an object of the user's.
+All reachable containers are compared before and after the trace. A changed number becomes part of the host program, a
+changed tensor becomes an input and an output of the graph, a plain value is assigned in each call, and any other change
+is refused. Then all containers are restored: no fake tensor remains in the user's objects.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.graph import Input
-from ..graph.meta import is_users, meta_of, show_line
-from .assumptions import Assumption, contents, expect, given_away, size
+from ..graph.meta import is_user_file, meta_of, show_line
+from .assumptions import Assumption, contents, expect, owned_by_callbacks, size
 from .call_structure import take_apart
 from .callback import recorded
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write
@@ -42,27 +42,28 @@ from .locations import (
     is_number,
 )
 from .lr_schedulers import Schedulers
-from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code
+from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_container
 from .state import StepState
 
 _PRINT = builtins.print
-_OWN_BUSINESS = frozenset(vars(torch.nn.Module())) - {"training"} | {
+_TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
     "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
     "_flat_weights", "_flat_weight_refs",
-}  # what torch keeps for itself in modules and optimizers; hooks are compared apart  # fmt: skip
+}  # attributes of modules and optimizers that torch manages  # fmt: skip
 _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
-_SET_UP = ("_output_capturing_hooks_installed",)  # transformers: hooks that record, installed in the first forward
-_OF_MODULES = frozenset(dir(torch.nn.Module)) - {"forward"}
+_SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
+_MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
 _ALWAYS_READ = ("variable", "class", "modules")
 
 
 @dataclass
 class Watch:
-    """What one trace sees of the host. `promoted` places are carried; `find` is a path whose change is to be located.
+    """Recorder of the host effects of one trace.
 
-    `add_input` takes each further input of the graph with its position, from `first_number` on; `line` is the user's.
-    `set_up` is what a library does to modules once, at their first call: entries that are to stay.
+    `promoted` places are state of the step. `find` is a path whose change is to be located. `add_input` adds an input
+    to the graph, at positions from `first_number` on. `line` returns the user's current line. `set_up` collects entries
+    that a library adds to modules at their first call and that must stay.
     """
 
     state: StepState
@@ -83,7 +84,7 @@ class Watch:
         self.numbers = Numbers(self.mode, self.first_number, self.add_input)
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
-        self._blind, self._arguments = set[type](), Arguments()
+        self._unobserved, self._arguments = set[type](), Arguments()
         self._writes: list[Write] = []
         self._returned = set[int]()
         self._expected: list[Assumption] = []
@@ -97,17 +98,16 @@ class Watch:
     def _carriers(self) -> list[Any]:
         return [*self.state.params.values(), *self.state.buffers.values()]
 
-    # -- while it runs ------------------------------------------------------------------
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
-        """Around the call of the step's function; `given` are its stand-ins by name, `called` its arguments by name."""
+        """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
         containers, outside = self._begin(called), _Outside(given)
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(self._math, self._schedulers.step, self._printed, self._clock)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._read, self._written)
         before = sys.gettrace()
         try:
-            with recorded(self.call), patched, reads as self._blind:
+            with recorded(self.call), patched, reads as self._unobserved:
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
@@ -149,34 +149,25 @@ class Watch:
         self._schedulers.end()
         for cached, misses in self.reach.caches:
             if cached.cache_info().misses != misses:
-                cached.cache_clear()  # what it keeps now are tensors of the trace, maybe
+                cached.cache_clear()  # it may hold fake tensors
 
     def _state_entries(self) -> list[Container]:
-        """Options that the optimizers keep for each parameter, by its stand-in."""
-        out: list[Container] = []
-        for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
-            for name, held in self.state.params.items():
-                entry = optimizer.state.get(held.tensor)
-                if entry is not None:
-                    out.append(self._entry(number, label, name, entry, dict(entry)))
-        return out
+        """Return the containers of optimizer state, by fake parameter."""
+        return [
+            state_container(self.state, number, label, name, entry, dict(entry))
+            for number, (label, optimizer) in enumerate(self.state.optimizers.items())
+            for name, held in self.state.params.items()
+            if (entry := cast("dict[Any, Any] | None", optimizer.state.get(held.tensor))) is not None
+        ]
 
-    def _entry(self, number: int, label: str, owner: str, entry: Any, before: dict[Any, Any]) -> Container:
-        def place(key: Any) -> Location:
-            path = f"{label}.state[{owner!r}][{key!r}]"
-            return StateLocation(path, None, key, state=self.state, optimizer=number, owner=owner)
-
-        return Container(f"{label}.state[{owner!r}]", entry, before, "item", place=place)
-
-    # -- what it sees -------------------------------------------------------------------
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write down a callback."""
+        """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
 
     def _read(self, owner: Any, name: str) -> None:
         if (id(owner), name) in self._assigned:
             return
-        if name != "__dict__" or is_users(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+        if name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
             self._reads.add((id(owner), name))
 
     def _written(self, owner: Any, name: str) -> None:
@@ -186,7 +177,7 @@ class Watch:
         return self.numbers.call(function, args) if self.numbers else NotImplemented
 
     def _users(self) -> bool:
-        """True when the user's own code made the call that is being looked at."""
+        """Return whether the user's code called the patched function."""
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
         while frame is not None and "wholestep/_torch/" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -200,7 +191,7 @@ class Watch:
         if any(self.numbers.index_of(v) is None for v in tensors):
             raise CaptureError(
                 "the step prints a tensor, which has no value while the step is captured",
-                "a call that is made in each step, with the values of that step",
+                "a host call that each step makes with its own values",
                 "write wholestep.callback(print, ...) with the same arguments",
                 self.line(),
             )
@@ -209,14 +200,13 @@ class Watch:
     def _clock(self, name: str) -> None:
         if self._users():
             raise CaptureError(
-                f"the step reads the clock with time.{name}(): all later steps would use the same time",
+                f"the step reads the clock with time.{name}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
-                "read the clock outside the step, or in a function given to wholestep.callback; "
+                "read the clock outside the step, or in a function passed to wholestep.callback; "
                 "step.profile() times a step",
                 self.line(),
             )
 
-    # -- after it -----------------------------------------------------------------------
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):
             if other is container:
@@ -228,54 +218,50 @@ class Watch:
         for container, original in zip(containers, self._originals, strict=True):
             for key, _, after in container.changes():
                 if (id(container.holder), key) in self._held:
-                    self._rebind(container.path_of(key), after)
+                    if container.path_of(key) in self.promoted.tensors and isinstance(after, torch.Tensor):
+                        self._rebound.append(container.path_of(key))
                 elif not self._is_state(container, after):
-                    self._settle(container, key, original.get(key, MISSING), after)
+                    self._record_change(container, key, original.get(key, MISSING), after)
         self._compare_new_entries(known)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
 
     def _compare_new_entries(self, known: set[int]) -> None:
-        """Numbers and plain values in state that the optimizers created."""
+        """Record numbers and plain values in state that the optimizers created."""
         for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
             for name, held in self.state.params.items():
                 entry = cast(dict[str, Any], optimizer.state.get(held.tensor, {}))
                 if id(entry) not in known:
-                    container = self._entry(number, label, name, entry, {})
+                    container = state_container(self.state, number, label, name, entry, {})
                     for key, value in entry.items():
                         if not self._is_state(container, value):
-                            self._settle(container, key, MISSING, value)
+                            self._record_change(container, key, MISSING, value)
 
     def _is_state(self, container: Container, after: Any) -> bool:
-        """True for a tensor of optimizer state, which is part of the graph anyway."""
-        ours = container.place is not None and isinstance(container.place(""), StateLocation)
-        return ours and isinstance(after, torch.Tensor) and after not in self.numbers
+        """Return whether a value is a tensor of optimizer state, which the graph updates."""
+        is_state = container.place is not None and isinstance(container.place(""), StateLocation)
+        return is_state and isinstance(after, torch.Tensor) and after not in self.numbers
 
-    def _rebind(self, path: str, after: Any) -> None:
-        """A tensor that is held; one that the step replaces is replaced by each call."""
-        if path in self.promoted.tensors and isinstance(after, torch.Tensor):
-            self._rebound.append(path)
-
-    def _settle(self, container: Container, key: Any, before: Any, after: Any) -> None:
-        """How each call makes one change again, or why it cannot."""
+    def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
+        """Record an assignment for each call, or raise RefusedError."""
         path, place = container.path_of(key), container.place_of(key)
         if before is MISSING and (_of_library(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
             self.set_up.append((container, key, after))
             return
-        if (container.owner is not None and key in _OWN_BUSINESS) or _torch.only_looks(after):
+        if (container.owner is not None and key in _TORCH_INTERNAL) or _torch.only_looks(after):
             return
         self._refuse_unrepeatable(container, key, before, after)
         if self._was_read(container, key) and not isinstance(place, ArgumentLocation):  # guards compare arguments
-            self._keep_in_mind(place, before, after)
+            self._guard_old_value(place, before, after)
         self._writes.append(Write(place, None if after is MISSING else self._made(after, path)))
 
     def _was_read(self, container: Container, key: Any) -> bool:
-        """False only for attributes, of which each read is seen."""
-        if container.owner is None or container.kind in self._blind:
+        """Return whether the step may have read an entry; only attribute reads are observed."""
+        if container.owner is None or container.kind in self._unobserved:
             return True
         return bool({(container.owner, key), (container.owner, "__dict__")} & self._reads)
 
-    def _keep_in_mind(self, place: Location, before: Any, after: Any) -> None:
-        """What follows from the value that a changed place had: it is carried, or it has to be there again."""
+    def _guard_old_value(self, place: Location, before: Any, after: Any) -> None:
+        """Handle the value that a changed place had: make it state of the step, or guard it."""
         if is_number(before):
             if place.path not in self.promoted.numbers:
                 self.needed |= Promoted(frozenset([place.path]))
@@ -283,7 +269,7 @@ class Watch:
             self.needed |= Promoted(frozenset(), frozenset([place.path]))
         elif holds_items(before) and before is not after:
             raise RefusedError(
-                place.path, before, after, "the old container may have been read, and each call brings another one",
+                place.path, before, after, "the step may have read the old container, which each call replaces",
                 f"assign to its items, which are carried, or {WAYS_OUT}",
             )  # fmt: skip
         else:
@@ -293,34 +279,27 @@ class Watch:
         path = container.path_of(key)
         kind = type(container.holder).__name__
         if isinstance(after, np.generic):
-            given = cast(Any, after)
-            raise RefusedError(path, before, given, "a number of numpy is no input of a graph", "make it a float()")
+            why = "a graph has no inputs of numpy's number types"
+            raise RefusedError(path, before, cast(Any, after), why, "convert it with float()")
         if container.opaque is not None:
-            raise RefusedError(
-                path, Words(f"a {kind}"), Words("changed"), "it has no items that each call could assign", WAYS_OUT
-            )
+            why = "it has no items that each call could assign"
+            raise RefusedError(path, Words(f"a {kind}"), Words("changed"), why, WAYS_OUT)
         if isinstance(container.holder, list) and (before is MISSING or after is MISSING):
-            counts = len(container.before), len(cast(list[Any], container.holder))
-            raise RefusedError(
-                container.path,
-                Words(f"{counts[0]} items"),
-                Words(f"{counts[1]} items"),
-                "lists keep their length",
-                WAYS_OUT,
-            )
+            counts = (len(container.before), len(cast(list[Any], container.holder)))
+            sizes = [Words(f"{n} items") for n in counts]
+            raise RefusedError(container.path, *sizes, "lists must keep their length", WAYS_OUT)
         if isinstance(key, torch.Tensor):
             raise RefusedError(path, before, after, "a key that is a number of the step or a tensor", WAYS_OUT)
         if isinstance(before, torch.nn.Module) or isinstance(after, (torch.nn.Module, torch.nn.Parameter)):
-            raise RefusedError(
-                path, before, after, "a step keeps its modules and parameters", "change it between calls"
-            )
+            why = "a step cannot replace modules and parameters"
+            raise RefusedError(path, before, after, why, "replace it between calls")
 
     def _made(self, value: Any, path: str) -> Made:
         call = take_apart(value)
         return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
     def leaf(self, value: Any) -> Any:
-        """A leaf of what the step returns: a number by its line, anything else as it is."""
+        """Return a leaf of the step's results: a number as `At`, any other value unchanged."""
         index = self.numbers.index_of(value)
         if index is None:
             return value
@@ -339,12 +318,12 @@ class Watch:
             if path or any(_torch.is_fake(v) for v in held.values()):
                 raise RefusedError(
                     path or "an argument of wholestep.callback", None, value,
-                    "an object that the step makes, which later calls would share", WAYS_OUT,
+                    "the step creates an object that all later calls would share", WAYS_OUT,
                 )  # fmt: skip
         return value
 
     def _tracer(self, containers: Sequence[Container]) -> Callable[..., Any]:
-        """Finds the line after which the entry `find` is another one."""
+        """Return a trace function that locates the line that changes the entry `find`."""
         wanted = [c for c in containers if c.path == self.find or any(c.path_of(k) == self.find for k in c.now())]
         wanted += [c for c in containers if c.style != "variable" and self.find.startswith(c.path) and c not in wanted]
         last: dict[FrameType, int] = {}
@@ -362,14 +341,13 @@ class Watch:
             if not self.found_at and frame.f_back in last and changed():
                 self.found_at = show_line(frame.f_back.f_code.co_filename, last[frame.f_back])
             code = frame.f_code
-            traced = is_users(code.co_filename) and not is_of_python(code.co_filename)
+            traced = is_user_file(code.co_filename) and not is_of_python(code.co_filename)
             return local if traced and not self.found_at and not code.co_flags & inspect.CO_GENERATOR else None
 
         return enter
 
-    # -- what came of it ---------------------------------------------------------------
     def effects(self, used: set[str]) -> Effects:
-        """What each call has to do; `used` names the inputs of the graph."""
+        """Return the host effects of each call; `used` are the names of the graph's inputs."""
         leaves = [v for w in self._writes if w.made for v in w.made.leaves]
         leaves += [v for c in self._called for v in c.made.leaves]
         program = self.numbers.program(used, self._returned | {v.index for v in leaves if isinstance(v, At)})
@@ -380,16 +358,19 @@ class Watch:
         )  # fmt: skip
 
     def _absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
-        """Attributes that the class gave because the object had none of its own."""
+        """Guard attributes that were read from the class because the object had none."""
         kind = container.kind
         return [
             Assumption(container.place_of(n), "is", MISSING)
             for n in names
-            if kind is not None and hasattr(kind, n) and n not in _OF_MODULES and container.path_of(n) not in changed
+            if kind is not None
+            and hasattr(kind, n)
+            and n not in _MODULE_ATTRIBUTES
+            and container.path_of(n) not in changed
         ]
 
     def _carried_numbers(self) -> list[Assumption]:
-        """Numbers that are carried stay of one type, which arithmetic depends on; tensors of one shape."""
+        """Guard the type of carried numbers and the shape and dtype of carried tensors."""
         tensors = self.reach.tensors
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
         return [Assumption(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
@@ -400,7 +381,7 @@ class Watch:
         ]
 
     def _read_places(self) -> list[Assumption]:
-        """Everything that the trace read on the host and that may be another one in a later call."""
+        """Guard every value that the trace read on the host and that may change between calls."""
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
         carried: dict[int, set[Any]] = {}
         for container in self.reach.containers:
@@ -409,7 +390,7 @@ class Watch:
         reads = dict[int | None, set[str]]()
         for owner, name in self._reads:
             reads.setdefault(owner, set()).add(name)
-        theirs, out = given_away([c.fn for c in self._called]), list[Assumption]()
+        of_callbacks, out = owned_by_callbacks([c.fn for c in self._called]), list[Assumption]()
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
                 out.append(size(container.path, container.holder))
@@ -418,21 +399,21 @@ class Watch:
             out += self._absent(container, reads.get(container.owner, set()) - container.before.keys(), changed)
             for key, value in container.before.items():
                 path = container.path_of(key)
-                if not self._was_read(container, key) or path in changed or key in _OWN_BUSINESS or key == "training":
+                if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or key == "training":
                     continue
                 out.append(expect(container.place_of(key), value))
-                out += [e for e in contents(value, path, carried) if id(e.place.holder) not in theirs]
+                out += [e for e in contents(value, path, carried) if id(e.place.holder) not in of_callbacks]
         return out
 
 
 def _of_library(hook: object) -> bool:
-    """True for a function of an installed package, which it puts onto modules when they are first called."""
+    """Return whether a hook is a function of an installed package, which its library installs at the first call."""
     code = getattr(hook, "__code__", None)
     return code is not None and not is_own_code(code.co_filename)
 
 
 class _Outside:
-    """Settings of torch, which outlive a trace, and attributes of the tensors that stand in, which do not."""
+    """Checks settings of torch and attributes of the fakes, which a step must not change."""
 
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
         self._given = given
@@ -443,20 +424,20 @@ class _Outside:
         return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
 
     def refuse_changes(self) -> None:
-        """Raise RefusedError where the step left something changed."""
+        """Raise RefusedError if the step changed one."""
         for name, before, after in zip(_SETTINGS, self._settings, self._now(), strict=True):
             if before != after:
-                raise RefusedError(name, before, after, "only the capture would change it", "set it for a block")
+                why = "later calls would not change it"
+                raise RefusedError(name, before, after, why, "set it in a `with` block of the step")
         for name, before in self._attributes.items():
             now = vars(self._given[name])
             for key in (k for k in now.keys() - before if not k.startswith("_")):
                 why = "attributes of a tensor are not carried from call to call"
-                raise RefusedError(
-                    f"{name}.{key}", MISSING, now[key], why, "keep it in optimizer.state, or in a module"
-                )
+                way_out = "store it in optimizer.state or in a module"
+                raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
 
     def restore(self) -> None:
-        """Torch's settings are as they were."""
+        """Restore torch's settings."""
         torch.set_grad_enabled(self._settings[0])
         torch.set_default_dtype(self._settings[1])
 
@@ -465,7 +446,7 @@ _SETTINGS = ("torch's grad mode", "torch's default dtype", "torch's autocast")
 
 
 class _Untouched:
-    """Stands for an iterator: whatever it would give next, later calls would not get another one."""
+    """Replaces an iterator during a trace and refuses `next`: later calls would reuse the item."""
 
     def __init__(self, path: str, original: Any, line: Callable[[], str]) -> None:
         self._path, self._original, self._line = path, original, line
@@ -476,7 +457,7 @@ class _Untouched:
     def __next__(self) -> Any:
         error = RefusedError(
             self._path, Words(f"a {type(self._original).__name__}"), Words("the same, one item further"),
-            "all later calls would be given this very item", "take the item before the step, and pass it in",
+            "all later calls would reuse this item", "take the item before the step, and pass it in",
         )  # fmt: skip
         error.where = self._line()
         raise error

@@ -1,4 +1,4 @@
-"""Optimizers inside wrappers of other libraries: found through them, and what the wrappers do besides is not lost."""
+"""Optimizers inside wrappers of Accelerate and Lightning: unwraps them, and refuses effects that would be lost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 from ..errors import CaptureError
 from ..graph.meta import show_line
 
-_COUNTS = "_on_before_step"  # what an optimizer of Lightning's calls before an update, to count it
-_SWITCHES = "_set_sync_gradients"  # how Accelerate says whether gradients are complete
+_COUNTS = "_on_before_step"  # Lightning's optimizer calls it before an update, to count the update
+_SWITCHES = "_set_sync_gradients"  # Accelerate's setter for whether gradients are complete
 _NOT_USERS = ("accelerate", "contextlib", "lightning", "pytorch_lightning", "wholestep")
 
 
 def unwrapped(value: Any) -> Any:
-    """The optimizer inside wrappers that hand all on to their `.optimizer`; anything else as it is.
+    """Return the optimizer inside wrappers such as Accelerate's and Lightning's; any other value unchanged.
 
-    Accelerate's and Lightning's do. One with state or parameter groups of its own (a Lookahead) is no such wrapper.
+    A wrapper delegates to its `.optimizer`; an optimizer with its own state or parameter groups (Lookahead) is none.
     """
     while not isinstance(value, nn.Module):
         inner = getattr(value, "optimizer", None)
@@ -36,19 +36,19 @@ def unwrapped(value: Any) -> Any:
 
 
 def switches(wrappers: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Attributes by which wrappers decide whether `step()` updates: Accelerate's do it when gradients are complete."""
+    """Return the attributes that decide whether `step()` updates: Accelerate updates if gradients are complete."""
     states = [getattr(one, "gradient_state", None) for one in wrappers]
     return [(state, "sync_gradients") for state in states if hasattr(state, "sync_gradients")]
 
 
 @contextmanager
 def effects_refused(wrappers: Sequence[Any]) -> Generator[None]:
-    """Inside, wrappers refuse what they would do once, at capture, and never again.
+    """Refuse Python effects of wrappers inside this context: they would happen at capture only.
 
-    Lightning's count updates in Python. What Accelerate's ask for complete gradients is set by `accumulate`.
+    Lightning counts updates in Python; Accelerate's `accumulate` sets whether gradients are complete.
 
     Raises:
-        CaptureError: the step does one of these.
+        CaptureError: the step has one of these effects.
     """
     puts: list[tuple[Any, str, Any]] = [(one, _COUNTS, _refuse_count) for one in wrappers if _COUNTS in vars(one)]
     puts += [(state, _SWITCHES, partial(_refuse_switch, state)) for state, _ in switches(wrappers)]
@@ -65,10 +65,10 @@ def effects_refused(wrappers: Sequence[Any]) -> Generator[None]:
 
 def _refuse_count() -> None:
     raise CaptureError(
-        "the step calls step() of an optimizer of Lightning's, which counts `trainer.global_step` in Python",
-        "the optimizer inside it, and the count after each call of the step",
-        "write `self.optimizers().optimizer.step()` in the step, and `self.optimizers().step()` after it: that finds "
-        "no gradients, updates nothing and counts",
+        "the step calls step() of a Lightning optimizer, which counts `trainer.global_step` in Python",
+        "step() of the wrapped optimizer, and the count outside of the step",
+        "write `self.optimizers().optimizer.step()` in the step, and `self.optimizers().step()` after it: without "
+        "gradients it only counts",
         _users_line(),
     )
 
@@ -77,14 +77,14 @@ def _refuse_switch(state: Any, value: bool) -> None:
     if value != state.sync_gradients:
         raise CaptureError(
             f"the step changes Accelerate's sync_gradients: {state.sync_gradients} -> {value}",
-            "a step that is called with gradients that are complete after it, or are not",
-            "write `with accelerator.accumulate(model):` around the call of the step, not into it",
+            "a setting that is constant during a call of the step",
+            "write `with accelerator.accumulate(model):` around the call of the step, not inside the step",
             _users_line(),
         )
 
 
 def _users_line() -> str:
-    """The line that called into a library."""
+    """Return the user's line that called the library."""
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_USERS:
         frame = frame.f_back

@@ -141,7 +141,7 @@ def _kind(storage: Storage) -> str:
     readers = [user for member in storage.members for user in member.users]
     if any(_is_sent(user) for user in readers):
         return "sent"
-    if meta.rests(node):
+    if meta.is_batch_invariant(node):
         return "update"
     if not meta.is_backward(node) and any(meta.is_backward(user) for user in readers):
         return "activation"

@@ -150,7 +150,7 @@ def op_name(node: Node) -> str:
 
 def phase(node: Node) -> str:
     """forward, backward, or update: what follows from complete gradients."""
-    return "update" if meta.rests(node) else "backward" if meta.is_backward(node) else "forward"
+    return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
 
 
 def _bytes(node: Node) -> int:

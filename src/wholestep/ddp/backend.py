@@ -174,7 +174,7 @@ def ddp_backend(
     if inner == NAME:
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
     made = DdpBackend(inner, cap_bytes, first_bucket_cap)
-    if _torch.switch_off_own_splitter():
+    if _torch.disable_torch_splitter():
         log.info("%s: set torch._dynamo.config.optimize_ddp to False: torch's own splitter stays out of the way", NAME)
     return made
 

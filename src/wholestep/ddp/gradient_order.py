@@ -68,7 +68,7 @@ def until_settled(plain: Callable[..., Any], ordered: Callable[..., Any]) -> Cal
 
     def run(*args: Any) -> Any:
         ddp = _torch.ddp_in_use()
-        unsettled = ddp is not None and torch.is_grad_enabled() and not _torch.buckets_are_settled(ddp)
+        unsettled = ddp is not None and torch.is_grad_enabled() and not _torch.buckets_are_rebuilt(ddp)
         return (ordered if unsettled else plain)(*args)
 
     return run

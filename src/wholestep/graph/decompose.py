@@ -1,6 +1,6 @@
-"""Writes an op out in smaller ones that can be cut where the op itself cannot: a mean becomes a sum and a division.
+"""Decomposes ops into smaller ops that can be sharded: a mean becomes a sum and a division.
 
-Planning asks for it where an op would need its operands whole. The values are those of the op up to rounding.
+Planning decomposes an op that would otherwise need unsharded operands. Results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROUNDS = 4
 
 
 def can_expand(node: Node) -> bool:
-    """True when there are smaller ops for what `node` calls, with these arguments."""
+    """Return whether `node` has a decomposition for its arguments."""
     return _smaller(node) is not None
 
 
 def expandable(nodes: Iterable[Node]) -> list[Node]:
-    """Those of `nodes` for which there are smaller ops, with their arguments, and products whose dims they merge."""
+    """Return the nodes that have a decomposition, and the products whose dims a view among `nodes` merges."""
     found: dict[Node, None] = {}
     for node in nodes:
         found |= {node: None} if can_expand(node) else dict.fromkeys(unmerge_matmul.products_of(node))
@@ -37,7 +37,7 @@ def expandable(nodes: Iterable[Node]) -> list[Node]:
 
 
 def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
-    """`graph` with the nodes called `names` written out; those that an expansion makes may be named too."""
+    """Decompose the nodes called `names`, which may include nodes of a decomposition."""
     for _ in range(ROUNDS):
         if not any(node.name in names for node in graph.graph.nodes):
             break
@@ -71,13 +71,13 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
 
 
 def _first(node: Node) -> Node:
-    """The node that `node` reads first, or itself."""
+    """Return the first operand of `node`, or `node` itself."""
     given = node.args[0] if node.args else None
     return given if isinstance(given, Node) else node
 
 
 def _last(graph: Graph, name: str) -> str:
-    """The last node that came from the one called `name`."""
+    """Return the name of the last node in the decomposition of `name`."""
     found = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
     return found[-1] if found else ""
 
@@ -90,14 +90,14 @@ def _fake(value: Any, mode: Any) -> Any:
 
 
 def _smaller(node: Node) -> Graph | None:
-    """The traced smaller ops of `node`; None when its expansion does not cover these arguments."""
+    """Return the traced decomposition of `node`; None if there is none for its arguments."""
     make = EXPANSIONS.get(node.target)
     if make is None:
         return None
     given: list[Node] = []
     map_arg((node.args, node.kwargs), given.append)
     if any(found is not None and not found.numel for found in map(meta.tensor, given)):
-        return None  # there is nothing to cut, and no largest of no elements
+        return None  # amax fails for empty tensors
     mode = _torch.fake_mode()
     fakes = [_fake(n, mode) for n in given]
 
@@ -115,7 +115,7 @@ def _smaller(node: Node) -> Graph | None:
 
 
 def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
-    """Copy `body` in place of `node`; what `node` made, as one node or a tuple of them."""
+    """Copy `body` in place of `node`; return its result, a node or a tuple of nodes."""
     given: list[Node] = []
     map_arg((node.args, node.kwargs), given.append)
     inner: dict[Node, Any] = {}

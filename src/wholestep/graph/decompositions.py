@@ -1,4 +1,4 @@
-"""Ops in terms of smaller ones, taking the op's arguments. `NotImplementedError`: it leaves these arguments alone."""
+"""Decompositions: functions with the arguments of an op; `NotImplementedError` for arguments that are not supported."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ NONE, MEAN, SUM = 0, 1, 2
 Dims = Sequence[int] | int | None
 
 
-def _count(x: Tensor, dim: Dims) -> int:
-    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
-    return prod(x.shape[d] for d in dims) if x.dim() else 1
-
-
 def _dims(x: Tensor, dim: Dims) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+
+
+def _count(x: Tensor, dim: Dims) -> int:
+    return prod(x.shape[d] for d in _dims(x, dim)) if x.dim() else 1
 
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,7 +36,7 @@ def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def var(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Sum of squared distances from the mean, over count less `correction`."""
+    """Sum of squared distances from the mean, over count minus `correction`."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
@@ -60,19 +59,15 @@ def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim
     return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
-def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """A product, then the bias once."""
-    return _affine(aten.mm.default(a, b), bias, beta, alpha)
+def _affine(matmul: Any) -> Callable[..., Tensor]:
+    """`addmm` and `baddbmm`: a product, then the bias."""
 
+    def run(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        product = matmul(a, b)
+        product = product if alpha == 1 else product * alpha
+        return product + (bias if beta == 1 else bias * beta)
 
-def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """A product, then the bias once."""
-    return _affine(aten.bmm.default(a, b), bias, beta, alpha)
-
-
-def _affine(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+    return run
 
 
 def vector_norm(
@@ -147,7 +142,7 @@ def layer_norm_backward(
 
 
 def _sum(x: Tensor, dims: list[int]) -> Tensor:
-    """Over these dims, or none: sum takes an empty list for all of them."""
+    """Sum over `dims`; `aten.sum` would read an empty list as all dims."""
     return aten.sum.dim_IntList(x, dims) if dims else x
 
 
@@ -155,7 +150,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, training: bool,
     momentum: float, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Normalized over batch and space by sums; then the running statistics."""
+    """Output, mean, inverse deviation, and new running statistics."""
     out, center, inverse, spread, count = _normalize(x, weight, bias, training, eps)
     unbiased = spread * (count / max(count - 1, 1))
     return out, center, inverse, mean * (1 - momentum) + center * momentum, var * (1 - momentum) + unbiased * momentum
@@ -164,7 +159,7 @@ def batch_norm(
 def batch_norm_no_stats(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """The same without running statistics."""
+    """`batch_norm` without running statistics."""
     return _normalize(x, weight, bias, training, eps)[:3]
 
 
@@ -184,7 +179,7 @@ def _normalize(
 
 
 def _around_channel(x: Tensor) -> tuple[list[int], list[int], int]:
-    """All dims but the channel, a shape that lays channels along dim 1, elements for each channel."""
+    """Return all dims except the channel, the shape `[1, channels, 1, ...]`, and the elements per channel."""
     dims = [d for d in range(x.dim()) if d != 1]
     return dims, [1, x.shape[1], *[1] * (x.dim() - 2)], x.numel() // max(x.shape[1], 1)
 
@@ -205,29 +200,22 @@ def batch_norm_backward(
     return dx if mask[0] else None, dw if mask[1] else None, db if mask[2] else None
 
 
-def nll_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """A mean as sum over total weight."""
-    return _nll(aten.nll_loss_forward.default, x, target, weight, reduction, ignore_index)
+def _nll(op: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A mean negative log-likelihood as sum over total weight."""
 
+    def run(
+        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+    ) -> tuple[Tensor, Tensor]:
+        if reduction != MEAN:
+            raise NotImplementedError
+        total, count = op(x, target, weight, SUM, ignore_index)
+        return total / count, count
 
-def nll_loss2d(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """A mean as sum over total weight."""
-    return _nll(aten.nll_loss2d_forward.default, x, target, weight, reduction, ignore_index)
-
-
-def _nll(op: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> tuple[Any, Any]:
-    if reduction != MEAN:
-        raise NotImplementedError
-    total, count = op(x, target, weight, SUM, ignore)
-    return total / count, count
+    return run
 
 
 def _mean_loss(op: Any, before: int) -> Callable[..., Tensor]:
-    """A loss with `before` arguments before its reduction: a mean as sum over the count of elements."""
+    """A mean loss as sum over number of elements; the reduction is argument number `before`."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         args, reduction = _full(op, args, kwargs, before)
@@ -240,7 +228,7 @@ def _mean_loss(op: Any, before: int) -> Callable[..., Tensor]:
 
 
 def _mean_loss_backward(op: Any, before: int) -> Callable[..., Tensor]:
-    """Its backward: the gradient over the count first."""
+    """The backward of a mean loss: divides the gradient by the number of elements first."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         args, reduction = _full(op, args, kwargs, before)
@@ -257,7 +245,7 @@ def _elements(a: Tensor, b: Tensor) -> int:
 
 
 def _full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int) -> tuple[tuple[Any, ...], int]:
-    """Positional arguments up to the reduction with defaults filled in, and the reduction."""
+    """Return positional arguments up to the reduction, with defaults, and the reduction."""
     known = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
     given = list(args)
     for argument in known[len(args) : before + 1]:
@@ -271,8 +259,8 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.var.correction: var,
     aten.std.correction: std,
     aten.var_mean.correction: var_mean,
-    aten.addmm.default: addmm,
-    aten.baddbmm.default: baddbmm,
+    aten.addmm.default: _affine(aten.mm.default),
+    aten.baddbmm.default: _affine(aten.bmm.default),
     aten.linalg_vector_norm.default: vector_norm,
     aten.logsumexp.default: logsumexp,
     aten._log_softmax.default: log_softmax,
@@ -284,8 +272,8 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm_no_stats,
     aten.native_batch_norm_backward.default: batch_norm_backward,
-    aten.nll_loss_forward.default: nll_loss,
-    aten.nll_loss2d_forward.default: nll_loss2d,
+    aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
+    aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
     **{
         op: _mean_loss(op, before)
         for op, before in (

@@ -1,4 +1,4 @@
-"""The garbage collector, kept off graphs: it walks all their nodes again and again, up to half of the time."""
+"""Control of the garbage collector, which takes up to half of the time while large graphs are built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """No cyclic garbage is collected inside; also a decorator. Nested uses leave it to the outermost."""
+    """Pause the garbage collector inside this context or decorated function; nested uses have no effect."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -21,8 +21,10 @@ def collector_paused() -> Generator[None]:
 
 @contextmanager
 def collector_ahead() -> Generator[None]:
-    """What exists when this begins is not looked at by the collector inside: it frees what is made and dropped there,
-    graphs that were tried, without a walk over those that stay. Also a decorator; nested uses are the outermost's.
+    """Exclude existing objects from garbage collection inside this context or decorated function.
+
+    The collector then frees the discarded graphs of a search without a walk over the others. Nested uses have no
+    effect.
     """
     if gc.get_freeze_count():
         yield

@@ -1,4 +1,4 @@
-"""The two graphs that pass between stages: what one device computes, and what one rank runs."""
+"""The graphs that stages exchange: TrainGraph (one device) and LocalGraph (one rank)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .meta import TensorMeta
 
 
 class Role(enum.Enum):
-    """What an input of the step is."""
+    """Kind of an input of the step."""
 
     PARAM = "param"
     BUFFER = "buffer"
@@ -34,11 +34,11 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a graph. `owner` is the parameter a state or gradient belongs to, `key` its name in the state
-    of the optimizer numbered `optimizer`.
+    """One input of a graph.
 
-    What the call before left behind (CARRY) may be the result of a reduce-scatter that is on its way still: `owner` is
-    then its axis, `key` the operation.
+    Of optimizer state and gradients, `owner` is the parameter, `key` the name in the state of optimizer number
+    `optimizer`. A CARRY input comes from the previous call; if it is the result of a reduce-scatter in flight, `owner`
+    is the axis and `key` the reduction.
     """
 
     name: str
@@ -52,9 +52,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a graph: a tensor the step returned, the new value of the input called `target`, or what the next
-    call gets as its input `target`.
-    """
+    """One output of a graph: a result of the step, the new value of input `target`, or the next call's `target`."""
 
     kind: str  # "result" | "update" | "carry"
     target: str
@@ -65,9 +63,8 @@ class TrainGraph:
     """Forward, backward and optimizer of one device as one functional ATen graph.
 
     Invariants (`verify.check_train_graph`): placeholders match `inputs` in order and count; the output node is one flat
-    tuple that matches `outputs`; no node mutates anything; every update names an input; each node knows what it makes.
-    `mixed_precision` is that of the capture. `offload` is the device that computes while state rests in host memory;
-    empty where state rests on it.
+    tuple that matches `outputs`; no node mutates its inputs; every update names an input; each node has recorded
+    values. `offload` is the compute device if state is stored in host memory, else "".
 
     Example:
         >>> graph = ws.capture(train_step, model, optimizer, batch)
@@ -83,12 +80,12 @@ class TrainGraph:
     offload: str = ""
 
     def placeholders(self) -> Iterator[tuple[Input, Node]]:
-        """Each input with its node."""
+        """Return each input with its node."""
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         return zip(self.inputs, nodes, strict=True)
 
     def results(self) -> list[tuple[Output, Any]]:
-        """Each output with the node that makes it."""
+        """Return each output with its node."""
         node = next(iter(reversed(self.graph.nodes)))
         return list(zip(self.outputs, node.args[0], strict=True))
 
@@ -100,7 +97,7 @@ class TrainGraph:
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """How many collectives of one kind a step runs and what a rank sends for them, in bytes, by the ring algorithm."""
+    """Number of collectives of one kind in a step, and the bytes a rank sends for them with the ring algorithm."""
 
     count: int
     bytes: int
@@ -108,10 +105,11 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """What the collectives of a program carry, in bytes, as `passes.bucket_sizes.SizeBuckets` decides it.
+    """Bucket sizes of a program in bytes, chosen by `passes.bucket_sizes.SizeBuckets`.
 
-    `first_bytes` are those of the first bucket of a kind, `summed_bytes` those of all-reduces. Gathers and scatters of
-    `alone_bytes` or more are not bucketed. `in_flight_bytes` may be in flight at once, or `in_flight` collectives.
+    `first_bytes` is the size of the first bucket of a kind, `summed_bytes` the size for all-reduces. All-gathers and
+    reduce-scatters of `alone_bytes` or more are not bucketed. At most `in_flight_bytes`, or `in_flight` collectives,
+    are in flight.
     """
 
     bucket_bytes: int
@@ -124,13 +122,13 @@ class BucketSizes:
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """What one rank runs: local shapes, explicit collectives and waits.
+    """The program of one rank: local shapes, explicit collectives and waits.
 
-    The same for all ranks: pieces that depend on the rank name a mesh axis, and `backend` binds the coordinate.
-    `passes` names the passes that were applied. With `across`, the end of a step is left to the next call: this program
-    runs in all calls but the first, `across` holds that of the first call and the one that completes the last call.
-    Invariants (`verify.check_local_graph`): those of a TrainGraph but for mutation; every collective is waited for, or
-    carried to the next call; no dead node.
+    It is the same for all ranks: rank-dependent ops name a mesh axis, for which `backend.rank_binding` inserts the coordinate.
+    `passes` names the applied passes. With `across`, a call completes the previous step: this program runs in all
+    calls except the first; `across` has the program of the first call, and the one that completes the last step.
+    Invariants (`verify.check_local_graph`): those of a TrainGraph, except that nodes may mutate; every collective is
+    waited for or carried to the next call; no dead node.
 
     Example:
         >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
@@ -152,7 +150,7 @@ class LocalGraph:
     results = TrainGraph.results
 
     def copy(self) -> LocalGraph:
-        """The same program with a graph of its own, which a pass may change.
+        """Return a copy with its own graph, which a pass may change.
 
         Example:
             >>> changed = local.copy()
@@ -161,7 +159,7 @@ class LocalGraph:
         return replace(self, graph=copy_graph(self.graph))
 
     def collectives(self) -> dict[str, CollectiveTotal]:
-        """Number and bytes of each kind of collective."""
+        """Return number and bytes of each kind of collective."""
         from .text import collective_totals
 
         return collective_totals(self)
@@ -173,13 +171,13 @@ class LocalGraph:
 
 
 def operands(node: Node) -> list[Node]:
-    """Every node `node` reads, in argument order, lists opened, repeats kept."""
+    """Return every node that `node` reads, in argument order, with repeats and the entries of lists."""
     found: list[Node] = []
     args, kwargs = node.args, node.kwargs
     for given in (*args, *kwargs.values()) if kwargs else args:
         if type(given) is Node:
             found.append(given)
-        elif isinstance(given, (list, tuple)):  # by hand: `map_arg` makes another list, and calls for each entry
+        elif isinstance(given, (list, tuple)):  # faster than `map_arg`, which copies the list
             for one in cast("Sequence[Any]", given):
                 if type(one) is Node:
                     found.append(one)
@@ -191,22 +189,22 @@ def operands(node: Node) -> list[Node]:
 
 
 def node_at(node: Node, position: int) -> Node:
-    """The node that `node` reads as its argument `position`."""
+    """Return the argument `position` of `node`, a node."""
     return cast(Node, node.args[position])
 
 
 def function_of(node: Node) -> Callable[..., Any]:
-    """What a call node calls."""
+    """Return the function that a call node calls."""
     return cast(Callable[..., Any], node.target)
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """An independent copy: same names, same metadata."""
+    """Return a copy with the same names and metadata."""
     return copy_with(graph)[0]
 
 
 def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """An independent copy, and its node for each of `graph`."""
+    """Return a copy, and a dict from each node of `graph` to its copy."""
     new, twins = Graph(), dict[Node, Node]()
     for node in graph.nodes:
         twins[node] = copy_node(node, new, twins.__getitem__)
@@ -214,9 +212,9 @@ def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
 
 
 def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
-    """A copy of `node` at the end of `graph`, with its name and metadata, that reads the `twin` of each operand.
+    """Append a copy of `node` to `graph`, with its name and metadata, reading `twin(operand)` for each operand.
 
-    As `Graph.node_copy`, in a third of the time.
+    Like `Graph.node_copy`, in a third of the time.
     """
     args, kwargs = map_arg(node.args, twin), map_arg(node.kwargs, twin)
     new = add_node(graph, node.op, node.target, args, kwargs, node.name)
@@ -225,10 +223,10 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
 
 
 def redirect(moved: Mapping[Node, Node]) -> None:
-    """Who reads a key of `moved` reads its value from now on, or that one's where it is a key itself.
+    """Replace all uses of each key of `moved` by its value, transitively.
 
-    As `Node.replace_all_uses_with` of each, which goes through all operands of a reader for each that it replaces:
-    through the thousands of an output or an optimizer over lists, thousands of times.
+    Like `Node.replace_all_uses_with` for each key, which visits all operands of a reader per replacement: quadratic
+    for the thousands of operands of an output or a foreach optimizer.
     """
 
     def final(node: Node) -> Node:
@@ -241,7 +239,7 @@ def redirect(moved: Mapping[Node, Node]) -> None:
 
 
 def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
-    """As `Graph.create_node`, which looks into every argument for symbolic numbers: most of what it takes."""
+    """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time."""
     node = graph.create_node(op, target, name=name)
     _torch.set_operands(node, args, kwargs)
     return node

@@ -1,4 +1,4 @@
-"""Runs graphs in one process: a TrainGraph as one device, a LocalGraph for all ranks at once, collectives included."""
+"""Interprets graphs in one process: a TrainGraph as one device, a LocalGraph for all ranks with its collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Value = Any
 
 
 def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
-    """What one device computes: the outputs of `train` in order."""
+    """Run `train` and return its outputs in order."""
     nodes = [n for n in train.graph.nodes if n.op == "placeholder"]
     env: dict[Node, Value] = dict(zip(nodes, inputs, strict=True))
     for node in train.graph.nodes:
@@ -34,10 +34,10 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
 def run_all(
     local: LocalGraph, inputs: Sequence[Sequence[Tensor]], bind: Callable[[Node, Mapping[str, int]], tuple[Any, Any]]
 ) -> list[list[Value]]:
-    """What every rank computes, in lockstep: `inputs[rank]` in, outputs by rank out.
+    """Run all ranks in lockstep with `inputs[rank]`; return the outputs by rank.
 
-    `bind` gives a rank's args and kwargs of a node. Every rank draws random numbers from a stream of its own; all begin
-    where torch's generator stands, as those of ranks that compute one result together do.
+    `bind` returns a rank's args and kwargs of a node. Each rank has its own random stream; all streams start at the
+    current state of torch's generator.
     """
     ranks = range(local.mesh.size)
     streams = [torch.get_rng_state()] * local.mesh.size
@@ -47,7 +47,7 @@ def run_all(
         if node.op != "call_function":
             continue
         if is_collective(node):
-            _together(node, local.mesh, envs)
+            _run_collective(node, local.mesh, envs)
             continue
         for rank in ranks:
             args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
@@ -60,19 +60,18 @@ def run_all(
 
 
 def _draws(node: Node) -> bool:
-    """True for an op that draws random numbers, or a function that is given one to run."""
+    """Return whether a node calls a random op, or a function with a random op as an argument."""
     called = (target for target in (node.target, *node.args) if _torch.is_op(target))
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in called)
 
 
 def _as_traced(node: Node, made: Value) -> Value:
-    """What a node made, with the strides that later nodes count on."""
+    """Return a node's result with the strides of the trace, which later nodes assume."""
     stride = None if is_mutating(node) else meta.traced_stride(node)
     return made if stride is None else meta.with_stride(made, stride)
 
 
-def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
-    """One collective, group by group."""
+def _run_collective(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
     kind, axis = str(node.target).split(".")[1].removesuffix("_out"), str(node.args[-1])
     source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
@@ -82,7 +81,7 @@ def _together(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
 
 
 def _reduce(given: list[Tensor], op: str) -> Tensor:
-    if given[0].is_complex():  # as torch sends it
+    if given[0].is_complex():  # torch communicates real views
         return torch.view_as_complex(_reduce([torch.view_as_real(x) for x in given], op))
     stacked = torch.stack(given)
     if op in ("sum", "avg"):

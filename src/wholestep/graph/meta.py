@@ -1,4 +1,4 @@
-"""The only place that touches `node.meta`: what a node makes, where in the user's code, in which pass of autograd."""
+"""Access to `node.meta`, for all other modules: a node's values, source line, module, and autograd phase."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from ..layout import Layout
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = (
+_INTERNAL = (
     os.path.dirname(torch.__file__) + os.sep,
     *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
 )
@@ -45,7 +45,7 @@ class TensorMeta:
 
     @property
     def is_contiguous(self) -> bool:
-        """True for row-major strides (dims of size 1 do not count)."""
+        """True for row-major strides (ignoring dims of size 1)."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -55,12 +55,12 @@ class TensorMeta:
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """The TensorMeta of a real or fake tensor."""
+    """Return the TensorMeta of a real or fake tensor."""
     return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
 
 
 def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
-    """A TensorMeta of another shape with the same order of dims in memory, dense."""
+    """Return a dense TensorMeta of another shape with the same order of dims in memory."""
     if shape == found.shape:
         return found
     strides, step = [0] * len(shape), 1
@@ -69,53 +69,49 @@ def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
     return TensorMeta(shape, tuple(strides), found.dtype, found.device)
 
 
-def lie_alike(one: TensorMeta, other: TensorMeta) -> bool:
-    """True for tensors of one shape whose elements lie in memory in the same way (dims of size 1 do not count)."""
+def same_strides(one: TensorMeta, other: TensorMeta) -> bool:
+    """Return whether two tensors have the same shape and strides (ignoring dims of size 1)."""
     pairs = zip(one.shape, one.stride, other.stride, strict=True)
     return one.shape == other.shape and all(a == b or size == 1 for size, a, b in pairs)
 
 
 def value(node: Node) -> Any:
-    """The fake value the tracer recorded: a tensor, a tuple or list of them, a number, or None."""
+    """Return the fake value that the tracer recorded: a tensor, a tuple or list of tensors, a number, or None."""
     return node.meta.get("val")
 
 
 def set_value(node: Node, new: Any) -> None:
-    """Record what `node` makes."""
+    """Record the fake value of `node`."""
     node.meta["val"] = new
     node.meta.pop("starts", None)
     node.meta.pop("rule", None)
 
 
 def known_rule(node: Node) -> Any:
-    """What `set_known_rule` noted, until `node` makes something else; copies of it do not have it."""
+    """Return the sharding rule cached by `set_known_rule`; a new value of `node` clears it, copies do not have it."""
     return node.meta.get("rule")
 
 
 def set_known_rule(node: Node, known: Any) -> None:
-    """Note what was found for `node`: a search plans one graph many times."""
+    """Cache the sharding rule of `node`: a search plans one graph many times."""
     node.meta["rule"] = known
 
 
 def set_made_again(node: Node) -> None:
-    """Record what `node` makes of what its operands make now, by running it on the values of the trace.
-
-    Raises:
-        Exception: whatever the operation raises.
-    """
+    """Recompute the fake value of `node` from the fake values of its operands."""
     args, kwargs = map_arg((node.args, node.kwargs), value)
     with torch.no_grad():
         replace_value(node, cast(Any, node.target)(*args, **kwargs))
 
 
 def replace_value(node: Node, new: Any) -> None:
-    """Record that `node` makes something else than before."""
+    """Record a new fake value of `node`."""
     set_value(node, new)
     node.meta.pop("wholestep_tensors", None)
 
 
 def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
-    """One TensorMeta for each output of `node`; None where an output is no tensor."""
+    """Return a TensorMeta for each flat output of `node`; None for an output that is no tensor."""
     stored = node.meta.get("wholestep_tensors")
     if stored is None:
         made = value(node)
@@ -126,7 +122,7 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
 
 
 def whole_shapes(node: Node) -> tuple[tuple[int, ...] | None, ...]:
-    """Global shapes of the tensors that `node` makes, in a local graph too; None where the trace recorded none."""
+    """Return the global shapes of the outputs of `node`, also in a local graph; None if the trace recorded none."""
     flat = [x for item in _opened(value(node)) for x in _opened(item)]
     return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat)
 
@@ -136,7 +132,7 @@ def _opened(item: Any) -> Sequence[Any]:
 
 
 def tensor(node: Node) -> TensorMeta | None:
-    """The TensorMeta of a node that makes one tensor, else None."""
+    """Return the TensorMeta of a node with one tensor output, else None."""
     if isinstance(node.meta.get("val"), (tuple, list)):
         return None
     found = node.meta.get("wholestep_tensors") or tensors(node)
@@ -144,27 +140,28 @@ def tensor(node: Node) -> TensorMeta | None:
 
 
 def traced_stride(node: Node) -> tuple[int, ...] | None:
-    """The strides in the trace of the one tensor `node` makes, whole or some of its rows; None where it makes another.
+    """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of its rows.
 
-    Rows that lie one after the other have the strides of the whole.
+    A shard of rows has the traced strides if each row is a separate range of memory.
     """
-    traced, here = value(node), tensor(node)
-    if not isinstance(traced, torch.Tensor) or here is None or traced.dim() != len(here.shape):
+    traced, local = value(node), tensor(node)
+    if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
     stride = tuple(traced.stride())
-    if tuple(traced.shape) == here.shape:
+    if tuple(traced.shape) == local.shape:
         return stride
-    rows = tuple(traced.shape[1:]) == here.shape[1:] and in_rows(meta_of(traced))
-    return stride if rows and not is_loose(node) and lie_alike(here, replace(here, stride=stride)) else None
+    rows = tuple(traced.shape[1:]) == local.shape[1:] and rows_are_separate(meta_of(traced))
+    strided = is_strided(node) or not same_strides(local, replace(local, stride=stride))
+    return stride if rows and not strided else None
 
 
-def in_rows(found: TensorMeta) -> bool:
-    """True where each row lies in a stretch of memory of its own, one row after the other."""
+def rows_are_separate(found: TensorMeta) -> bool:
+    """Return whether rows are consecutive, separate ranges of memory."""
     return bool(found.stride) and found.stride[0] == max(found.stride) and min(found.stride) > 0
 
 
 def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """`made` itself if it has these strides (dims of size 1 do not count), else a copy that has them."""
+    """Return `made` if it has these strides (ignoring dims of size 1), else a copy with them."""
     if all(a == b or size == 1 for a, b, size in zip(made.stride(), stride, made.shape, strict=True)):
         return made
     if not overlaps(made.shape, stride):
@@ -175,7 +172,7 @@ def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True where several elements lie at one place in memory."""
+    """Return whether several elements share an address."""
     reach = 0
     if 0 in shape:
         return False
@@ -186,57 +183,56 @@ def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
-def stretch(node: Node) -> int:
-    """Number of the stretch between two settings of the random number generator in which the node was traced."""
-    return int(node.meta.get("custom", {}).get("stretch", 0))
+def rng_segment(node: Node) -> int:
+    """Return the segment of the trace, between two resets of the random generator, that has the node."""
+    return int(node.meta.get("custom", {}).get("rng_segment", 0))
 
 
 def is_backward(node: Node) -> bool:
-    """True for a node that autograd made while running a backward."""
+    """Return whether autograd made the node in a backward."""
     return bool(node.meta.get("custom", {}).get("backward"))
 
 
 def set_backward(node: Node) -> None:
-    """Say that `node` runs in the backward, whatever made the one it is a copy of."""
+    """Mark `node` as part of the backward."""
     node.meta["custom"] = {**node.meta.get("custom", {}), "backward": True}
 
 
 def module_path(node: Node) -> str:
-    """Path of the module whose forward made the node; empty outside any."""
+    """Return the path of the module whose forward made the node, or ""."""
     return str(node.meta.get("custom", {}).get("module", ""))
 
 
 def source_line(node: Node) -> str:
-    """`file:line  code` of the user's line that made the node; empty when none is known."""
+    """Return `file:line  code` of the user's line that made the node, or ""."""
     line = node.meta.get("custom", {}).get("line")
     return show_line(*line) if line else ""
 
 
 def show_line(file: str, number: int) -> str:
-    """`file:line  code`."""
+    """Format a source line as `file:line  code`."""
     return f"{file}:{number}  {linecache.getline(file, number).strip()}".rstrip()
 
 
-def is_users(file: str) -> bool:
-    """True for a source file that belongs neither to torch nor to wholestep's own stages."""
-    return not any(part in file for part in _OURS) and not file.startswith("<")
+def is_user_file(file: str) -> bool:
+    """Return whether a source file belongs neither to torch nor to the stages of wholestep."""
+    return not any(part in file for part in _INTERNAL) and not file.startswith("<")
 
 
 def last_user_frame(stack: str) -> str:
-    """The innermost frame outside torch and wholestep in a formatted stack, as `file:line  code`."""
-    frames = list(_FRAME.finditer(stack))
-    own = [f for f in frames if is_users(f["file"])]
-    frame = (own or [None])[-1]
+    """Return the innermost frame outside torch and wholestep in a formatted stack, as `file:line  code`, or ""."""
+    frames = [f for f in _FRAME.finditer(stack) if is_user_file(f["file"])]
+    frame = frames[-1] if frames else None
     return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
 
 
 def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
-    """Record the shapes of what `node` makes where no fake value exists."""
+    """Record the TensorMeta of each flat output of `node`."""
     node.meta["wholestep_tensors"] = tuple(made)
 
 
 def picked(item: Node) -> slice:
-    """Which of the flat outputs of its operand a getitem picks: one, or of an op that makes lists, one list."""
+    """Return the flat outputs of its operand that a getitem selects: one, or a list of an op that returns lists."""
     source, index = cast(tuple[Node, int], item.args)
     if not isinstance(value(source), (list, tuple)):
         return slice(index, index + 1)
@@ -248,7 +244,7 @@ def picked(item: Node) -> slice:
 
 
 def flat_length(item: Any) -> int:
-    """How many flat outputs one item of a recorded value stands for."""
+    """Return the number of flat outputs of one item of a recorded value."""
     return len(_opened(item))
 
 
@@ -258,67 +254,67 @@ def set_layouts(node: Node, layouts: Sequence[Layout]) -> None:
 
 
 def layouts(node: Node) -> tuple[Layout, ...]:
-    """The layouts recorded by `set_layouts`, empty if none were."""
+    """Return the layouts recorded by `set_layouts`, or ()."""
     return node.meta.get("wholestep_layouts", ())
 
 
 def set_ranked(node: Node) -> None:
-    """Record that arguments of `node` hold numbers that differ between ranks (`layout.Extent`)."""
+    """Record that arguments of `node` contain rank-dependent numbers (`layout.Extent`)."""
     node.meta["wholestep_ranked"] = True
 
 
 def is_ranked(node: Node) -> bool:
-    """True after `set_ranked`."""
+    """Return whether `set_ranked` was called."""
     return bool(node.meta.get("wholestep_ranked"))
 
 
-def set_rests(node: Node, rests: bool) -> None:
-    """Record whether what a node of a local graph computes follows from parameters and complete gradients alone."""
-    node.meta["wholestep_rests"] = rests
+def set_batch_invariant(node: Node, invariant: bool) -> None:
+    """Record whether a node of a local graph depends on parameters, state and complete gradients only."""
+    node.meta["wholestep_batch_invariant"] = invariant
 
 
-def rests(node: Node) -> bool:
-    """What `set_rests` recorded; False before."""
-    return bool(node.meta.get("wholestep_rests"))
+def is_batch_invariant(node: Node) -> bool:
+    """Return the value of `set_batch_invariant`; False by default."""
+    return bool(node.meta.get("wholestep_batch_invariant"))
 
 
-def set_loose(node: Node, loose: bool) -> None:
-    """Record whether the strides of what `node` makes on a rank may differ from those recorded."""
-    node.meta["wholestep_loose"] = loose
+def set_strided(node: Node, strided: bool) -> None:
+    """Record whether the output of `node` on a rank may have other strides than recorded."""
+    node.meta["wholestep_strided"] = strided
 
 
-def is_loose(node: Node) -> bool:
-    """What `set_loose` recorded; False before."""
-    return bool(node.meta.get("wholestep_loose"))
+def is_strided(node: Node) -> bool:
+    """Return the value of `set_strided`; False by default."""
+    return bool(node.meta.get("wholestep_strided"))
 
 
 def set_again(node: Node) -> None:
-    """Record that `node` makes again what another node has made."""
+    """Record that `node` recomputes the value of another node."""
     node.meta["wholestep_again"] = True
 
 
 def is_again(node: Node) -> bool:
-    """True after `set_again`."""
+    """Return whether `set_again` was called."""
     return bool(node.meta.get("wholestep_again"))
 
 
 def copy_origin(source: Node, target: Node) -> None:
-    """Say that `target` comes from the same place in the user's code and the same pass of autograd as `source`."""
+    """Copy source line, module and autograd phase from `source` to `target`."""
     if "custom" in source.meta:
         target.meta["custom"] = source.meta["custom"]
 
 
 def copy(source: Node, target: Node) -> None:
-    """Give `target` everything recorded about `source`."""
+    """Copy everything recorded about `source` to `target`, except the cached rule."""
     target.meta.update(source.meta)
     target.meta.pop("rule", None)
 
 
 def example(node: Node) -> Any:
-    """What dynamo recorded that a node of its graph makes: a fake tensor, a number that may be symbolic, or None."""
+    """Return the example value that dynamo recorded: a fake tensor, a number that may be symbolic, or None."""
     return node.meta.get("example_value")
 
 
 def share_notes(source: GraphModule, target: GraphModule) -> None:
-    """Give the module `target` what is recorded about the module `source`."""
+    """Copy the metadata of the module `source` to `target`."""
     target.meta.update(source.meta)

@@ -1,4 +1,4 @@
-"""Ops that stages know by name: marks on a captured graph, a CTC loss of fixed size, ops that cost next to nothing."""
+"""Custom ops of captured graphs, and tables of ops by cost and memory behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
 def grad_ready(grad: Tensor, param: str) -> Tensor:
-    """`grad`, marked as the whole gradient of `param` from one backward. Runs only in an unpartitioned graph."""
+    """Mark `grad` as the complete gradient of `param` from one backward. Runs in an unpartitioned graph only."""
     return grad.clone()
 
 
@@ -35,7 +35,7 @@ GRAD_READY = torch.ops.wholestep.grad_ready.default
 
 @torch.library.custom_op("wholestep::loss", mutates_args=())
 def loss(value: Tensor) -> Tensor:
-    """`value`, marked as what a backward starts from. Removed when the capture is normalized."""
+    """Mark `value` as the start of a backward. `normalize` removes the op."""
     return value.clone()
 
 
@@ -53,7 +53,7 @@ _aten = torch.ops.aten
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """The CTC loss of each row and its alphas, padded to the longest label there could be."""
+    """Return the CTC loss of each row, and its alphas padded to the maximal label length."""
     loss, alpha = _aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, blank, zero_infinity)
     missing = 2 * targets.shape[-1] + 1 - alpha.shape[-1]
     return loss, torch.nn.functional.pad(alpha, [0, missing])
@@ -87,28 +87,26 @@ VIEWS = frozenset(
 )
 
 CHEAP = VIEWS | {_aten._to_copy.default}
-"""Views and casts: cheaper to make again than to keep or to send."""
-
+"""Views and casts: cheaper to recompute than to keep or to communicate."""
 
 READS_A_PART: set[object] = {
     _aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor,
 }  # fmt: skip
-"""What reads as much of its first operand as it makes, not all of it."""
+"""Ops that read as many bytes of the first operand as they write, not all of it."""
 
 WRITES_A_PART: set[object] = {_aten.copy_.default}
-"""What reads its operands but for the first, and writes as much as they hold into that one."""
+"""Ops that read all operands except the first, and write as many bytes into the first."""
 
 FREE: set[object] = {*VIEWS, _aten.detach.default, _aten.alias.default, _aten.empty.memory_format}
-"""What computes nothing and moves nothing."""
+"""Ops without computation and memory traffic."""
 
 CARRIED: set[object] = set()
-"""What copies into or out of the memory that collectives send from and receive into."""
+"""Copies into and out of the buffers of collectives."""
 
 PRODUCTS: set[object] = {
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.linear.default,
 }  # fmt: skip
-"""Products of matrices."""
-
+"""Matrix products."""
 
 _PLAIN = frozenset({
     "add", "sub", "rsub", "mul", "neg", "abs", "clone", "copy", "cat", "stack", "fill", "zero", "zeros", "ones",
@@ -119,19 +117,18 @@ _PLAIN = frozenset({
     "slice_scatter", "slice_backward", "select_backward", "to_copy",
 })  # fmt: skip
 
-
 _IN_ORDER = frozenset({
-    # what they mean is a matter of memory, not of indices
+    # defined by the memory layout of their operands
     "as_strided", "as_strided_copy", "as_strided_scatter", "_reshape_alias", "view.dtype",
-    # one rank's kernel takes all tensors of a parameter to lie alike, or reads any of its operands row by row
+    # the kernel assumes equal strides of all tensors of a parameter, or contiguous operands
     "_fused_adam", "_fused_adamw", "_fused_adagrad", "_fused_sgd", "_masked_softmax", "adaptive_max_pool3d_backward",
     "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "native_batch_norm_backward",
     "native_group_norm", "native_group_norm_backward", "native_layer_norm_backward", "nll_loss2d_backward",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_weight_norm_interface", "_weight_norm_interface_backward",
-    # the factors that they return lie as the matrix does, and the backward counts on it
+    # the backward assumes that the returned factors have the strides of the matrix
     "_linalg_det", "_linalg_slogdet",
-    # they refuse anything else
+    # other strides raise an error
     "_embedding_bag", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward",
     "_foreach_addcdiv.Tensor", "_foreach_addcmul.Tensor", "_grouped_mm", "_linalg_check_errors", "_pdist_backward",
     "_pdist_forward", "_scaled_mm",
@@ -139,10 +136,10 @@ _IN_ORDER = frozenset({
 
 
 def goes_by_memory(target: object) -> bool:
-    """True for an op that reads where its operands lie in memory, so that they must lie as on one device.
+    """Return whether the result of an op depends on the strides of its operands, which must equal the traced ones.
 
-    Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands
-    that have offsets and odd strides; these are the ops that it finds wrong.
+    Graphs call kernels without torch's wrappers, which make operands contiguous. `check-rules` runs every op on
+    operands with offsets and unusual strides; these are the ops that fail.
     """
     if not _torch.is_op(target):
         return False
@@ -151,9 +148,9 @@ def goes_by_memory(target: object) -> bool:
 
 
 def streams(target: object) -> bool:
-    """True for what does next to nothing with each byte that it reads: sums and copies of elements, updates.
+    """Return whether an op is memory-bound: elementwise arithmetic, copies, optimizer updates.
 
-    Else a processor that computes takes longer for it than for the bytes: functions like exp, sums, norms, losses.
+    Other ops (exp, reductions, norms, losses) take longer on a CPU than their memory traffic.
     """
     if not _torch.is_op(target):
         return True
@@ -162,7 +159,7 @@ def streams(target: object) -> bool:
 
 
 def costs(like: set[object]) -> Callable[[F], F]:
-    """Says of a function that graphs call that it costs what those of such a set do: READS_A_PART, FREE, CARRIED."""
+    """Decorator that adds a function of local graphs to a cost class: READS_A_PART, FREE or CARRIED."""
 
     def note(function: F) -> F:
         like.add(function)
@@ -172,7 +169,7 @@ def costs(like: set[object]) -> Callable[[F], F]:
 
 
 def is_pointwise(target: object) -> bool:
-    """True for an op that treats elements alike, lists of tensors included."""
+    """Return whether an op is pointwise; includes foreach and fused Adam ops."""
     return _torch.is_op(target) and (
         torch.Tag.pointwise in target.tags or str(target).startswith(("aten._foreach_", "aten._fused_ad"))
     )

@@ -1,6 +1,6 @@
-"""Which values of a graph share memory, and from which node to which each piece of memory is held.
+"""Aliasing and lifetimes of the storages of a graph.
 
-A rank's program frees a value after its last reader; what a collective reads is held until it is waited for.
+A rank's program frees a value after its last reader; the operand of a collective lives until the wait.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 UNSAID = frozenset(
     {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
 )
-"""Views whose schema says that they are none."""
+"""Views that their schemas do not mark as views."""
 _COPIES_AT_NEED = frozenset({aten.reshape.default, aten.contiguous.default})
 _SHARING: dict[Any, Sharing] = {meta.with_stride: "if alike"}
 
 
 def shares(how: Sharing) -> Callable[[F], F]:
-    """Says of a function that graphs call what its result shares with its first operand: it is a `view` of it, it is
-    that operand `if alike` in shape, strides, dtype and device, or it has `nothing` in memory at all. Functions of
-    which nothing is said make new memory.
+    """Decorator that declares how the result of a function of local graphs shares memory with its first operand.
+
+    "view": a view of it. "if alike": the operand itself, if shape, strides, dtype and device are equal. "nothing": the
+    result has no memory. Undeclared functions return new memory.
     """
 
     def note(function: F) -> F:
@@ -46,10 +47,10 @@ def shares(how: Sharing) -> Callable[[F], F]:
 
 @dataclass
 class Storage:
-    """One piece of memory: the output numbered `index` of `node` made it, `members` are the nodes that hold it.
+    """One storage: created as output `index` of `node`; `members` are the nodes that share it.
 
-    It is held from the call numbered `first` to that numbered `last`, both included, counting call nodes from 0; `last`
-    is None when it is an output of the graph, `first` -1 for an input.
+    It is live from call `first` to call `last`, inclusive, counting call nodes from 0. `last` is None for an output of
+    the graph, `first` -1 for an input.
     """
 
     node: Node
@@ -61,7 +62,7 @@ class Storage:
 
 
 def storages(graph: Graph) -> list[Storage]:
-    """All memory of a graph, in the order in which it is made."""
+    """Return all storages of a graph, in order of creation."""
     work = _Work()
     for node in graph.nodes:
         work.visit(node)
@@ -69,7 +70,7 @@ def storages(graph: Graph) -> list[Storage]:
 
 
 def storage_bytes(made: TensorMeta) -> int:
-    """Bytes from the first to the last element of a new tensor with these strides."""
+    """Return the bytes from the first to the last element of a tensor with these strides."""
     if 0 in made.shape:
         return 0
     reach = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
@@ -77,7 +78,7 @@ def storage_bytes(made: TensorMeta) -> int:
 
 
 def shared_operand(node: Node, index: int = 0) -> Node | None:
-    """The operand whose memory output `index` of `node` is; None when it is new."""
+    """Return the operand that output `index` of `node` aliases; None for new memory."""
     if _torch.is_op(node.target) and _is_new(node.target) and not is_wait(node):
         return None
     given = operands(node)
@@ -88,16 +89,16 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
     if not _torch.is_op(node.target):
         return given[0] if _shares_first(node, given[0]) else None
     if node.target in _COPIES_AT_NEED:
-        here = meta.tensor(given[0])
-        return given[0] if here is not None and here.is_contiguous else None
+        found = meta.tensor(given[0])
+        return given[0] if found is not None and found.is_contiguous else None
     return _by_schema(node, index)
 
 
 @cache
 def _is_new(target: Any) -> bool:
-    """True for an op that never returns memory that it is given: no letter of its schema is on a return."""
-    said = all(one.alias_info is None for one in _torch.schema_of(target).returns)
-    return said and target not in UNSAID and target not in _COPIES_AT_NEED
+    """Return whether an op never returns an alias of an operand."""
+    unmarked = all(one.alias_info is None for one in _torch.schema_of(target).returns)
+    return unmarked and target not in UNSAID and target not in _COPIES_AT_NEED
 
 
 def _shares_first(node: Node, given: Node) -> bool:
@@ -106,22 +107,22 @@ def _shares_first(node: Node, given: Node) -> bool:
 
 
 def _by_schema(node: Node, index: int) -> Node | None:
-    """Outputs and arguments that the op's schema marks with one letter are one."""
+    """Return the argument with the same alias annotation as the output, in the op's schema."""
     schema = _torch.schema_of(node.target)
     marked = [r.alias_info for r in schema.returns]
-    said = marked[_return(node, index)] if len(marked) > 1 else next(iter(marked), None)
-    if said is None:
+    alias = marked[_return(node, index)] if len(marked) > 1 else next(iter(marked), None)
+    if alias is None:
         return None
     for position, argument in enumerate(schema.arguments):
         marks = argument.alias_info
-        if marks is not None and (marks.before_set & said.before_set or "*" in marks.after_set):  # *: a list of views
+        if marks is not None and (marks.before_set & alias.before_set or "*" in marks.after_set):  # *: a list of views
             value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
             return value if isinstance(value, Node) else None
     return None
 
 
 def _return(node: Node, index: int) -> int:
-    """Which of several returns the flat output `index` belongs to: a return may be a list."""
+    """Return the position of the return value, possibly a list, that has the flat output `index`."""
     value = meta.value(node)
     items: Sequence[Any] = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else []
     for number, length in enumerate(meta.flat_length(item) for item in items):
@@ -167,11 +168,11 @@ class _Work:
         if _torch.is_getitem(node.target):
             return self._picked(node, len(made))
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
-            return []  # it writes where its operands are
+            return []  # it writes into its operands
         return [self._one(node, i, m) for i, m in enumerate(made)]
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
-        """A getitem picks one output, or, of an op that makes several lists, one list."""
+        """Return the storages that a getitem selects: one, or a list of an op that returns lists."""
         start = meta.picked(node).start
         picked = self.of.get(cast(Node, node.args[0]), [])[start : start + count]
         return picked + [None] * (count - len(picked))

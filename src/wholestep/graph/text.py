@@ -1,4 +1,4 @@
-"""Graphs as text that a person reads: stable names, shapes and layouts in the types, the user's lines beside them."""
+"""Graphs as readable text with stable names; inputs of a local graph have layouts in their types."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`f32` for torch.float32."""
+    """Abbreviate a dtype: `f32` for torch.float32."""
     name = str(dtype).removeprefix("torch.")
     found = re.fullmatch(r"([a-z]+)(\d+)", name)
     return _DTYPES.get(found[1], found[1]) + found[2] if found else name
 
 
 def human(size_bytes: float) -> str:
-    """`1.5 MB`: bytes in decimal units."""
+    """Format bytes in decimal units: `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -35,7 +35,7 @@ def human(size_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """`1.25 s`, `12.5 ms` or `125 us`: three digits."""
+    """Format a duration with three digits: `1.25 s`, `12.5 ms` or `125 us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if value * factor >= 1:
             return f"{value * factor:#.3g} {unit}".replace(". ", " ")
@@ -43,7 +43,7 @@ def seconds(value: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of equal columns: the first to the left, the others to the right."""
+    """Format rows as lines with aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -55,7 +55,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def show_train_graph(train: TrainGraph) -> str:
-    """The graph of one device."""
+    """Format the graph of one device."""
     roles = Counter(i.role.value for i in train.inputs)
     head = "train_graph  " + ", ".join(f"{n} {role}" for role, n in roles.items())
     rows = [
@@ -66,7 +66,7 @@ def show_train_graph(train: TrainGraph) -> str:
 
 
 def show_local_graph(local: LocalGraph) -> str:
-    """The program of one rank; shapes are those of the first rank."""
+    """Format the program of one rank; shapes are the first rank's."""
     head = f"local_graph  mesh {local.mesh}"
     nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
     rows = [
@@ -92,22 +92,22 @@ def _body(graph: Graph) -> list[str]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        here = meta.module_path(node) + (" (backward)" if meta.is_backward(node) else "")
-        if here != where:
-            lines.append(f"  # {here}" if here else "  #")
-            where = here
+        module = meta.module_path(node) + (" (backward)" if meta.is_backward(node) else "")
+        if module != where:
+            lines.append(f"  # {module}" if module else "  #")
+            where = module
         lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}")
     return lines
 
 
 def show_call(node: Node) -> str:
-    """One call, its arguments in order."""
+    """Format a call with its arguments."""
     args = [_show(a) for a in node.args] + [f"{k}={_show(v)}" for k, v in node.kwargs.items()]
     return f"{op_name(node)}({', '.join(args)})"
 
 
 def op_name(node: Node) -> str:
-    """`aten.add` for an op overload, the function's name otherwise."""
+    """Return `aten.add` for an op overload, the name of any other function."""
     target = node.target
     name = str(target).removesuffix(".default") if "." in str(target) else getattr(target, "__name__", str(target))
     return getattr(target, "__name__", name) if name.startswith("<") else name.removeprefix("_c10d_functional.")
@@ -140,10 +140,7 @@ def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
 
 
 def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
-    """Collectives by kind, with the bytes a rank sends by the ring algorithm.
-
-    That is (n-1)/n of the whole, twice for an all-reduce.
-    """
+    """Count collectives by kind, with the bytes a rank sends: (n-1)/n of the tensor, twice for an all-reduce."""
     totals: dict[str, CollectiveTotal] = {}
     for node in local.graph.nodes:
         if is_collective(node):
@@ -154,7 +151,7 @@ def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
 
 
 def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
-    """Kind of a collective and the bytes a rank sends for it."""
+    """Return the kind of a collective and the bytes a rank sends for it with the ring algorithm."""
     kind = str(node.target).split(".")[1].replace("_into_tensor", "").removesuffix("_out").removesuffix("_tensor")
     kind = kind.rstrip("_")
     n = local.mesh.axis_size(str(node.args[-1]))

@@ -1,7 +1,7 @@
-"""Batched products over dims that a view merged, as attention by hand has them: rows and heads in one dim.
+"""Rewrites `bmm` over merged dims (batch and heads of hand-written attention) as `matmul` over the original dims.
 
-A dim that is cut cannot be merged behind another one. Written over the dims as they were before, the product is cut
-along any of them, and the views around it go.
+A sharded dim cannot be merged behind another dim. Over the original dims the product can be sharded along any of
+them, and the views around it disappear.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def products_of(view: Node) -> Iterator[Node]:
-    """Products that read a view which merges dims, and that can be written over those."""
-    for user in view.users if view.target in _VIEWS or _turns(view) else ():
+    """Yield the products that read `view`, which merges dims, and can be rewritten over the original dims."""
+    for user in view.users if view.target in _VIEWS or _is_transpose(view) else ():
         if user.target is aten.bmm.default and factors(user) is not None:
             yield user
-        elif _turns(user):
+        elif _is_transpose(user):
             yield from products_of(user)
 
 
 def factors(product: Node) -> list[tuple[Node, bool]] | None:
-    """Both operands before their dims were merged, and whether each is turned since; None where they were not."""
+    """Return both operands before their dims were merged, each with whether it was transposed since, or None."""
     if product.target is not aten.bmm.default:
         return None
     found = [_before(node_at(product, 0)), _before(node_at(product, 1))]
@@ -44,8 +44,8 @@ def factors(product: Node) -> list[tuple[Node, bool]] | None:
 
 
 def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
-    """Nodes for a product over the dims before they were merged, and for its result with them merged again."""
-    left, right = (_turned(node, turned, at[node], new, product) for node, turned in factors(product) or ())
+    """Insert the product over the original dims, and a view of its result with merged dims; return both."""
+    left, right = (_transposed(node, transposed, at[node], new, product) for node, transposed in factors(product) or ())
     made = meta.tensor(product)
     assert made is not None, "a product is one tensor"
     shape = (*_meta(left).shape[:-1], _meta(right).shape[-1])
@@ -54,31 +54,31 @@ def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
 
 
 def undoes(view: Node, whole: Node) -> bool:
-    """True for a view that gives a merged result its dims back."""
+    """Return whether `view` splits the merged dims of the result `whole` again."""
     return view.target in _VIEWS and _shape(view) == _meta(whole).shape
 
 
 def _before(node: Node) -> tuple[Node, bool] | None:
-    turned = False
-    while _turns(node):
-        node, turned = node_at(node, 0), not turned
+    transposed = False
+    while _is_transpose(node):
+        node, transposed = node_at(node, 0), not transposed
     if node.target not in _VIEWS:
         return None
     source = node_at(node, 0)
     have, want = _shape(source), _shape(node)
     merges = len(want) == 3 and len(have) > 3 and have[-2:] == want[-2:] and prod(have[:-2]) == want[0]
-    return (source, turned) if merges else None
+    return (source, transposed) if merges else None
 
 
-def _turns(node: Node) -> bool:
-    """True for the transposition of matrices in a batch."""
+def _is_transpose(node: Node) -> bool:
+    """Return whether a node transposes the matrices of a batch."""
     if node.target is not aten.transpose.int or len(_shape(node)) != 3:
         return False
     return {cast(int, d) % 3 for d in node.args[1:3]} == {1, 2}
 
 
-def _turned(source: Node, turned: bool, given: Node, new: Graph, like: Node) -> Node:
-    if not turned:
+def _transposed(source: Node, transposed: bool, given: Node, new: Graph, like: Node) -> Node:
+    if not transposed:
         return given
     made = _meta(source)
     *lead, rows, columns = range(len(made.shape))

@@ -1,4 +1,4 @@
-"""The invariants of the two graphs, checked."""
+"""Checks of the invariants of TrainGraph and LocalGraph, and predicates on nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def check_train_graph(train: TrainGraph) -> None:
-    """Raise GraphError naming the node when `train` breaks an invariant of TrainGraph."""
+    """Raise GraphError, which names the node, if `train` violates an invariant of TrainGraph."""
     _check_ends(train.graph, train.inputs, train.outputs)
     for node in train.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
@@ -31,15 +31,15 @@ def check_train_graph(train: TrainGraph) -> None:
                 where=meta.source_line(node),
             )
         if node.op == "placeholder" and meta.tensor(node) is None:
-            raise GraphError(f"%{node.name} does not know its shape", "a recorded value on every input")
+            raise GraphError(f"%{node.name} has no recorded shape", "a recorded value on every input")
         if node.target in _BY_STRIDES and isinstance(node.kwargs.get("storage_offset", node.args[-1]), int):
             raise GraphError(
-                f"%{node.name} counts from the start of memory", "views by strides that count from their tensor"
+                f"%{node.name} has an offset into the storage", "as_strided with an offset into its operand"
             )
 
 
 def check_local_graph(local: LocalGraph) -> None:
-    """Raise GraphError naming the node when `local` breaks an invariant of LocalGraph."""
+    """Raise GraphError, which names the node, if `local` violates an invariant of LocalGraph."""
     _check_ends(local.graph, local.inputs, local.outputs)
     _check_order(local.graph)
     for given, layout in zip(local.inputs, local.layouts, strict=True):
@@ -51,7 +51,7 @@ def check_local_graph(local: LocalGraph) -> None:
         if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):
             raise GraphError(
                 f"%{node.name} ({node.target}) is dead",
-                "no node whose value nothing uses",
+                "no node without a user",
                 "remove it in the pass that left it",
             )
         if is_collective(node):
@@ -62,19 +62,17 @@ def _check_waited(sent: Node, carried: bool) -> None:
     early = next((u for u in sent.users if not (is_wait(u) or (carried and u.op == "output"))), None)
     if early is not None:
         raise GraphError(
-            f"%{early.name} reads %{sent.name} before it is waited for", "a wait between a collective and its users"
+            f"%{early.name} reads %{sent.name} before its wait", "a wait between a collective and its users"
         )
 
 
 def _check_order(graph: Graph) -> None:
-    """What `Graph.lint` says of operands and names, in a fraction of the time."""
+    """Check operands and names as `Graph.lint` does, in a fraction of the time."""
     seen, names = set[Node](), set[str]()
     for node in graph.nodes:
         for given in node.all_input_nodes:
             if given not in seen:
-                raise GraphError(
-                    f"%{node.name} reads %{given.name}, which is not there yet", "operands before their users"
-                )
+                raise GraphError(f"%{node.name} reads %{given.name}, which comes later", "operands before their users")
         if node.name in names:
             raise GraphError(f"two nodes are called %{node.name}", "distinct names")
         seen.add(node)
@@ -102,15 +100,15 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
 
 
 def is_mutating(node: Node) -> bool:
-    """True for an op that writes into one of its inputs."""
+    """Return whether an op writes into an input."""
     return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
 
 
 def is_collective(node: Node) -> bool:
-    """True for a node that communicates."""
+    """Return whether a node is a collective."""
     return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
 
 
 def is_wait(node: Node) -> bool:
-    """True for the node that waits for a collective."""
+    """Return whether a node waits for a collective."""
     return node.target is _WAIT

@@ -1,1 +1,1 @@
-"""TrainGraph and Plan -> LocalGraph: local shapes, explicit collectives and waits."""
+"""Partitioning: TrainGraph and Plan -> LocalGraph, with local shapes, explicit collectives and waits."""

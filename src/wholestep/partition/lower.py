@@ -1,4 +1,4 @@
-"""The partition stage: a graph of one device and a plan -> what one rank runs."""
+"""The partition stage: rewrites the graph of one device into the program of one rank, by a plan."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _Key = tuple[Node, Layout, int]
 
 @collector_paused()
 def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
-    """Rewrite `graph` for one rank: local operands, explicit collectives, each resharding done once.
+    """Rewrite `graph` for one rank: local shapes, explicit collectives, each reshard once.
 
-    Collectives on gradients start where the gradient is complete and are waited for at the first use.
+    Collectives on gradients start when the gradient is complete; the wait is before the first use.
 
     Example:
         >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
@@ -52,8 +52,7 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
     """
     plan.check(graph)
     graph = plan.expand(graph)
-    lowering = _Lowering(graph, plan, find_regions(graph, plan))
-    local = lowering.run()
+    local = _Lowering(graph, plan, find_regions(graph, plan)).run()
     check_local_graph(local)
     return local
 
@@ -91,7 +90,6 @@ class _Lowering:
             offload=self.train.offload,
         )  # fmt: skip
 
-    # -- nodes ------------------------------------------------------------------------
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
@@ -99,12 +97,12 @@ class _Lowering:
         self.at[node, 0], self.layouts[node] = new, (layout,)
         whole = meta.tensor(node)
         if given.role is Role.BATCH and layout.is_sharded and whole is not None:
-            meta.set_loose(new, any(layout.dims[1:]) or not whole.is_contiguous)  # a part of what a user gives
+            meta.set_strided(new, any(layout.dims[1:]) or not whole.is_contiguous)  # a part of the user's tensor
         if self.plan.options.broadcast_buffers and given.role is Role.BUFFER:
             self._from_first(node, new)
 
     def _from_first(self, node: Node, new: Node) -> None:
-        """Every rank starts from the first rank's buffer, axis by axis."""
+        """Broadcast a buffer from the first rank, axis by axis."""
         made = meta.tensor(new)
         assert made is not None, "a buffer is one tensor"
         for axis in self.plan.mesh.axes:
@@ -113,8 +111,8 @@ class _Lowering:
                 new = self.emit.call(funcol.wait_tensor.default, (begun,), made, new)
         self.at[node, 0] = new
 
-    def _here(self, node: Node, region: int) -> Node:
-        """The local node that holds `node` for a region; a reduction that was started is waited for now."""
+    def _local_node(self, node: Node, region: int) -> Node:
+        """Return the local node of `node` for a segment; waits for a started reduction."""
         if node in self.regions.on_demand:
             self._place(node, region)
         key = (node, self.regions.of(node, region) if node in self.regions.on_demand else 0)
@@ -123,7 +121,7 @@ class _Lowering:
         return self.at[key]
 
     def _place(self, node: Node, region: int) -> None:
-        """Emit `node` for a region of the step, once."""
+        """Emit `node` for a segment of the step, once."""
         key = (node, self.regions.of(node, region))
         if key in self.at:
             return
@@ -131,7 +129,7 @@ class _Lowering:
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
         elif node.target is GRAD_READY:
-            new = self._here(node_at(node, 0), region)
+            new = self._local_node(node_at(node, 0), region)
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
@@ -142,21 +140,21 @@ class _Lowering:
             self._start_early(node)
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
-        here = region if node in self.regions.on_demand else self.regions.at(node)
-        given = [self._bring(n, want, here) for n, want in zip(operands(node), decision.operands, strict=True)]
+        segment = region if node in self.regions.on_demand else self.regions.at(node)
+        given = [self._bring(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
             found = zip(operands(node), given, decision.operands, strict=True)
             given = [self._ordered(node.target, n, at, layout) for n, at, layout in found]
         ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
-        meta.set_rests(new, node not in self.moving)
+        meta.set_batch_invariant(new, node not in self.moving)
         made = [self._made(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
         return new
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
-        """The call of `node` with a rank's shapes in its arguments."""
+        """Emit the call of `node` with local shapes in its arguments."""
         layouts = (*decision.operands, *decision.outputs)
         cut = any(layout.is_sharded for layout in layouts)
         rule = find_rule(node) if cut else None
@@ -169,29 +167,29 @@ class _Lowering:
         if cut_by and is_random(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
-        loose = any(meta.is_loose(n) for n in _nodes(args, kwargs))
-        loose = loose or any(any(layout.dims[1:]) for layout in layouts)
-        if loose or target is aten.view_as_complex.default:  # which also refuses some places in a bucket
+        strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
+        strided = strided or any(any(layout.dims[1:]) for layout in layouts)
+        if strided or target is aten.view_as_complex.default:  # it also refuses odd offsets into a bucket
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
-        meta.set_loose(new, loose)
+        meta.set_strided(new, strided)
         if has_extent((args, tuple(kwargs.values()))):
             meta.set_ranked(new)
         return new
 
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
-        made = self._here(source, region)
+        made = self._local_node(source, region)
         new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
         meta.copy(node, new)
-        meta.set_loose(new, meta.is_loose(made))
+        meta.set_strided(new, meta.is_strided(made))
         layouts = self.plan.decisions[node.name].outputs
         meta.set_tensors(new, [self._made(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
         return new
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
-        """Outputs: updates come to rest; results are whole, or the rank's own."""
+        """Reshard an output: updates to their storage layout; results to replicated or varying."""
         have = self._layout(node)
         if kind == "update" and target in self.plan.rest:
             want = self.plan.rest[target]
@@ -203,36 +201,35 @@ class _Lowering:
         return self._bring(node, want, self.regions.last)
 
     def _ordered(self, op: Any, node: Node, at: Node, layout: Layout) -> Node:
-        """`at`, which holds `node` or a piece of it, in memory as one device has it: kernels may count on that."""
-        whole, here = meta.tensor(node), meta.tensor(at)
-        if whole is None or here is None:
+        """Return `at`, the shard of `node`, with the dim order of the unsharded tensor, which kernels may assume."""
+        whole, local = meta.tensor(node), meta.tensor(at)
+        if whole is None or local is None:
             return at
-        # pieces of parameters and of their state rest row by row: what goes with them lies so, too
+        # shards of parameters and optimizer state are stored contiguously: gradients must match
         rows = whole.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
-        made = contiguous(here.shape, here) if rows else meta.with_shape(whole, here.shape)
-        if not meta.is_loose(at) and (not goes_by_memory(op) or meta.lie_alike(here, made)):
+        made = contiguous(local.shape, local) if rows else meta.with_shape(whole, local.shape)
+        if not meta.is_strided(at) and (not goes_by_memory(op) or meta.same_strides(local, made)):
             return at
         if (at, rows) not in self.ordered:
             target, args = rank_ops.contiguous, (at,)
-            if not rows and whole.shape == here.shape:
+            if not rows and whole.shape == local.shape:
                 target, args = meta.with_stride, (at, whole.stride)
             elif not rows:
-                # a repeated dim, of stride 0, goes first: kernels count on a last dim without gaps
+                # an expanded dim (stride 0) goes first: kernels assume a dense last dim
                 dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
                 target, args = rank_ops.in_order, (at, dims)
             self.ordered[at, rows] = self.emit.call(target, args, made, at)
-            meta.set_loose(self.ordered[at, rows], False)
+            meta.set_strided(self.ordered[at, rows], False)
         return self.ordered[at, rows]
 
-    # -- layouts -------------------------------------------------------------------------
     def _layout(self, node: Node) -> Layout:
         if node in self.layouts:
             return self.layouts[node][0]
         return self.plan.decisions[node.name].given[0]
 
     def _bring(self, node: Node, want: Layout, region: int) -> Node:
-        """`node` laid out as `want`, resharded once for each region that asks."""
-        at = self._here(node, region)
+        """Return `node` resharded to `want`, once per segment."""
+        at = self._local_node(node, region)
         have = self._layout(node)
         if have == want:
             return at
@@ -244,7 +241,7 @@ class _Lowering:
         return done
 
     def _start_early(self, node: Node) -> None:
-        """Reductions that a later node asks for start now."""
+        """Start the reductions of `node` that later nodes need."""
         have = self.layouts[node][0] if self.layouts[node] else None
         if have is None or not have.partial or len(self.layouts[node]) > 1:
             return
@@ -293,9 +290,9 @@ class _Lowering:
         return self._shape(meta.tensor(node), layout)
 
     def _made(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
-        """What an operation makes on a rank: rows that lie one after the other have the strides of the whole."""
+        """Return the local output of an op; a shard of separate rows has the strides of the unsharded tensor."""
         found = self._shape(whole, layout)
-        if found is None or whole is None or any(layout.dims[1:]) or not meta.in_rows(whole):
+        if found is None or whole is None or any(layout.dims[1:]) or not meta.rows_are_separate(whole):
             return found
         return replace(found, stride=whole.stride)
 
@@ -303,12 +300,12 @@ class _Lowering:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
-        repeats = tuple(0 if of_whole == 0 else own for of_whole, own in zip(whole.stride, made.stride, strict=True))
-        return replace(made, stride=repeats)  # what repeats along a dim still does
+        stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
+        return replace(made, stride=stride)  # expanded dims stay expanded
 
 
 def _takes_any_strides(node: Node) -> bool:
-    """True for a view, and for an op whose kernels go by the strides of whatever they are given."""
+    """Return whether a node is a view, or its kernels support operands of any strides."""
     target = node.target
     if target in VIEWS or not _torch.is_op(target):
         return True

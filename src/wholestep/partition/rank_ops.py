@@ -1,4 +1,4 @@
-"""The few functions in a local graph that depend on the rank. Until it is bound, `coordinate` names a mesh axis."""
+"""Functions of local graphs, some rank-dependent: before binding, their argument `coordinate` is a mesh axis's name."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from ..layout import chunk_range
 @costs(FREE)
 @shares("view")
 def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
-    """Piece `coordinate` of `parts` along `dim`, as torch.chunk cuts; a view."""
+    """Return piece `coordinate` of `parts` along `dim`, as torch.chunk does; a view."""
     start, length = chunk_range(x.shape[dim], parts, coordinate)
     return x.narrow(dim, start, length)
 
 
 @shares("if alike")
 def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
-    """`x` with zeros appended along `dim` up to `chunks` times `chunk`; `x` itself where it is long enough."""
+    """Pad `dim` with zeros to the length `chunks * chunk`; returns `x` itself if it is long enough."""
     missing = chunk * chunks - x.shape[dim]
     return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
 
 def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size: int) -> Tensor:
-    """What an all-to-all brought, put right: `x` holds, along its dim 0, `parts` pieces of this rank's part of dim
-    `into`, one for each piece of `dim`; both are cut to their true lengths.
+    """Reorder the result of an all-to-all and remove its padding.
+
+    Dim 0 of `x` has `parts` pieces of this rank's shard of dim `into`, one for each piece of dim `dim`; the true
+    lengths are `length` of `dim` and `size` of `into`.
     """
     rows = x.shape[0] // parts
     split = x.view(parts, rows, *x.shape[1:])  # part, into, the other dims in order
@@ -43,19 +45,19 @@ def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size
 
 
 def only_first(x: Tensor, coordinate: int) -> Tensor:
-    """`x` on the first rank of the axis, zeros elsewhere: a replicated value as a sum over ranks."""
+    """Return `x` on the first rank of the axis and zeros on others: a replicated value as a partial sum."""
     return x if coordinate == 0 else x.new_zeros(x.shape)
 
 
 @shares("if alike")
 def contiguous(x: Tensor) -> Tensor:
-    """`x` row by row in memory; `x` itself where it is."""
+    """Return `x` if it is contiguous, else a contiguous copy."""
     return x.contiguous()
 
 
 @shares("if alike")
 def in_order(x: Tensor, order: list[int]) -> Tensor:
-    """`x` dense in memory with its dims in `order`, outermost first; `x` itself where it is."""
+    """Return `x` dense in memory with dims in `order`, outermost first; `x` itself if it is."""
     back = [order.index(d) for d in range(len(order))]
     return x.permute(order).contiguous().permute(back)
 
@@ -63,14 +65,14 @@ def in_order(x: Tensor, order: list[int]) -> Tensor:
 @costs(FREE)
 @shares("view")
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
-    """The first `size` entries along `dim`; a view."""
+    """Return the first `size` entries along `dim`; a view."""
     return x.narrow(dim, 0, size)
 
 
 def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A random op on one piece of a tensor: its draws come from a stream of that piece's own.
+    """Run a random op on a shard with the shard's own random stream.
 
-    The stream follows from one number of the default CPU generator, which so advances alike for all pieces.
+    Its seed is derived from one draw of the default CPU generator, so that the generator advances equally on all ranks.
     """
     seed = (int(torch.randint(0, 2**62, ())) + 0x9E3779B97F4A7C15 * (piece + 1)) % 2**63
     outside = torch.get_rng_state()
@@ -87,13 +89,13 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @shares("if alike")
 def to_device(x: Tensor, device: str) -> Tensor:
-    """`x` on the device that computes; `x` itself where it is there."""
+    """Return `x` on the compute device; `x` itself if it is there."""
     return x.to(device, non_blocking=True)
 
 
 @shares("if alike")
 def to_host(x: Tensor) -> Tensor:
-    """`x` in host memory; `x` itself where it is there."""
+    """Return `x` in host memory; `x` itself if it is there."""
     return x.cpu()
 
 

@@ -76,7 +76,7 @@ class _Work:
             return False
         if _torch.is_getitem(node.target):
             return self.host[node.all_input_nodes[0]]
-        if not meta.rests(node):
+        if not meta.is_batch_invariant(node):
             return False
         return depends or all(self.host[n] for n in node.all_input_nodes if not self._is_number(n))
 

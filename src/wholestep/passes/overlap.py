@@ -331,7 +331,7 @@ def parts(local: LocalGraph, hops: bool = True) -> tuple[set[Node], set[Node]]:
             continue
         moving.add(node)
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
-        if meta.rests(node) or (piece and all(n in settled for n in given)):
+        if meta.is_batch_invariant(node) or (piece and all(n in settled for n in given)):
             settled.add(node)
         elif meta.value(node) is not None or (is_collective(node) and (hops or not brought.issuperset(given))):
             todo.append(node)

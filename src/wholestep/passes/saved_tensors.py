@@ -81,7 +81,7 @@ class SavedTensors:
             if given or is_random(node):
                 self.moving.add(node)
                 piece = _torch.is_getitem(node.target) or meta.value(node) is None
-                if meta.rests(node) or (piece and given and all(n in self.settled for n in given)):
+                if meta.is_batch_invariant(node) or (piece and given and all(n in self.settled for n in given)):
                     self.settled.add(node)
                 elif meta.value(node) is not None and meta.is_backward(node) != backward:
                     backward, current = not backward, current + 1
