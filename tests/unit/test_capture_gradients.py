@@ -134,5 +134,5 @@ def test_a_transform_of_parameters_differs_between_ranks() -> None:
     model = nn.Linear(6, 3)
     made = model, torch.optim.SGD(model.parameters(), 0.1)
     graph = ws.capture(per_sample, *made, *CALLS[0])
-    with pytest.raises(ws.PlanError, match="would be given a value that differs between ranks"):
+    with pytest.raises(ws.PlanError, match="would be updated with a value that differs between ranks"):
         ws.plan(graph, "dp=2")

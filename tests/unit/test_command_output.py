@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from wholestep.cli import app
 
 STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
-WORK = ("make the step", "capture")
+WORK = ("build the step", "capture")
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -28,7 +28,10 @@ FILES = [
 @pytest.mark.parametrize(("command", "option"), FILES)
 def test_where_nothing_can_be_written(tmp_path: Path, command: str, option: str) -> None:
     (tmp_path / "file").touch()
-    for path, why in ((tmp_path / "file" / "x", f"no folder {tmp_path / 'file'}"), (tmp_path, "is a folder")):
+    for path, why in (
+        (tmp_path / "file" / "x", f"folder {tmp_path / 'file'} cannot be created"),
+        (tmp_path, "is a folder"),
+    ):
         code, said = run(command, STEP, "--mesh", "dp=2", option, str(path))
         assert code == 2
         assert f"{option} {path}" in said
@@ -69,7 +72,7 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
     code, said = run("plan", STEP, "--mesh", "dp=2", option, str(tmp_path / "x"))
     assert code == 2
     assert f"{tmp_path / 'x'} cannot be written: No space left on device" in said
-    assert "rests as" in said
+    assert "stored as" in said
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_version() -> None:
 
 def test_a_command_has_all_it_needs() -> None:
     said, torch = run("plan", STEP, "--mesh", "dp=2")
-    assert "at rest per rank" in said
+    assert "stored per rank" in said
     assert torch == "torch is here"
 
 

@@ -261,7 +261,7 @@ def test_a_model_on_another_device():
             [
                 "parallel='zero1'",
                 "  needed: a strategy, as DataParallel or TensorParallel, or a list of them",
-                '  next: give parallel=wholestep.DataParallel("zero1")',
+                '  next: pass parallel=wholestep.DataParallel("zero1")',
             ],
         ),
         (
@@ -317,7 +317,7 @@ def test_a_value_that_differs_between_ranks_may_not_reach_a_parameter():
     with pytest.raises(ws.PlanError) as caught:
         ws.plan(graph, "dp=2")
     assert text(caught).splitlines()[:2] == [
-        "'bias' would be given a value that differs between ranks",
+        "'bias' would be updated with a value that differs between ranks",
         "  at: <here>  model.bias.add_(x.mean())",
     ]
     assert ws.plan(graph, "dp=1")

@@ -160,7 +160,7 @@ def test_the_tree_adds_up() -> None:
     assert root.state_bytes == plan.bytes_at_rest("state")
     assert list(root.branches) == ["first", "second"]
     leaf = root.branches["first"].branches["0"].leaves[0]
-    assert (leaf.name, leaf.rests, leaf.local) == ("weight", "256@dp 256", "64 256")
+    assert (leaf.name, leaf.layout, leaf.local) == ("weight", "256@dp 256", "64 256")
     assert leaf.size_bytes == 64 * 256 * 4
 
 
@@ -226,7 +226,7 @@ def test_refusals() -> None:
         shown(plan, other)
     with pytest.raises(ws.PlanError, match=r"has 'second\.0\.bias'"):
         shown(plan, program(ws.plan(other, "dp=4", ws.DataParallel("fully_shard")), other, H100))
-    with pytest.raises(ws.PlanError, match="the plan is for mesh dp=4, the other for dp=2"):
+    with pytest.raises(ws.PlanError, match="the plan is for mesh dp=4, the program for dp=2"):
         shown(plan, program(ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")), graph, H100))
 
 

@@ -82,7 +82,7 @@ def test_a_rule_that_is_right_of_contiguous_pieces_alone_is_refused(local: Calla
         ws.check_rule(aten.relu.default, torch.randn(4, 6))
     assert "factor 'a' cut into 2, pieces that are views" in caught.value.found
     assert caught.value.next_step == (
-        "correct the rule: read operands by index, not by their place in memory: a piece is a view of more"
+        "correct the rule: read operands by index, not by their place in memory: a piece is a view of a larger tensor"
     )
 
 

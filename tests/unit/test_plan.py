@@ -67,7 +67,7 @@ def broken(plan: ws.Plan, **fields: object) -> str:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "other"}, "field 'format': this JSON is no wholestep plan"),
+        ({"format": "other"}, "field 'format': this JSON is not a wholestep plan"),
         ({"version": 99}, "field 'version': found 99"),
         ({"mesh": "dp"}, "field 'mesh' cannot be read: mesh 'dp': cannot read 'dp'"),
         ({"mesh": None}, "field 'mesh' is missing"),

@@ -106,9 +106,9 @@ def test_a_plan_by_configuration(tiny: str, tmp_path: Path):
     assert code == 0, text
     assert "fully_shard on dp, mean over ranks; tensor parallel on tp; mesh dp=4,tp=2" in text
     assert "model.layers.2.mlp.up_proj.weight" in text
-    assert re.search(r"make the step: \d+\.\d+ s \(.*config.json, 32,480 parameters\)", text.replace("\n", " "))
+    assert re.search(r"build the step: \d+\.\d+ s \(.*config.json, 32,480 parameters\)", text.replace("\n", " "))
     assert re.search(r"capture the step as one graph: \d+\.\d+ s \([\d,]+ operations\)", text)
-    assert re.search(r"plan where tensors rest: \d+\.\d+ s", text)
+    assert re.search(r"plan layouts: \d+\.\d+ s", text)
     assert "lm_head.weight  param 96@tp,dp 32" in text
     assert ws.Plan.from_json(out.read_text()).mesh == ws.Mesh("dp=4,tp=2")
 
@@ -195,7 +195,7 @@ def test_a_slower_link_costs_more():
 
 def test_a_template_without_a_plan_says_why():
     mesh = ws.Mesh("dp=2,tp=2")
-    missing = templates(mesh, ws.PlanError("Sequential carries no tensor-parallel plan", "a model with tp_plan"))[-1:]
+    missing = templates(mesh, ws.PlanError("Sequential has no tensor-parallel plan", "a model with tp_plan"))[-1:]
     unknown = templates(mesh, ws.TensorParallel({"w1": "colwise"}))[-1:]
     rows = compare(graph_of(), mesh, [*missing, *unknown, *templates(mesh)[:1]])
     assert [row.name for row in rows] == [
@@ -205,7 +205,7 @@ def test_a_template_without_a_plan_says_why():
     ]
     last = show(rows).splitlines()[-2:]
     assert last[0] == (
-        "tensor parallel on tp: no plan: Sequential carries no tensor-parallel plan; needed: a model with tp_plan"
+        "tensor parallel on tp: no plan: Sequential has no tensor-parallel plan; needed: a model with tp_plan"
     )
     assert last[1].startswith(
         "fully_shard, gathered again on dp + tensor parallel on tp: no plan: the pattern 'w1' of a tensor-parallel plan"
@@ -213,7 +213,7 @@ def test_a_template_without_a_plan_says_why():
     assert as_json(rows, mesh, "m")["rows"][1] == {
         "template": "tensor parallel on tp",
         "batches": 1,
-        "error": "Sequential carries no tensor-parallel plan; needed: a model with tp_plan",
+        "error": "Sequential has no tensor-parallel plan; needed: a model with tp_plan",
     }
 
 
@@ -252,20 +252,20 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
     [
         (["FILE:wrong"], "returned (function, int): needed (train_step, model, optimizer, batch), or (train_step, "),
         (["FILE:four", "--hf", "gpt2"], "needed one of them"),
-        (["FILE:four", "--layers", "2"], "--layers without --hf: a function that returns the step decides that itself"),
-        (["FILE:four", "--compare", "--style", "zero1"], "--style with --compare: that is about one plan"),
+        (["FILE:four", "--layers", "2"], "--layers without --hf: the function that returns the step decides that"),
+        (["FILE:four", "--compare", "--style", "zero1"], "--style with --compare: it applies to one plan"),
         (["FILE:four", "--compare", "--program"], "--program with --compare"),
         (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
         (["FILE:four", "--program", "--stop-after", "Join"], "--stop-after Join: needed one of SizeBuckets, LateWaits"),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
-        (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential carries no tensor-parallel plan"),
-        (["--hf", "llama-9"], "the models known by name are gpt2, llama-3-405b, llama-3-70b, llama-3-8b, mixtral-8x7b"),
-        (["--hf", "FILE"], "is no JSON"),
+        (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential has no tensor-parallel plan"),
+        (["--hf", "llama-9"], "presets are gpt2, llama-3-405b, llama-3-70b, llama-3-8b, mixtral-8x7b"),
+        (["--hf", "FILE"], "is not JSON"),
         (["--hf", "CONFIG", "--layers", "4"], "--layers 4: "),
-        (["--hf", "CONFIG", "--seq", "65"], "takes 64 positions at most"),
+        (["--hf", "CONFIG", "--seq", "65"], "takes at most 64 positions"),
         (["--hf", "EMPTY"], "has no field model_type"),
         (["--hf", "OTHER"], "OTHER"),
-        (["--hf", "VISION"], "is no causal language model that transformers knows"),
+        (["--hf", "VISION"], "is not a causal language model of transformers"),
     ],
 )
 @NEEDS_HF

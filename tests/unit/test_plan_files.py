@@ -145,7 +145,7 @@ def test_nothing_differs_from_itself(graph: ws.TrainGraph) -> None:
     made = ws.plan(graph, "dp=2")
     found = made.diff(ws.Plan.from_json(made.to_json()))
     assert (found.moved, found.operations) == ((), ())
-    assert "0 tensors rest elsewhere" in str(found)
+    assert "0 tensors have another storage layout" in str(found)
 
 
 def test_tensors_of_one_plan_alone(graph: ws.TrainGraph) -> None:
@@ -171,7 +171,7 @@ def test_the_command(tmp_path: Path) -> None:
     rows = [line for line in said.splitlines() if line.startswith(str(tmp_path))]
     assert len(rows) == 2
     assert diffed(*files, "--hardware", "dgx-h100") == (
-        2, "wholestep: --hardware without a model: needed MODEL or --hf, as times are those of a step\n",
+        2, "wholestep: --hardware without a model: needed MODEL or --hf, to simulate a step\n",
     )  # fmt: skip
     code, said = diffed(files[0], str(tmp_path / "other.json"))
     assert code == 2

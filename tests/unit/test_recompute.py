@@ -299,15 +299,17 @@ def test_a_budget_that_is_too_small() -> None:
         Recompute(2000)(local)
     lowest = in_place_peak(all_again(SavedTensors(local))).size_bytes
     text = str(error.value)
-    assert text.startswith("the step needs 6212 bytes on a rank at least, 1.9 kB of them at rest; with all made again")
+    assert text.startswith(
+        "the step needs at least 6212 bytes on a rank, 1.9 kB of them stored between steps; with all useful"
+    )
     assert lowest >= 6212
     assert text.endswith(
         "  needed: at most 2000 bytes\n"
-        "  next: give more, a smaller batch, more ranks, or a style that shards what is held"
+        "  next: give more memory, a smaller batch, more ranks, or a style that shards these tensors"
     )
     assert Recompute(6212)(local) is not None
 
 
 def test_a_value_that_is_not_kept() -> None:
-    with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be made again"):
+    with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be rematerialized"):
         made_again(SavedTensors(gpt()), ["nothing:0"])

@@ -62,8 +62,8 @@ def test_parsed_value() -> None:
 
 
 ONCE = "each factor at most once in a term"
-RENAME = "give the second dim a name of its own, mark both '!'"
-REST = "one '...' at most, and one beside a dim that an argument names"
+RENAME = "give the second dim another name, mark both '!'"
+REST = "at most one '...', and one in a term with name[argument]"
 REFUSED = [
     ("m k, k n", 8, "no '->'", "inputs -> outputs, as in 'm k, k n -> m n'", "add the outputs"),
     ("m & -> m", 2, "cannot read '&'", GRAMMAR, "correct the rule"),

@@ -42,7 +42,7 @@ def test_a_step() -> None:
 @pytest.mark.smoke
 def test_a_plan() -> None:
     plan = ws.plan(ws.capture(train_step, *made()), "dp=4", ws.DataParallel("fully_shard"))
-    assert repr(plan) == "<Plan fully_shard on dp, mean over ranks; mesh dp=4; 2 parameters, 16 B at rest per rank>"
+    assert repr(plan) == "<Plan fully_shard on dp, mean over ranks; mesh dp=4; 2 parameters, 16 B stored per rank>"
     assert str(plan).startswith("plan  fully_shard on dp")
     assert len(str(plan).splitlines()) > 4
 

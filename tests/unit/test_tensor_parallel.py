@@ -481,7 +481,7 @@ class Odd(ParallelStyle):
         (lambda: TensorParallel({"net1": "columns"}), "the style 'columns' of 'net1' is unknown"),
         (lambda: TensorParallel({"net1": Odd()}), "Odd for 'net1'"),
         (lambda: TensorParallel({}), "TensorParallel({})"),
-        (lambda: TensorParallel.of(MLP()), "MLP carries no tensor-parallel plan"),
+        (lambda: TensorParallel.of(MLP()), "MLP has no tensor-parallel plan"),
     ],
 )
 def test_plans_that_say_nothing(make: Callable[[], Any], message: str) -> None:
@@ -494,7 +494,7 @@ def test_axes_that_do_not_fit() -> None:
     graph = graph_of(builder(MLP), squares, floats(4, 12)[0])
     with pytest.raises(ws.MeshError, match="has no axis 'tp'"):
         ws.plan(graph, "dp=2", TensorParallel(models.MLP_PLAN))
-    with pytest.raises(ws.PlanError, match="axis 'tp' is wanted by DataParallel and by TensorParallel"):
+    with pytest.raises(ws.PlanError, match="axis 'tp' is used by DataParallel and by TensorParallel"):
         ws.plan(graph, "dp=2,tp=2", [DataParallel(), TensorParallel(models.MLP_PLAN)])
     with pytest.raises(ws.PlanError, match=r"Shard\(3\) for a result of 2 dims"):
         ws.plan(graph, "tp=2", TensorParallel({"net2": RowwiseParallel(output_layouts=Shard(3))}))

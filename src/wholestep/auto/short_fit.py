@@ -147,7 +147,7 @@ class ShortFit:
         held = np.array(held_by(self.more.local), dtype=np.int64)
         for storage in saved.storages:
             node, last = storage.node, storage.last
-            kept = saved.last_stretch[id(storage)] > saved.stretch.get(node, 0)
+            kept = saved.last_segment[id(storage)] > saved.segment.get(node, 0)
             if self.more.places[node][0] == 1 and kept and storage.first >= 0 and last is not None:
                 held[storage.first : last + 1] += storage.size_bytes * (times - 1)
                 storage.size_bytes *= times

@@ -1,4 +1,4 @@
-"""The passes that a program goes through before it runs, as one list: compile, Auto and simulations all take this."""
+"""The one list of passes between `partition` and the backend, used by compile, Auto and the simulation."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .build import backend_of
 from .protocol import Backend
 
 Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
-"""From the list of passes to the one that runs."""
+"""Maps the default list of passes to the list that runs."""
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 
 def schedule_for(hardware: Hardware, schedule: HowScheduled = "auto") -> Schedule | None:
-    """The schedule of a name on `hardware`; a schedule, or None, as it is."""
+    """The schedule with that name on `hardware`; a `Schedule` or None is returned unchanged."""
     if not isinstance(schedule, str):
         return schedule
     return Schedule(hardware, across_steps=schedule == "across_steps")
 
 
 def in_order_of(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
-    """`passes` with collectives in the order that `ask` gives for a program (`SameOrder`)."""
+    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 
 
 def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
-    """`passes` as `edit` makes them.
+    """`edit(passes)`, checked.
 
     Raises:
-        PlanError: it gives something else than passes, or leaves out what keeps ranks in one order.
+        PlanError: an element is no pass, or `SameOrder` is missing.
     """
     made: object = passes if edit is None else edit(passes)
     found = cast("tuple[object, ...]", tuple(made)) if isinstance(made, (list, tuple)) else (made,)
@@ -50,13 +50,13 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
         raise PlanError(
             f"passes= gives {wrong[0]!r}",
             "a list of passes: functions from LocalGraph to LocalGraph",
-            "return the list that it is given, with what you add or leave out",
+            "return the given list with passes added or removed",
         )
     if any(isinstance(one, SameOrder) for one in passes) and not any(isinstance(one, SameOrder) for one in found):
         raise PlanError(
             "passes= leaves out SameOrder",
-            "one order of collectives on all ranks: else ranks wait for each other for ever",
-            "keep SameOrder behind the passes that order collectives",
+            "one order of collectives on all ranks: otherwise ranks wait for each other forever",
+            "keep SameOrder after the passes that order collectives",
         )
     return cast("tuple[Pass, ...]", found)
 
@@ -69,17 +69,18 @@ def pipeline(
     gathers_again: bool = True,
     backend: Backend | str = "eager",
 ) -> tuple[Pass, ...]:
-    """The passes that a compiled step goes through after `partition`, in order. Edit the list as you like.
+    """The passes that `compile` applies after `partition`, in order, as a list to edit.
 
     Args:
-        hardware: that buckets and the order of collectives are for; by default a slow CPU on a slow link.
-        schedule: as `compile` takes it; a `Schedule` names its hardware itself.
-        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`; None sets no bound.
-        gathers_again: a budget may also free gathered parameters after the forward, and gather them in the backward.
-        backend: as `compile` takes it; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
+        hardware: prices buckets and the order of collectives; by default a slow CPU on a slow link.
+        schedule: as in `compile`; a `Schedule` has its own hardware.
+        memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound.
+        gathers_again: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
+            backward.
+        backend: as in `compile`; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
 
     Raises:
-        PlanError: `memory_bytes` is no size.
+        PlanError: `memory_bytes` is not a size.
         BackendError: the backend is unknown, or lacks a part of the protocol.
 
     Example:

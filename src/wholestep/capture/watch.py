@@ -286,8 +286,8 @@ class Watch:
             raise RefusedError(path, Words(f"a {kind}"), Words("changed"), why, WAYS_OUT)
         if isinstance(container.holder, list) and (before is MISSING or after is MISSING):
             counts = (len(container.before), len(cast(list[Any], container.holder)))
-            sizes = [Words(f"{n} items") for n in counts]
-            raise RefusedError(container.path, *sizes, "lists must keep their length", WAYS_OUT)
+            had, has = (Words(f"{n} items") for n in counts)
+            raise RefusedError(container.path, had, has, "lists must keep their length", WAYS_OUT)
         if isinstance(key, torch.Tensor):
             raise RefusedError(path, before, after, "a key that is a number of the step or a tensor", WAYS_OUT)
         if isinstance(before, torch.nn.Module) or isinstance(after, (torch.nn.Module, torch.nn.Parameter)):

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def loaded(command: Callable[P, R]) -> Callable[P, R]:
-    """`command`, with all of wholestep imported before it runs, which help does not need (`wholestep_command`)."""
+    """`command`, which first imports all of wholestep: `--help` does not need that (`wholestep_command`)."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,8 +66,8 @@ def options(
 
 def main() -> None:
     """Entry point of the `wholestep` command."""
-    gc.set_threshold(50_000, 20, 50)  # of what graphs make most stays: it is looked at less often
+    gc.set_threshold(50_000, 20, 50)  # most objects of graphs live long: collect less often
     try:
         app()
     finally:
-        gc.freeze()  # the process ends: its last collections need not look through what is left
+        gc.freeze()  # the process ends: its last collections can skip the remaining objects

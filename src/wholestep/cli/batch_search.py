@@ -1,4 +1,4 @@
-"""`wholestep plan --auto --batch 1,2,4`: the batch of a rank is chosen too."""
+"""`wholestep plan --auto --batch 1,2,4`: chooses the batch of a rank too."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ OPEN = "auto"
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences for each rank: the numbers that were given, or none of them where they are left to be found."""
+    """Sequences for each rank to choose from; empty for `auto`."""
 
     given: tuple[int, ...]
 
     @property
     def first(self) -> int:
-        """What is captured before anything is chosen."""
+        """The size that is captured before the search."""
         return min(self.given, default=1)
 
     @property
     def several(self) -> bool:
-        """True where there is something to choose."""
+        """True if the size is to be chosen."""
         return len(self.given) != 1
 
 
 def sizes(batch: str | None, auto: bool) -> BatchSizes | None:
-    """What `--batch` says; None where it is not given."""
+    """The value of `--batch`; None without it."""
     if batch is None:
         return None
     numbers = [] if batch == OPEN else [part.strip() for part in batch.split(",")]
@@ -51,7 +51,7 @@ def sizes(batch: str | None, auto: bool) -> BatchSizes | None:
 def chosen(
     shown: Screen, asked: BatchSizes, wanted: ModelSpec, first: tuple[Target, TrainGraph], mesh: str, auto: Auto
 ) -> tuple[Batches, Target, str]:
-    """What was found for each size and of the fastest the step; all sizes as a table."""
+    """The search results by size, the step of the fastest size, and a table of all sizes."""
     import wholestep as ws
     from wholestep.auto.batches import search_batches, show
 

@@ -1,4 +1,4 @@
-"""`wholestep calibrate`: measure the job it runs in, and write the hardware description that fits."""
+"""`wholestep calibrate`: measures the hardware of the job it runs in, and writes a fitted hardware description."""
 
 import os
 from datetime import timedelta
@@ -20,19 +20,19 @@ _MIB = 1 << 20
 
 def calibrate(
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("hardware.json"),
-    name: Annotated[str, typer.Option("--name", help="What to call the machine.")] = "calibrated",
+    name: Annotated[str, typer.Option("--name", help="Name of the machine.")] = "calibrated",
     largest: Annotated[
         float,
         typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0),
     ] = 0,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda where there is one.")] = "",
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda if available.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a collective may take.", min=1)] = 300,
 ) -> None:
-    """Measure collectives by size, matrix products by shape and dtype, and copies; write the hardware that fits.
+    """Measure collectives by size, matrix products by shape and dtype, and copies; write a fitted hardware description.
 
-    Run it by the launcher of your jobs, on as many nodes as links are to be measured:
-    torchrun --nproc-per-node 8 -m wholestep calibrate. Alone it measures the device, and takes the links of the
-    loopback preset. `wholestep.Hardware.load` reads the file.
+    Run it with the launcher of your jobs, on nodes whose links you want to measure:
+    torchrun --nproc-per-node 8 -m wholestep calibrate. A single process measures its device, and uses the links of
+    the loopback preset. `wholestep.Hardware.load` reads the file.
     """
     import torch
     import torch.distributed as dist
@@ -42,30 +42,29 @@ def calibrate(
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        typer.echo(f"wholestep calibrate: device {kind!r} is not there\n  needed: cpu, or cuda with a GPU", err=True)
+        typer.echo(f"wholestep calibrate: no device {kind!r}\n  needed: cpu, or cuda with a GPU", err=True)
         raise typer.Exit(2)
     if os.environ.get("RANK", "0") == "0":
         output_files.check(out=out)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    here = f"cuda:{local}" if kind == "cuda" else kind
-    own = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    starts_group = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         if kind == "cuda":
             torch.cuda.set_device(local)
-        if own:
+        if starts_group:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
         wanted = calibration_sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
-        write(here, wanted, name, out)
+        write(f"cuda:{local}" if kind == "cuda" else kind, wanted, name, out)
     except (WholestepError, OSError) as error:
         typer.echo(f"wholestep calibrate: {error}", err=True)
         raise typer.Exit(1) from None
     finally:
-        if own and dist.is_initialized():
+        if starts_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def write(device: str, wanted: object, name: str, out: Path) -> None:
-    """Measure, fit, write on the first rank and show how far the fit is. All ranks of the job call it."""
+    """Measure, fit, write on the first rank, and show the error of the fit. All ranks of the job call it."""
     import torch.distributed as dist
 
     from wholestep.hardware.calibration import fit

@@ -1,4 +1,4 @@
-"""`wholestep check-rules`: every sharding rule against the real op, as a table."""
+"""`wholestep check-rules`: checks every sharding rule against the real op."""
 
 import os
 import sys
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from wholestep.rules.testing.mutate import Mutation
 
 _COLORS = {"holds": "green", "shapes hold": "green", "wrong": "bold red", "no sample": "red"}
-_SHOWN = 20  # failures and surviving mutations that are written out
+_SHOWN = 20  # failures and surviving mutations that are listed
 
 
 def check_rules(
     op: Annotated[str, typer.Option("--op", help="Only ops whose names match, as in 'aten.sum*'.")] = "*",
     mutate: Annotated[
-        bool, typer.Option("--mutate", help="Change every rule in small ways too: the check must fail on each.")
+        bool, typer.Option("--mutate", help="Also mutate every rule: the check must fail on each mutation.")
     ] = False,
 ) -> None:
-    """Check sharding rules against the real ops: cut real tensors, run the pieces, put them together, compare.
+    """Check sharding rules against the real ops: shard real tensors, run the pieces, assemble the results, compare.
 
-    Samples come from PyTorch's own test database. Exit status 1 when a rule is wrong, was never tried, or a changed
-    rule passes.
+    Samples come from PyTorch's test database. Exit status 1 if a rule is wrong or never tried, or a mutated rule
+    passes.
     """
     from wholestep.rules.testing.check_table import check_table
     from wholestep.rules.testing.mutate_table import mutate_table
@@ -64,7 +64,7 @@ def check_rules(
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without what torch's kernels write to standard error about odd pieces."""
+    """Suppress messages of torch's kernels about odd pieces on standard error."""
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -84,15 +84,15 @@ def _table(rows: "list[Row]", mutations: "list[Mutation] | None") -> Table:
     for row in rows:
         cells = [row.op, " ".join(row.result.factors) or "none", str(row.bound)]
         if mutations is not None:
-            mine = _tried([m for m in mutations if m.op == row.op])
-            cells += [str(len(mine)), str(sum(m.caught for m in mine))]
+            tried = _tried([m for m in mutations if m.op == row.op])
+            cells += [str(len(tried)), str(sum(m.caught for m in tried))]
         color = _COLORS.get(row.verdict, "dim")
         found.add_row(*cells, f"[{color}]{row.verdict}[/]")
     return found
 
 
 def _tried(mutations: "list[Mutation]") -> "list[Mutation]":
-    """Those that claim something false: where an op can do more than its rule says, nothing is wrong."""
+    """Mutations that make a false claim, without those that the op allows although its rule does not."""
     return [m for m in mutations if m.verdict in ("caught", "survived")]
 
 

@@ -1,4 +1,4 @@
-"""Wishes on the command line: `--pin pattern=axis:dim` and `--whole pattern=axis,axis`."""
+"""Constraints on the command line: `--pin pattern=axis:dim` and `--whole pattern=axis,axis`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPLICATE = "replicate"
 
 
 def wishes(pin: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Auto` that they stand for."""
+    """The fields of `Auto` for these options."""
     found = {"pinned": _pinned(pin), "whole": _whole(whole)}
     return {name: value for name, value in found.items() if value}
 
@@ -24,13 +24,12 @@ def _pinned(given: Sequence[str]) -> dict[str, dict[str, Shard | Replicate]]:
 
     found: dict[str, dict[str, Shard | Replicate]] = {}
     for entry in given:
-        pattern, _, wish = entry.rpartition("=")
-        axis, _, how = wish.partition(":")
-        dim = how.removeprefix("-")
-        if not (pattern and axis and (how == REPLICATE or dim.isdecimal())):
+        pattern, _, layout = entry.rpartition("=")
+        axis, _, dim = layout.partition(":")
+        if not (pattern and axis and (dim == REPLICATE or dim.removeprefix("-").isdecimal())):
             refuse(f"--pin {entry}: needed pattern=axis:replicate, or pattern=axis:dim, as lm_head=tp:2")
-        place = Replicate() if how == REPLICATE else Shard(int(how))
-        if found.setdefault(pattern, {}).setdefault(axis, place) != place:
+        placement = Replicate() if dim == REPLICATE else Shard(int(dim))
+        if found.setdefault(pattern, {}).setdefault(axis, placement) != placement:
             refuse(f"--pin {entry}: {pattern} is pinned on {axis} already, to {found[pattern][axis]}")
     return found
 

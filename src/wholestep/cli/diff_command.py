@@ -1,4 +1,4 @@
-"""`wholestep diff`: what rests elsewhere in another plan, and what that costs."""
+"""`wholestep diff`: storage layouts that differ between two plans, and their costs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .screen import Screen, staged
-from .target import built, from_function, hardware_of, refuse, working
+from .target import Batch, Hf, Layers, Seq, built, from_function, hardware_of, refuse, working
 
 if TYPE_CHECKING:
     from wholestep.graph.graph import TrainGraph
@@ -19,24 +19,24 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="What both plan, file.py:function: costs are shown too."),
+        typer.Argument(metavar="[MODEL]", help="The step of both plans, file.py:function: costs are shown too."),
     ] = None,
-    hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
-    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    hf: Hf = None,
+    batch: Batch = 1,
+    seq: Seq = None,
+    layers: Layers = None,
     hardware: Annotated[
         str | None, typer.Option(help="With a model: a preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = None,
 ) -> None:
-    """Show what moves between two plans, and the bytes it makes on a rank; with their model, what each costs.
+    """Show storage layouts and bytes of a rank that differ between two plans; with their model, the costs of each.
 
-    Costs are simulated: step time, what of it waits for communication, peak memory and bytes sent.
+    Costs are simulated: step time, its part that waits for communication, peak memory and bytes sent.
     """
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
     if hardware is not None and target is None and hf is None:
-        refuse("--hardware without a model: needed MODEL or --hf, as times are those of a step")
+        refuse("--hardware without a model: needed MODEL or --hf, to simulate a step")
     from wholestep.plan.plan import Plan
 
     with working() as shown:
@@ -54,7 +54,7 @@ def diff(
 
 
 def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", hardware: "Hardware") -> str:
-    """A row for each plan: what a step of it costs."""
+    """A table of simulated costs with a row for each plan."""
     import wholestep as ws
     from wholestep.auto.templates import batches
     from wholestep.report.compare import PlanRow, costs, show

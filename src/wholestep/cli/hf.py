@@ -1,4 +1,4 @@
-"""Causal language models of transformers by configuration alone: on `meta`, without weights."""
+"""Builds causal language models of transformers from their configuration, on `meta`, without weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SEQUENCE = 2048
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model and how it is trained. `config` is a preset's name or a file.
+    """A model and how it is trained.
 
     Args:
-        config: name of a preset, a configuration as JSON, or the folder of one.
-        batch: sequences that a rank is given.
-        seq: tokens in each; the shorter of 2048 and what the model takes if None.
+        config: name of a preset, a configuration as JSON, or its folder.
+        batch: sequences for each rank.
+        seq: tokens in each; by default 2048 or the model's limit, if that is less.
         dtype: of parameters, gradients and optimizer state.
-        layers: so many of them only; all if None.
+        layers: number of layers to keep; all if None.
         optimizer: adamw or sgd.
     """
 
@@ -54,18 +54,18 @@ def build(wanted: ModelSpec) -> Target:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, wanted.dtype)).train()
     except ValueError as error:
-        refuse(f"{wanted.config} is no causal language model that transformers knows: {str(error).splitlines()[0]}")
+        refuse(f"{wanted.config} is not a causal language model of transformers: {str(error).splitlines()[0]}")
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
     length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
     if length > most:
-        refuse(f"--seq {length}: {wanted.config} takes {most} positions at most")
+        refuse(f"--seq {length}: {wanted.config} takes at most {most} positions")
     tokens = torch.empty(wanted.batch, length, dtype=torch.int64, device="meta")
     name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
     return Target(name, train_step, (model, _optimizer(wanted.optimizer, model), {"tokens": tokens}))
 
 
 def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    """The mean loss in nats per token of the next token, its gradient, clipped, and the update."""
+    """One step: the mean next-token loss (nats per token), its clipped gradient, and the update."""
     from torch import nn
 
     optimizer.zero_grad()
@@ -100,7 +100,7 @@ def _config(transformers: Any, wanted: ModelSpec) -> Any:
 
 
 def _shorten(config: Any, wanted: ModelSpec) -> None:
-    """The first layers only, in what the configuration says of each too."""
+    """Keep the first layers only, also in lists with an entry for each layer."""
     layers, all_layers = wanted.layers, getattr(config, "num_hidden_layers", None)
     if all_layers is None or layers is None or not 1 <= layers <= all_layers:
         refuse(f"--layers {layers}: {wanted.config} has {all_layers}")
@@ -115,11 +115,11 @@ def _read(given: str) -> dict[str, Any]:
     path = PRESETS / f"{given}.json" if given in presets() else Path(given)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        refuse(f"--hf {given}: there is no such file, and the models known by name are {', '.join(presets())}")
+        refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
     try:
         found: Any = json.loads(path.read_text())
     except ValueError as error:
-        refuse(f"--hf {given}: {path} is no JSON: {error}")
+        refuse(f"--hf {given}: {path} is not JSON: {error}")
     if not isinstance(found, dict):
-        refuse(f"--hf {given}: {path} holds no JSON object")
+        refuse(f"--hf {given}: {path} is not a JSON object")
     return cast(dict[str, Any], found)

@@ -1,4 +1,4 @@
-"""Files that a command writes: whether they can be is known before its work, and a failure then loses nothing else."""
+"""Output files of a command: checked before its work, so that a path that cannot be written loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .target import refuse
 
 
 def check(**files: Path | None) -> None:
-    """Refuse what could not be written, by option; folders that are missing are made."""
+    """Refuse paths that cannot be written, by option; missing folders are created."""
     seen: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:
@@ -18,14 +18,19 @@ def check(**files: Path | None) -> None:
         first = seen.setdefault(path.absolute(), option)
         if first != option:
             refuse(f"--{option} {path}: --{first} writes there already")
-        _make(path.parent, f"--{option} {path}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse(f"--{option} {path}: folder {path.parent} cannot be created: {error.strerror}")
         if path.is_dir():
             refuse(f"--{option} {path} is a folder: needed the name of a file, as {path / 'step.json'}")
-        _may_write(path if path.exists() else path.parent, f"--{option} {path}")
+        written_to = path if path.exists() else path.parent
+        if not os.access(written_to, os.W_OK):
+            refuse(f"--{option} {path}: no permission to write {written_to}")
 
 
 def written(path: Path | None, write: Callable[[Path], object], note: Callable[[str], None]) -> None:
-    """Write it, if there is something to be written, and say so."""
+    """Call `write` with `path`, if that is given, and note it."""
     if path is None:
         return
     try:
@@ -33,15 +38,3 @@ def written(path: Path | None, write: Callable[[Path], object], note: Callable[[
     except OSError as error:
         refuse(f"{path} cannot be written: {error.strerror}")
     note(f"written to {path}")
-
-
-def _make(path: Path, given: str) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"{given}: there is no folder {path}, and none can be made: {error.strerror}")
-
-
-def _may_write(path: Path, given: str) -> None:
-    if not os.access(path, os.W_OK):
-        refuse(f"{given}: no permission to write {path}")

@@ -1,4 +1,4 @@
-"""`wholestep passes`: the list of passes that a program goes through, and what each does."""
+"""`wholestep passes`: lists the passes of the pipeline."""
 
 import inspect
 from typing import Annotated
@@ -13,10 +13,10 @@ def passes(
         str | None, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = None,
     across_steps: Annotated[bool, typer.Option(help="Leave the end of a step to the next call.")] = False,
-    memory: Annotated[str | None, typer.Option(help="Bytes a rank may take, as 80GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a rank, as 80GiB.")] = None,
     backend: Annotated[str, typer.Option(help="eager, inductor or cudagraphs.")] = "eager",
 ) -> None:
-    """List the passes that a compiled step goes through after it is partitioned, in order, with what each does.
+    """List the passes that a compiled step goes through after partitioning, in order, each with a description.
 
     `wholestep plan MODEL --program --stop-after NAME` prints the program after one of them.
     """
@@ -25,12 +25,12 @@ def passes(
 
         schedule = "across_steps" if across_steps else "auto"
         found = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
-        rows = [(" ".join([type(one).__name__, *getattr(one, "kinds", ())]), _says(one)) for one in found]
+        rows = [(" ".join([type(one).__name__, *getattr(one, "kinds", ())]), _description(one)) for one in found]
     width = max(len(name) for name, _ in rows)
-    for number, (name, says) in enumerate(rows, 1):
-        typer.echo(f"{number:2}  {name:{width}}  {says}")
+    for number, (name, description) in enumerate(rows, 1):
+        typer.echo(f"{number:2}  {name:{width}}  {description}")
 
 
-def _says(one: object) -> str:
+def _description(one: object) -> str:
     """The first sentence of its docstring."""
     return " ".join((inspect.getdoc(type(one)) or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")

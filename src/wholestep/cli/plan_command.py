@@ -1,4 +1,4 @@
-"""`wholestep plan`: where every tensor of a step would rest on a mesh, and why, without a process group or a device."""
+"""`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
 
 from enum import StrEnum
 from functools import partial
@@ -14,7 +14,20 @@ from . import what_if_options as what_ifs
 from .constraint_options import wishes
 from .planning import Done, PlanRequest
 from .screen import Screen, staged
-from .target import RETURNS, Style, Target, check_given, check_mesh, from_function, hardware_of, refuse, working
+from .target import (
+    RETURNS,
+    Hf,
+    Layers,
+    Seq,
+    Style,
+    Target,
+    check_given,
+    check_mesh,
+    from_function,
+    hardware_of,
+    refuse,
+    working,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from wholestep.hardware.hardware import Hardware
@@ -44,10 +57,10 @@ _Pin = Annotated[
 ]
 _Whole = Annotated[
     list[str] | None,
-    typer.Option("--whole", help="With --auto: axes that may not cut a module, as norm=dp,tp; repeatable."),
+    typer.Option("--whole", help="With --auto: axes that may not shard a module, as norm=dp,tp; repeatable."),
 ]
 _Explain = Annotated[
-    list[str] | None, typer.Option("--explain", help="Why a tensor or operation is laid out so; repeatable.")
+    list[str] | None, typer.Option("--explain", help="Explain the layout of a tensor or operation; repeatable.")
 ]
 _Html = Annotated[
     Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
@@ -57,18 +70,14 @@ _WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost 
 
 def plan(
     target: _Model = None,
-    hf: Annotated[
-        str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
-    ] = None,
+    hf: Hf = None,
     batch: _Batch = None,
-    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
+    seq: Seq = None,
     dtype: Annotated[Dtype | None, typer.Option(help="With --hf: of parameters and state (bfloat16).")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    layers: Layers = None,
     optimizer: Annotated[Optimizer | None, typer.Option(help="With --hf (adamw).")] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
-    style: Annotated[
-        Style | None, typer.Option(help="Where the data-parallel axes keep parameters (fully_shard).")
-    ] = None,
+    style: Annotated[Style | None, typer.Option(help="The data-parallel style (fully_shard).")] = None,
     semantics: Annotated[
         Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
     ] = Semantics.per_rank,
@@ -76,7 +85,7 @@ def plan(
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
-    memory: Annotated[str | None, typer.Option(help="With --auto: bytes a rank may take, as 80GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="With --auto: memory of a rank, as 80GiB.")] = None,
     pin: _Pin = None,
     whole: _Whole = None,
     explain: _Explain = None,
@@ -96,9 +105,9 @@ def plan(
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
 ) -> None:
-    """Plan a training step: capture it, decide where every tensor rests, print that as a table.
+    """Plan a training step: capture it, choose the layout of every tensor, print a table.
 
-    Nothing is trained, no weights are made and no rank is started.
+    Needs no weights, no process group and no GPU.
     """
     sizes = batch_search.sizes(batch, auto)
     given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
@@ -107,7 +116,7 @@ def plan(
     timed = hardware is None or bool(auto or compare or explain or html or trace or what_if)
     _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
     if stop_after and not show:
-        refuse("--stop-after without --program: nothing would be printed by it")
+        refuse("--stop-after without --program: it has no effect")
     output_files.check(json=out, html=html, trace=trace)
     with working() as shown:
         check_mesh(mesh)
@@ -141,7 +150,9 @@ def plan(
         if what_if or html:
             cases = what_ifs.rows(shown, what_if or [], _plan(done), done.graph, described, done.target, wanted)
     if what_if:
-        typer.echo(what_ifs.text(cases))
+        from wholestep.report.what_if import show as show_cases
+
+        typer.echo(f"\n{show_cases(cases)}")
     if html or trace:
         with working() as shown:
             _draw(shown, done, described, html, trace, cases)
@@ -151,7 +162,7 @@ def _draw(
     shown: Screen, done: Done, hardware: "Hardware", html: Path | None, trace: Path | None,
     cases: "list[WhatIf]",
 ) -> None:  # fmt: skip
-    """Write the page and the trace; of the fastest, if several were compared."""
+    """Write the page and the trace, after a comparison of the fastest template."""
     import wholestep as ws
     from wholestep.report.page import program
 
@@ -172,27 +183,27 @@ def _plan(done: Done) -> "Plan":
 
 def _check_together(hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]) -> None:
     """Refuse options that would have no effect."""
-    idle = [name for name, value in given.items() if value is not None]
-    if hf is None and idle:
-        refuse(f"--{idle[0]} without --hf: a function that returns the step decides that itself")
-    alone = [name for name, value in single.items() if value]
-    if compare and alone:
-        refuse(f"--{alone[0]} with --compare: that is about one plan, the table about all")
+    unused = [name for name, value in given.items() if value is not None]
+    if hf is None and unused:
+        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
+    about_one = [name for name, value in single.items() if value]
+    if compare and about_one:
+        refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
 
 
 def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
-    """Refuse options that would have no effect, or two ways to choose."""
+    """Refuse options that would have no effect, or that contradict each other."""
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    idle = [name for name, value in chosen_by.items() if value]
-    if idle and not auto:
-        refuse(f"--{idle[0]} without --auto: nothing would be chosen by it")
+    unused = [name for name, value in chosen_by.items() if value]
+    if unused and not auto:
+        refuse(f"--{unused[0]} without --auto: it has no effect")
     if not timed:
-        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else here is a time")
+        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
 
 
 def _target(shown: Screen, target: str | None, wanted: "ModelSpec | None") -> Target:
-    with staged(shown, "model") as said, collector_paused():
+    with staged(shown, "model") as details, collector_paused():
         if wanted is None:
             assert target is not None, "checked before"
             return from_function(target)
@@ -200,7 +211,7 @@ def _target(shown: Screen, target: str | None, wanted: "ModelSpec | None") -> Ta
 
         found = build(wanted)
         count = sum(p.numel() for p in found.args[0].parameters())
-        said.append(f"{found.name}, {count:,} parameters")
+        details.append(f"{found.name}, {count:,} parameters")
         return found
 
 

@@ -1,4 +1,4 @@
-"""What `wholestep plan` does once it is known what is asked for: capture, choose, show."""
+"""The work of `wholestep plan` once its options are parsed: capture, choose, show."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A step, where it is to run and what is to be said of it. Layouts are priced on `hardware`, where that was named.
-    `tensor` splits layers on `tp_axis`; an error says why the model cannot. The program is shown
-    after the pass `stop_after`.
+    """A step, its hardware, and what to print.
+
+    `hardware` prices layouts, if the user named it. `tensor`: tensor parallelism on `tp_axis`, or the error why the
+    model has none. `stop_after`: the pass after which the program is printed.
     """
 
     target: Target
@@ -46,7 +47,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Done:
-    """What there is to say, and what of it may be written: the plan of `graph`, the rows it was compared with."""
+    """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison."""
 
     text: str
     target: Target
@@ -57,17 +58,17 @@ class Done:
 
     @property
     def as_json(self) -> str:
-        """The table, or the plan where nothing was compared."""
+        """The comparison, else the plan."""
         return self.table or (self.plan.to_json() if self.plan else "")
 
 
 def capture(shown: Screen, target: Target) -> TrainGraph:
     """The step as one graph."""
-    with staged(shown, "capture") as said:
+    with staged(shown, "capture") as details:
         import wholestep as ws
 
         graph = ws.capture(target.step, *target.args, **target.kwargs)
-        said.append(f"{len(graph.graph.nodes):,} operations")
+        details.append(f"{len(graph.graph.nodes):,} operations")
         return graph
 
 
@@ -83,7 +84,7 @@ def chooser(shown: Screen, asked: PlanRequest, memory: str | None, wishes: dict[
 
 
 def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
-    """In the style that was asked for."""
+    """The plan of one style."""
     import wholestep as ws
 
     strategies = _strategies(asked, style)
@@ -96,23 +97,21 @@ def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
 def chosen(
     shown: Screen, asked: PlanRequest, auto: Auto, sizes: batch_search.BatchSizes | None, wanted: ModelSpec | None
 ) -> tuple[Done, ModelSpec | None]:
-    """By `auto`: what was considered as a table, and the plan that won. With several `sizes` of the batch that of the
-    best, and what is `wanted` with it.
-    """
+    """The candidates of `auto` as a table, and the best plan; with several `sizes`, the model with the best batch."""
     import wholestep as ws
 
     graph = capture(shown, asked.target)
     if sizes is not None and sizes.several and wanted is not None:
         best, target, head = batch_search.chosen(shown, sizes, wanted, (asked.target, graph), asked.mesh, auto)
-        done = _told(shown, best.found, best.graph, replace(asked, target=target), head)
+        done = _search_done(shown, best.found, best.graph, replace(asked, target=target), head)
         return done, replace(wanted, batch=best.batch)
     with each(shown, len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
         found = auto.search(graph, asked.mesh, watch=watch)
-    return _told(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), wanted
+    return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), wanted
 
 
 def compared(shown: Screen, asked: PlanRequest) -> Done:
-    """All templates as a table; the plan is that of the fastest."""
+    """All templates as a table, and the plan of the fastest."""
     import wholestep as ws
     from wholestep.report.compare import as_json, compare, show, templates
 
@@ -130,8 +129,9 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
 def tensor_parallel(
     target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: Hardware
 ) -> Strategy | WholestepError | None:
-    """Tensor parallelism as asked for; if nothing is, by the model's own plan where `mesh` has its axis, or has axes to
-    be chosen. An error if the model has none.
+    """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose.
+
+    An error, which is not raised, if the model has no plan.
     """
     import wholestep as ws
 
@@ -153,8 +153,8 @@ def tensor_parallel(
     return ws.TensorParallel(pairs, axis=axis)
 
 
-def _told(shown: Screen, found: Found, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
-    """A search that is done, below `head`."""
+def _search_done(shown: Screen, found: Found, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
+    """The report of a search, below `head`."""
     from wholestep.auto.report import explained, show
 
     made = explained(found)
@@ -163,7 +163,7 @@ def _told(shown: Screen, found: Found, graph: TrainGraph, asked: PlanRequest, he
 
 
 def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: PlanRequest) -> list[str]:
-    """Why tensors rest as they do, and the program of a rank, where that is asked for."""
+    """The texts of `--explain` and `--program`."""
     import wholestep as ws
 
     parts = [f"\n{plan.explain(name)}" for name in asked.explain]
@@ -177,7 +177,7 @@ def _asked_of(shown: Screen, plan: Plan, graph: TrainGraph, asked: PlanRequest) 
 
 
 def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
-    """Those up to the last one of that name."""
+    """`passes` up to the last one with that name."""
     names = [type(one).__name__ for one in passes]
     if name not in names:
         refuse(f"--stop-after {name}: needed one of {', '.join(dict.fromkeys(names))}")
@@ -185,10 +185,10 @@ def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
 
 
 def _strategies(asked: PlanRequest, style: Style) -> list[Strategy]:
-    """Of `style` on all axes but that of tensor parallelism.
+    """Data parallelism in `style` on all axes but that of tensor parallelism.
 
     Raises:
-        WholestepError: tensor parallelism is asked for, and the model has no plan for it.
+        WholestepError: tensor parallelism is requested, and the model has no plan for it.
     """
     import wholestep as ws
 

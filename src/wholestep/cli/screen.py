@@ -1,4 +1,4 @@
-"""Shows the stages of a command while it works: a live display on a terminal, plain lines elsewhere."""
+"""Shows the stages of a command: a live display on a terminal, plain lines elsewhere."""
 
 import time
 from abc import ABC, abstractmethod
@@ -11,16 +11,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 STAGES = {
-    "model": "make the step",
+    "model": "build the step",
     "capture": "capture the step as one graph",
-    "plan": "plan where tensors rest",
+    "plan": "plan layouts",
     "partition": "write one rank's program",
-    "simulate": "predict the step",
+    "simulate": "simulate the step",
 }
 
 
 class Screen(ABC):
-    """What a command shows of its work."""
+    """The progress display of a command."""
 
     @abstractmethod
     def stage(self, name: str, done: bool, seconds: float, detail: str = "") -> None:
@@ -28,11 +28,11 @@ class Screen(ABC):
 
     @abstractmethod
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing live is shown from here on."""
+        """End the live display."""
 
 
 @final
@@ -49,17 +49,16 @@ class PlainScreen(Screen):
             self.note(f"{STAGES.get(name, name)}: {seconds:.2f} s{in_brackets}")
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is left to do."""
-        return
+        """Do nothing."""
 
 
 @final
 class LiveScreen(Screen):
-    """A line per finished stage; below it, while it runs, the present stage."""
+    """A line per finished stage, and below it the running stage."""
 
     def __init__(self, console: Console) -> None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=32), TimeElapsedColumn()
@@ -78,11 +77,11 @@ class LiveScreen(Screen):
             self._progress.console.print(line)
 
     def note(self, text: str) -> None:
-        """A line above what is live."""
+        """Print a line above the live display."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """The live rows go."""
+        """Remove the live rows."""
         self._progress.stop()
 
 
@@ -93,17 +92,17 @@ def screen(console: Console) -> Screen:
 
 @contextmanager
 def staged(shown: Screen, name: str) -> Generator[list[str]]:
-    """Show how long a stage takes; what it appends to the list stands beside that."""
-    said: list[str] = []
+    """Show a stage and its time, with the details that the body appends to the yielded list."""
+    details: list[str] = []
     start = time.perf_counter()
     shown.stage(name, done=False, seconds=0.0)
-    yield said
-    shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(said))
+    yield details
+    shown.stage(name, done=True, seconds=time.perf_counter() - start, detail=", ".join(details))
 
 
 @contextmanager
 def each(shown: Screen, count: int) -> Generator[Callable[[str], None]]:
-    """Shows one candidate after the other, each with the seconds it took."""
+    """Show candidates one after the other, each with its time."""
     before: list[tuple[str, float]] = []
 
     def watch(name: str) -> None:

@@ -1,4 +1,4 @@
-"""`wholestep simulate`: what a step would take on a machine that is not there, and what it would wait for."""
+"""`wholestep simulate`: predicts time, waits and memory of a step on any hardware."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,20 @@ import typer
 
 from . import output_files
 from .screen import Screen, staged
-from .target import Style, Target, built, check_given, check_mesh, from_function, hardware_of, working
+from .target import (
+    Batch,
+    Hf,
+    Layers,
+    Seq,
+    Style,
+    Target,
+    built,
+    check_given,
+    check_mesh,
+    from_function,
+    hardware_of,
+    working,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from wholestep.cost.timeline import Timeline
@@ -20,23 +33,23 @@ def simulate(
         str | None,
         typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`."),
     ] = None,
-    hf: Annotated[str | None, typer.Option("--hf", help="In place of MODEL: a transformers config.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")] = 1,
-    seq: Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or what it takes).")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --hf: the first so many layers only.")] = None,
+    hf: Hf = None,
+    batch: Batch = 1,
+    seq: Seq = None,
+    layers: Layers = None,
     mesh: Annotated[
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
-    style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = Style.fully_shard,
+    style: Annotated[Style, typer.Option(help="The data-parallel style.")] = Style.fully_shard,
     hardware: Annotated[
         str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = "dgx-h100",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
-    """Simulate a training step: capture, plan, schedule it for a machine, and show where its time and memory go.
+    """Simulate a training step: capture, plan and schedule it for a machine, and show its time and memory.
 
-    Nothing is trained, no weights are made, no rank is started and no GPU is needed.
+    Needs no weights, no process group and no GPU.
     """
     check_given(target, hf)
     output_files.check(trace=trace, json=out)

@@ -1,4 +1,4 @@
-"""What `wholestep plan` plans: a training step with its arguments, from a function of the user's."""
+"""The step that a command works on: from a function of the user, or a transformers config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -25,10 +25,17 @@ if TYPE_CHECKING:
 Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
+Hf = Annotated[
+    str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")]
+Seq = Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or the model's limit if less).")]
+Layers = Annotated[int | None, typer.Option(min=1, help="With --hf: number of layers to keep.")]
+
 
 @dataclass(frozen=True)
 class Target:
-    """A training step, called as `step(*args, **kwargs)`; `name` is what the user calls it."""
+    """A training step, called as `step(*args, **kwargs)`; `name` is its name on the command line."""
 
     name: str
     step: Callable[..., Any]
@@ -43,7 +50,7 @@ class Target:
 
 
 def refuse(text: str) -> NoReturn:
-    """End the command: what is wrong on the error stream, exit status 2."""
+    """End the command with an error message and exit status 2."""
     typer.echo(f"wholestep: {text}", err=True)
     raise typer.Exit(2)
 
@@ -58,7 +65,7 @@ def check_given(target: str | None, hf: str | None) -> None:
 
 @contextmanager
 def working() -> Generator[Screen]:
-    """What shows how work goes on, closed at its end. What wholestep cannot do is said, and the command ends."""
+    """A progress display. A WholestepError ends the command with its text."""
     from wholestep.errors import WholestepError
 
     shown = screen(Console(stderr=True))
@@ -72,14 +79,14 @@ def working() -> Generator[Screen]:
 
 
 def check_mesh(mesh: str) -> None:
-    """Raise a MeshError for what is no mesh, before anything long is done for it."""
+    """Raise MeshError for a malformed mesh, before the long work."""
     from wholestep.mesh import Mesh
 
     Mesh(mesh)
 
 
 def hardware_of(given: str | None) -> Hardware:
-    """The hardware of a preset or a file; without either the default."""
+    """The hardware of a preset or file; the default for None."""
     from wholestep.hardware.hardware import Hardware
 
     if given is None:
@@ -127,7 +134,7 @@ def _from_file(file: Path) -> Any:
     sys.path.insert(0, str(file.parent.absolute()))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

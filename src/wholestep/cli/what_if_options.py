@@ -1,4 +1,4 @@
-"""`wholestep plan --what-if`: which cases are asked for, and the steps that they need."""
+"""`wholestep plan --what-if`: parses the cases, and captures the steps that they need."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
 
 
 def check(asked: list[str], hf: bool) -> None:
-    """Refuse what cannot be asked, before anything long is done for it."""
+    """Refuse malformed cases before the long work."""
     for text in asked:
         kind, equals, value = text.partition("=")
         if not equals or kind not in ("mesh", "hardware", "batch", "seq"):
             refuse(f"--what-if {text}: needed {FORMS}")
         if kind in ("batch", "seq"):
             if not hf:
-                refuse(f"--what-if {text} without --hf: a function that returns the step decides that itself")
+                refuse(f"--what-if {text} without --hf: the function that returns the step decides that")
             if not value.isdigit() or int(value) < 1:
                 refuse(f"--what-if {text}: needed a number of at least 1")
         elif kind == "mesh":
@@ -45,19 +45,12 @@ def rows(
     found: Target,
     wanted: ModelSpec | None,
 ) -> list[WhatIf]:
-    """The plan and each case that was asked for; twice and half the ranks if none was."""
+    """Costs of the plan and of each case; by default twice and half the ranks."""
     from wholestep.report.what_if import other_sizes, what_if
 
     cases = [_case(shown, text, found, wanted) for text in asked] or other_sizes(plan.mesh)
     with staged(shown, "what if"):
         return what_if(plan, graph, hardware, cases)
-
-
-def text(found: list[WhatIf]) -> str:
-    """The rows as a table, below what is there."""
-    from wholestep.report.what_if import show
-
-    return f"\n{show(found)}"
 
 
 def _case(shown: Screen, text: str, found: Target, wanted: ModelSpec | None) -> WhatIfCase:
@@ -71,7 +64,7 @@ def _case(shown: Screen, text: str, found: Target, wanted: ModelSpec | None) -> 
         return WhatIfCase(text, mesh=ws.Mesh(value))
     if kind == "hardware":
         return WhatIfCase(text, hardware=hardware_of(value))
-    assert wanted is not None, "checked before anything was made"
+    assert wanted is not None, "checked before"
     with staged(shown, f"capture {text}"):
         changed = replace(wanted, batch=int(value)) if kind == "batch" else replace(wanted, seq=int(value))
         other = build(changed)

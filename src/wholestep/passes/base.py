@@ -1,6 +1,6 @@
-"""A pass is a frozen dataclass: LocalGraph in, LocalGraph out, checked after each.
+"""Runs passes: functions from LocalGraph to LocalGraph. The graph is checked after each.
 
-It may name passes that it `must_follow` or `must_precede`, as a class attribute or a property.
+A pass may name passes that it `must_follow` or `must_precede`, as a class attribute or a property.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch.fx import Node
+
 from ..errors import GraphError, WholestepError
 from ..graph.gc_control import collector_paused
-from ..graph.graph import LocalGraph, copy_graph
+from ..graph.graph import LocalGraph, Role, copy_graph
 from ..graph.verify import check_local_graph
+from ..rules.registry import is_random
 
 Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
 
 
 class InPlace(ABC):
-    """A pass that changes the graph it is given, or when it is called, a copy. `run_passes` copies once for several of
-    these that follow each other: for deep steps copies take as long as the passes.
+    """A pass whose `change` edits the graph; called as a function it edits a copy.
+
+    `run_passes` copies once for a run of such passes: a copy of a deep step takes as long as a pass.
     """
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
@@ -29,24 +33,29 @@ class InPlace(ABC):
 
     @abstractmethod
     def change(self, local: LocalGraph) -> LocalGraph:
-        """`local` with its graph changed; nobody else holds that."""
+        """Edit the graph of `local`, to which the caller has no other reference."""
 
 
 @collector_paused()
 def run_passes(
     local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False
 ) -> LocalGraph:
-    """Apply `passes` in order, checking the graph after each; `watch` is told the name of each and what it made.
-    `owned`: nobody else holds the graph of `local`, so it may be changed. A pass with `passes` stands for these.
+    """Apply `passes` in order, checking the graph after each.
 
-    Once the end of a step is left to the next call (`AcrossSteps`), each further pass changes all three programs; a
-    pass with `orders = True` does so itself.
+    A pass with an attribute `passes` is replaced by these. After `AcrossSteps` each pass is applied to all three
+    programs; a pass with `orders = True` does that itself.
+
+    Args:
+        local: the program.
+        passes: functions from LocalGraph to LocalGraph.
+        watch: called with the name of each pass and its result.
+        owned: the graph of `local` may be edited: the caller does not use it again.
 
     Example:
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.pipeline(hardware))
 
     Raises:
-        GraphError: a pass stands at the wrong place, or left a malformed graph; names the pass.
+        GraphError: a pass is out of order, or left a malformed graph; names the pass.
     """
     for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
         name = getattr(one, "__name__", type(one).__name__)
@@ -71,7 +80,7 @@ def run_passes(
 
 
 def _program_of(local: LocalGraph) -> tuple[int, ...]:
-    """What its invariants are about, by identity: deciding sizes changes none of it."""
+    """The identities of the parts that LocalGraph's invariants concern: a pass that decides sizes changes none."""
     return id(local.graph), id(local.inputs), id(local.outputs), id(local.layouts), id(local.across)
 
 
@@ -83,12 +92,21 @@ def _check(name: str, made: LocalGraph) -> None:
             raise GraphError(
                 f"pass {name} left a malformed graph: {error}",
                 "a graph that keeps LocalGraph's invariants",
-                "mend the pass",
+                "fix the pass",
             ) from error
 
 
+def batch_dependent(local: LocalGraph) -> set[Node]:
+    """Nodes that depend on the batch, on gradients of earlier calls, or on random numbers."""
+    found = {node for given, node in local.placeholders() if given.role in (Role.BATCH, Role.GRAD)}
+    for node in local.graph.nodes:
+        if node.op == "call_function" and (is_random(node) or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
 def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: Sequence[str]) -> None:
-    """Raise GraphError where `name` cannot be applied to `local` any more, or not yet."""
+    """Raise GraphError if pass `name` must come before or after passes that `local` has been through."""
     so_far = ", ".join(local.passes) or "none"
     for other in follows:
         if other not in local.passes:
@@ -102,5 +120,5 @@ def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: 
             raise GraphError(
                 f"pass {name} must be applied before {other}; applied so far: {so_far}",
                 f"a graph that {other} has not changed yet",
-                f"put {other} behind it in the list of passes",
+                f"put {other} after it in the list of passes",
             )

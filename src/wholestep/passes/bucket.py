@@ -1,4 +1,4 @@
-"""Merges collectives of one kind along one axis: many small ones cost more to start than to send."""
+"""Merges collectives of one kind along one axis into buckets: small ones cost more to start than to send."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ SUMS = (SCATTER, REDUCE)
 
 @dataclass(frozen=True)
 class Bucket(InPlace):
-    """Merges all-gathers of stored tensors, reduce-scatters and all-reduces, those of one kind along one axis.
+    """Merges all-gathers of stored tensors, reduce-scatters and all-reduces of one kind along one axis.
 
     Hierarchical collectives are bucketed stage by stage: the second stage reuses the first stage's bucket.
 
-    A bucket closes once it holds `most_bytes`, the first of each kind once it holds `first_bytes`: that sets the wire
-    going early, as DDP does. Gathers for the forward and for the backward stay apart, and those of updated parameters
-    stay with what their gradients waited for. A reduction waits for the last gradient of its bucket, and no longer than
-    until the first of them is needed. Gathers and reduce-scatters are bitwise the same; an all-reduce may add the ranks
-    in another order. `kinds` leaves collectives of other kinds alone. Gathers and reduce-scatters of `alone_bytes` or
-    more are left alone too: they would be copied into a bucket or out of it. Where `most_bytes` is None, sizes are
-    those that `SizeBuckets` decided.
+    A bucket closes once it holds `most_bytes`; the first of each kind once it holds `first_bytes`, so that the link
+    starts early, as in DDP. Gathers for the forward and for the backward have separate buckets. Gathers of updated
+    parameters share a bucket if their gradients did. A reduction starts once the last gradient of its bucket exists,
+    before the first result is needed. Gathers and reduce-scatters are bitwise the same; an all-reduce may add the ranks
+    in another order.
+
+    Only collectives of `kinds` are merged. Gathers and reduce-scatters of `alone_bytes` or more are not: the copy into
+    or out of the bucket would cost more. `SizeBuckets` decides the sizes where `most_bytes` is None.
     """
 
     most_bytes: int | None = 25 << 20
@@ -51,22 +52,21 @@ class Bucket(InPlace):
 
     @staticmethod
     def sized(kind: str) -> Bucket:
-        """Of one kind, with the sizes that `SizeBuckets` decided."""
+        """Merges one kind, with the sizes of `SizeBuckets`."""
         return Bucket(None, kinds=(kind,))
 
     @property
     def must_follow(self) -> tuple[str, ...]:
-        """What decides the sizes."""
+        """`SizeBuckets`, unless sizes are given."""
         return ("SizeBuckets",) if self.most_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Merge the collectives of `local`: those of several hops first, then each by itself that is left."""
+        """Merge the collectives of `local`: hierarchical ones first, then all others."""
         if self.most_bytes is None:
             assert local.sizes is not None, "SizeBuckets came before"
-            sums = self.kinds == ("all_reduce",)
-            most = local.sizes.summed_bytes if sums else local.sizes.bucket_bytes
-            return replace(self, most_bytes=most, first_bytes=local.sizes.first_bytes,
-                           alone_bytes=None if sums else local.sizes.alone_bytes).change(local)  # fmt: skip
+            sizes, sums = local.sizes, self.kinds == ("all_reduce",)
+            most, alone = (sizes.summed_bytes, None) if sums else (sizes.bucket_bytes, sizes.alone_bytes)
+            return replace(self, most_bytes=most, first_bytes=sizes.first_bytes, alone_bytes=alone).change(local)
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         done = set[Node]()
         for several in (False,) if fixed else (True, False):
@@ -78,32 +78,33 @@ class Bucket(InPlace):
         return local
 
     def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
-        """Collectives to be merged, each with its further hops if `several`, in the order of their places. What is left
-        alone with all of its hops becomes `done`.
+        """Groups of collectives to merge, in program order, each a list of its stages: hierarchical ones if `several`.
+
+        Adds the collectives that are too large to merge to `done`.
         """
         open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
         wanted = {KINDS[kind] for kind in self.kinds}
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
-            after[node] = frozenset({node}) if is_wait(node) else together([after[n] for n in node.all_input_nodes])
+            after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
             if node.target not in wanted or node in done or node_at(node, 0).target is join_rows:
                 continue
-            head, hops = _head(node), hops_from(node) if several else [node]
-            if head.target not in wanted or (several and (len(hops) == 1 or head is not node)):
+            first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
+            if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
-            key = _key(hops, backward, after[node])
-            whole_bytes = max(made_by(one).size_bytes for one in (*hops, node_at(node, 0)))
+            key = _key(stages, backward, after[node])
+            whole_bytes = max(made_by(one).size_bytes for one in (*stages, node_at(node, 0)))
             if node.target is not REDUCE and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
                 kinds.add(key)
-                done.update(hops)
+                done.update(stages)
                 continue
             group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
-            group.chains.append(hops)
-            group.lasts.add(hops[-1])
+            group.chains.append(stages)
+            group.lasts.add(stages[-1])
             group.bytes += whole_bytes
             assert self.most_bytes is not None, "as given, or as decided"
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
@@ -115,7 +116,7 @@ class Bucket(InPlace):
 
 @dataclass
 class _Group:
-    """`ahead`: gathers of what rests on the rank, which may start at any time. `lasts`: each one's last hop."""
+    """`ahead`: gathers of stored tensors, which may start at any time. `lasts`: the last stage of each collective."""
 
     ahead: bool
     chains: list[list[Node]] = field(default_factory=list[list[Node]])
@@ -123,8 +124,8 @@ class _Group:
     bytes: int = 0
 
 
-def together(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
-    """Their union: the largest itself where it has all of the others, so that many nodes share one set."""
+def union(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
+    """The union; the largest set itself where that contains all others, so that many nodes share one object."""
     distinct = list({id(one): one for one in sets}.values())
     largest = max(distinct, key=len, default=frozenset[Node]())
     return largest if len(distinct) < 2 or all(one <= largest for one in distinct) else largest.union(*distinct)
@@ -132,39 +133,39 @@ def together(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
 
 def _ahead(node: Node) -> bool:
     chain = chain_of(node) if node.target is GATHER else None
-    return chain is not None and not any(is_wait(n) for n in chain)  # gathered over another axis before: it waits
+    return chain is not None and not any(is_wait(n) for n in chain)  # not a later stage, which has to wait
 
 
-def hops_from(node: Node) -> list[Node]:
-    """`node`, and the collectives along further axes that take its result as it is, each the only reader of the last:
-    gathers after a gather, sums after a sum.
+def stages_from(node: Node) -> list[Node]:
+    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum.
+
+    A later stage is the only reader of the stage before.
     """
-    hops = [node]
-    while (after := _next_hop(hops[-1])) is not None:
-        hops.append(after)
-    return hops
+    stages = [node]
+    while (after := _next_stage(stages[-1])) is not None:
+        stages.append(after)
+    return stages
 
 
-def _next_hop(node: Node) -> Node | None:
+def _next_stage(node: Node) -> Node | None:
     wait = _only_user(node)
     after = _only_user(wait) if wait is not None and is_wait(wait) else None
-    alike = next((kinds for kinds in ((GATHER,), SUMS) if node.target in kinds), ())
-    return after if after is not None and after.target in alike else None
+    kinds = (GATHER,) if node.target is GATHER else SUMS if node.target in SUMS else ()
+    return after if after is not None and after.target in kinds else None
 
 
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _head(node: Node) -> Node:
-    """The first of the hops of which `node` is one."""
-    while is_wait(wait := node_at(node, 0)) and _next_hop(node_at(wait, 0)) is node:
+def _first_stage(node: Node) -> Node:
+    while is_wait(wait := node_at(node, 0)) and _next_stage(node_at(wait, 0)) is node:
         node = node_at(wait, 0)
     return node
 
 
 def chain_of(node: Node) -> list[Node] | None:
-    """The nodes between the inputs of the graph and `node`, in order; None when others read them or it needs more."""
+    """The chain of unary calls from one input of the graph to `node`; None if there is none, or others read it."""
     chain: list[Node] = []
     at = node
     while at.op == "call_function":
@@ -178,48 +179,49 @@ def chain_of(node: Node) -> list[Node] | None:
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that a step's collectives carry, of whole tensors: of what they reduce, along one axis or several, and of
-    the parameters that are gathered more than once, each counted once.
-    """
+    """Full sizes of the tensors that a step reduces, and of the parameters that it gathers more than once."""
 
     reduced_bytes: int
-    again_bytes: int
+    regathered_bytes: int
 
 
 def carried_by(local: LocalGraph) -> Carried:
-    """Counted in the graph. `again_bytes` is 0 where they are less than half of what is gathered: a few that are needed
-    in several layouts are not gathered again to hold less.
+    """Count them in the graph.
+
+    `regathered_bytes` is 0 where it is less than half of all gathered bytes: these few are gathered twice because they
+    are needed in two layouts, not to save memory.
     """
-    sizes, again, reduced = dict[Node, int](), dict[Node, int](), 0
+    gathered, regathered, reduced = dict[Node, int](), dict[Node, int](), 0
     for node in local.graph.nodes:
-        if node.target in SUMS and _head(node) is node:
+        if node.target in SUMS and _first_stage(node) is node:
             reduced += made_by(node_at(node, 0)).size_bytes
         if _ahead(node):
-            rests = node_at((chain_of(node) or [node])[0], 0)
-            (again if rests in sizes else sizes)[rests] = made_by(hops_from(node)[-1]).size_bytes
-    most = sum(again.values())
-    return Carried(reduced, most if 2 * most >= sum(sizes.values()) else 0)
+            stored = node_at((chain_of(node) or [node])[0], 0)
+            (regathered if stored in gathered else gathered)[stored] = made_by(stages_from(node)[-1]).size_bytes
+    most = sum(regathered.values())
+    return Carried(reduced, most if 2 * most >= sum(gathered.values()) else 0)
 
 
-def _key(hops: Sequence[Node], backward: bool, after: frozenset[Node]) -> tuple[Any, ...]:
-    """What collectives must share to be merged."""
-    calls = tuple((hop.target, *hop.args[1:]) for hop in hops)
-    gathers = hops[0].target is GATHER
-    return (*calls, made_by(hops[0]).dtype, *((backward if _ahead(hops[0]) else after,) if gathers else ()))
+def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tuple[Any, ...]:
+    """Equal for collectives that can be merged."""
+    calls = tuple((stage.target, *stage.args[1:]) for stage in stages)
+    gathers = stages[0].target is GATHER
+    return (*calls, made_by(stages[0]).dtype, *((backward if _ahead(stages[0]) else after,) if gathers else ()))
 
 
 def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int]) -> list[Node]:
-    """One collective for each hop in place of several, and a piece of the last one's result at each last wait; these
-    collectives. `fixed`: shapes are alike on all ranks; `place` has an order in which waits stand.
+    """Replace `group` by one collective for each stage, whose last result is cut at the former waits; returns these.
+
+    `fixed`: shapes are the same on all ranks. `place`: positions of the waits.
     """
-    heads, hops = [one[0] for one in group], group[0]
-    first, gathers, ahead = heads[0], heads[0].target is GATHER, _ahead(heads[0])
-    at = first if ahead else heads[-1]
-    for node in heads if ahead else ():
+    firsts, stages = [one[0] for one in group], group[0]
+    first, gathers, ahead = firsts[0], firsts[0].target is GATHER, _ahead(firsts[0])
+    at = first if ahead else firsts[-1]
+    for node in firsts if ahead else ():
         for part in (chain_of(node) or ())[:-1]:
             at.prepend(part)
-    parts = prod(_parts(hop) for hop in hops)
-    given = [node_at(node, 0) for node in heads]
+    parts = prod(_parts(stage) for stage in stages)
+    given = [node_at(node, 0) for node in firsts]
     length, like = sum(made_by(n).numel for n in given), made_by(given[0])
     with graph.inserting_before(at):
         whole = add_call(graph, join_rows, (given, 1 if gathers else parts), contiguous([length], like), first)
@@ -228,32 +230,34 @@ def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Ma
         ]
     waits = [next(u for u in one[-1].users if is_wait(u)) for one in group]
     made: list[Node] = []
-    for hop in hops:
-        length = length * _parts(hop) if gathers else length // _parts(hop)
+    for stage in stages:
+        length = length * _parts(stage) if gathers else length // _parts(stage)
         with graph.inserting_before(at):
-            whole = add_call(graph, cast(Any, hop.target), (whole, *hop.args[1:]), contiguous([length], like), hop)
+            whole = add_call(
+                graph, cast(Any, stage.target), (whole, *stage.args[1:]), contiguous([length], like), stage
+            )
         made.append(whole)
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
-            whole = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), hop)
+            whole = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), stage)
     cut = part_of_gather if gathers else part_of_scatter
     for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
             new = add_call(graph, cut, (whole, shapes, number, parts), made_by(wait), wait)
         wait.replace_all_uses_with(new)
-        for hop in reversed(one):
-            graph.erase_node(next(iter(hop.users)))
-            graph.erase_node(hop)
+        for stage in reversed(one):
+            graph.erase_node(next(iter(stage.users)))
+            graph.erase_node(stage)
     return made
 
 
-def _parts(hop: Node) -> int:
-    """Of how many ranks a gather holds pieces, or to how many a scatter sends them."""
-    return 1 if hop.target is REDUCE else cast(int, hop.args[1] if hop.target is GATHER else hop.args[2])
+def _parts(stage: Node) -> int:
+    """Number of ranks that a gather receives from or a scatter sends to; 1 for an all-reduce."""
+    return 1 if stage.target is REDUCE else cast(int, stage.args[1] if stage.target is GATHER else stage.args[2])
 
 
 def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
-    """One call that makes `made`, at the place in the user's code of `like`."""
+    """A call whose result is `made`, with the origin (module, source line) of `like`."""
     name = str(getattr(target, "__name__", target)).split(".")[0]
     node = graph.create_node("call_function", target, args, name=name)
     meta.copy(like, node)
@@ -263,16 +267,16 @@ def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], ma
 
 
 def made_by(node: Node) -> TensorMeta:
-    """What a node that makes one tensor makes."""
+    """The metadata of the one tensor that `node` returns."""
     found = meta.tensor(node)
-    assert found is not None, f"%{node.name} makes one tensor"
+    assert found is not None, f"%{node.name} returns one tensor"
     return found
 
 
-# What the graph calls. Shapes of pieces that differ between ranks along other axes are looked up when it runs.
+# Functions that graphs call. Shapes of pieces that differ between ranks along other axes are known at run time only.
 @costs(CARRIED)
 def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
-    """All pieces in one row, first what goes to the first of `parts` ranks."""
+    """All pieces in one row, ordered by destination: first the parts for the first of `parts` ranks."""
     if parts == 1:
         return torch.cat([p.reshape(-1) for p in pieces])
     return torch.cat([p.reshape(parts, -1) for p in pieces], 1).reshape(-1)
@@ -281,7 +285,7 @@ def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
 @costs(FREE)
 @shares("nothing")
 def outline(x: Tensor) -> Tensor:
-    """The shape of `x`, and nothing else of it."""
+    """A meta tensor with the shape of `x`."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
@@ -292,7 +296,7 @@ def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...
 @costs(CARRIED)
 @costs(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
-    """One gathered tensor of several that were gathered together."""
+    """Tensor `number` of a gathered bucket."""
     shape = _shapes(outlines)[number]
     return rows_of_gather(joined, outlines, number, parts).reshape(parts * shape[0], *shape[1:]).contiguous()
 
@@ -300,7 +304,7 @@ def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @costs(FREE)
 @shares("view")
 def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
-    """The same where it lies: a row for each rank."""
+    """Tensor `number` of a gathered bucket, as a view with a row for each rank."""
     shapes = _shapes(outlines)
     return joined.view(parts, -1).narrow(1, sum(prod(o) for o in shapes[:number]), prod(shapes[number]))
 
@@ -308,14 +312,14 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @costs(FREE)
 @shares("view")
 def in_rows(x: Tensor, parts: int) -> Tensor:
-    """A contiguous tensor as so many rows."""
+    """A contiguous tensor viewed as `parts` rows."""
     return x.view(parts, x.numel() // parts)
 
 
 @costs(FREE)
 @shares("view")
 def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
-    """One rank's piece of one tensor of several that were reduced together."""
+    """This rank's piece of tensor `number` of a reduced bucket."""
     shapes = _shapes(outlines)
     start, shape = sum(prod(o) // parts for o in shapes[:number]), shapes[number]
     found = joined.narrow(0, start, prod(shape) // parts)

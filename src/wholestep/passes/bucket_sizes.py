@@ -1,4 +1,4 @@
-"""How many bytes collectives carry, by what the hardware takes to start one and to send one."""
+"""Chooses bucket sizes by the time that the hardware needs to start a collective and to send its bytes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class SizeBuckets:
     """Decides how large buckets are and how much is in flight.
 
     Args:
-        hardware: how fast a rank computes, and its links.
-        bucket_bytes: what a collective carries at least, where there is enough; by the link if None.
-        first_bucket_bytes: the same for the first of each kind, which sets the link going; at most `bucket_bytes`.
-        in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be in flight; three
-            buckets each if None, and two tensors each however large.
-        whole: what the step carries; counted in the graph if None: right unless that is part of a step.
+        hardware: speed of a rank and of its links.
+        bucket_bytes: size at which a bucket closes; chosen for the link if None.
+        first_bucket_bytes: the same for the first bucket of each kind, so that the link starts early; at most
+            `bucket_bytes`.
+        in_flight_bytes: bound on gathered parameters that wait for their use, and on gradients that are being
+            scattered; three buckets each if None. Two tensors each may always be in flight.
+        whole: bytes that the collectives of the whole step carry, where the graph is a part of a step; counted in the
+            graph if None.
 
     Passes that bucket and order collectives follow it. A graph that has sizes keeps them.
     """
@@ -50,19 +52,19 @@ class SizeBuckets:
         size = self._bucket_bytes(local)
         axes = local.mesh
         summed = summed_bytes(self.hardware, axes, size) if self.bucket_bytes is None else size
-        flying = (_IN_FLIGHT * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
+        in_flight = (_IN_FLIGHT * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
         alone = min(alone_bytes(self.hardware, axes), size)
-        return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *flying))
+        return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
-        """As given, or as the link and what it has to carry want it; but where parameters are gathered again to hold
-        less, the buckets that are in flight hold a quarter of them at most.
+        """As given, or best for the link; where parameters are re-gathered to save memory, the buckets in flight hold
+        at most a quarter of them.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
         carried, most = self.whole or carried_by(local), self.hardware.bucket_bytes
-        if carried.again_bytes:
-            most = min(max(carried.again_bytes // (4 * _IN_FLIGHT), _LEAST_BUCKET), most)
+        if carried.regathered_bytes:
+            most = min(max(carried.regathered_bytes // (4 * _IN_FLIGHT), _LEAST_BUCKET), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most)
 
 
@@ -72,9 +74,9 @@ def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
 
 
 def tighter(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
-    """`passes`, then the same with smaller buckets and fewer in flight: they hold less at once, and wait longer.
+    """`passes`, then variants with smaller buckets and fewer in flight, which need less memory and wait longer.
 
-    Sizes that were given stay as they are.
+    Sizes that the user gave do not change.
     """
     found = [tuple(passes)]
     given = next((one for one in passes if isinstance(one, SizeBuckets)), None)
@@ -83,15 +85,15 @@ def tighter(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     most = given.bucket_bytes or given.hardware.bucket_bytes
     for part in _PARTS:
         size = max(most // part, min(most, _LEAST_BUCKET)) if given.bucket_bytes is None else most
-        flying = size if given.in_flight_bytes is None else given.in_flight_bytes
-        smaller = resized(passes, bucket_bytes=size, in_flight_bytes=flying)
+        in_flight = size if given.in_flight_bytes is None else given.in_flight_bytes
+        smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight)
         if smaller not in found:
             found.append(smaller)
     return found
 
 
 def alone_bytes(hardware: Hardware, mesh: Mesh) -> int:
-    """From how many bytes on one more collective takes less than copying them into a bucket or out of it does."""
+    """Size from which a collective of its own costs less than a copy into or out of a bucket."""
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
     starts = [_start_us(hardware, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
     copy_us = hardware.work_us(Work(2 * _SAMPLE, bucketed=True)) - hardware.launch_us
@@ -99,10 +101,10 @@ def alone_bytes(hardware: Hardware, mesh: Mesh) -> int:
 
 
 def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: int) -> int:
-    """What collectives should carry that reduce so much in all: `most_bytes`, or half as often as that takes less.
+    """Bucket size for a step that reduces `reduced_bytes` in all: `most_bytes`, halved while that lowers the cost.
 
-    Nothing hides the last one of a step, and all have to be started: n of them, of which computing could hide T
-    microseconds in all, and each of which takes s to start, cost n s + T / n.
+    n buckets cost `n s + T / n`: s to start each, and the last of them, a part 1 / n of the time T that computing could
+    hide, cannot overlap.
     """
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
 
@@ -120,8 +122,9 @@ def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: i
 
 
 def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
-    """What an all-reduce should carry where others carry `bucket_bytes`: doubled as often as computing beside it hides
-    half as much of it. What processors send while they should compute is not hidden at all, and few send it cheapest.
+    """Bucket size of all-reduces: `bucket_bytes`, doubled as often as concurrent computing hides less than half of one.
+
+    A link that needs the processors hides nothing, and is cheapest with few collectives.
     """
 
     def hidden(axis: str) -> float:
@@ -135,12 +138,12 @@ def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
 
 
 def _hidden_us(hardware: Hardware, size_bytes: int, mesh: Mesh, axis: str) -> float:
-    """How much of an all-reduce computing beside it can hide."""
+    """The part of an all-reduce that concurrent computing can hide."""
     carried = "all_reduce", size_bytes, mesh, axis
     return max(hardware.collective_us(*carried) - hardware.compute_steal_us(*carried), 0.0)
 
 
 def _start_us(hardware: Hardware, kind: str, mesh: Mesh, axis: str) -> float:
-    """What a collective takes of the wire, or of the processors where that is more, however few its bytes."""
+    """Time of an empty collective on the link, or on the processors if that is longer."""
     computing = hardware.compute_steal_us(kind, 0, mesh, axis) + sum(hardware.host_us(kind, 0, mesh, axis))
     return max(hardware.collective_us(kind, 0, mesh, axis), computing)

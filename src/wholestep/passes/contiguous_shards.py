@@ -1,4 +1,4 @@
-"""Gathers parameters from one piece of memory in which they rest side by side, instead of copying them there first."""
+"""All-gathers parameters straight from adjacent memory instead of copying them into a bucket first."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from .bucket import GATHER, join_rows
 
 @dataclass(frozen=True)
 class ContiguousShards(InPlace):
-    """Gathers shards that lie side by side in memory from there, without a copy into a bucket.
+    """All-gathers shards from where they are stored, without a copy into a bucket. Bitwise the same.
 
-    `runtime.shard_buffers` puts them there.
-
-    Every parameter is of one bucket, the first that gathers it; other buckets are copied together as before. So are
-    those of which a part is updated while the gather may still read it. Bitwise the same. It goes last, for it has to
-    see which operations write in place.
+    `runtime.shard_buffers` stores the shards of each bucket next to each other. A parameter belongs to the first bucket
+    that gathers it; later buckets are still copied. So is a bucket with a part that is updated while the gather may
+    read it: the pass comes last, after the one that decides which ops write in place.
     """
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """`local` with `side_by_side` in place of `join_rows` where it can be."""
+        """Replace `join_rows` by `side_by_side` where that is safe."""
         graph = local.graph
         params = {node for given, node in local.placeholders() if given.role is Role.PARAM}
         claimed: dict[Node, tuple[Node, ...]] = {}
@@ -41,8 +39,10 @@ class ContiguousShards(InPlace):
             pieces = tuple(operands(node))
             if not params.issuperset(pieces) or len(set(pieces)) < len(pieces):
                 continue
-            free = all(claimed.get(piece, pieces) == pieces for piece in pieces)
-            if free and not _written(writes, set(pieces), place[node], _until(node, place)):
+            unclaimed = all(claimed.get(piece, pieces) == pieces for piece in pieces)
+            end = _last_read(node, place)
+            written = any(place[node] < at < end and stored & set(pieces) for at, stored in writes)
+            if unclaimed and not written:
                 node.target = side_by_side
                 claimed |= dict.fromkeys(pieces, pieces)
         return local
@@ -52,45 +52,38 @@ def _gathers(node: Node) -> bool:
     return node.target is join_rows and all(user.target is GATHER for user in node.users)
 
 
-def _until(join: Node, place: dict[Node, int]) -> float:
-    """Where the last reader of a bucket is known to have read it."""
+def _last_read(join: Node, place: dict[Node, int]) -> float:
+    """Position of the wait that ends the last read of a bucket; infinity where there is none."""
     ends = [place[wait] if is_wait(wait) else float("inf") for gather in join.users for wait in gather.users]
     return max(ends, default=float("inf"))
 
 
-def _written(writes: list[tuple[int, set[Node]]], pieces: set[Node], start: int, end: float) -> bool:
-    return any(start < at < end and pieces & written for at, written in writes)
-
-
 def _writes(graph: Graph, params: set[Node]) -> list[tuple[int, set[Node]]]:
-    """The places of nodes that write in place, with the parameters in whose memory that may be."""
-    home: dict[Node, set[Node]] = {}
+    """Positions of the nodes that write in place, with the parameters whose memory they may write."""
+    params_of: dict[Node, set[Node]] = {}
     for storage in storages(graph):
         for node in storage.members if storage.node in params else ():
-            home.setdefault(node, set()).add(storage.node)
-    found: list[tuple[int, set[Node]]] = []
-    for at, node in enumerate(graph.nodes):
-        if node.op == "call_function" and is_mutating(node):
-            found.append((at, set[Node]().union(*(home.get(given, ()) for given in operands(node)))))
-    return found
+            params_of.setdefault(node, set()).add(storage.node)
+    return [
+        (at, set[Node]().union(*(params_of.get(given, ()) for given in operands(node))))
+        for at, node in enumerate(graph.nodes)
+        if node.op == "call_function" and is_mutating(node)
+    ]
 
 
 def buckets(local: LocalGraph) -> list[list[int]]:
-    """Numbers of the inputs that should rest side by side, in their order."""
+    """For each bucket, the numbers of the inputs to be stored next to each other, in order."""
     placeholders = [node for node in local.graph.nodes if node.op == "placeholder"]
     number = {node: i for i, node in enumerate(placeholders)}
-    lists = [[number[piece] for piece in cast(list[Node], node.args[0])] for node in _sides(local.graph)]
-    return [list(one) for one in dict.fromkeys(map(tuple, lists))]
-
-
-def _sides(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.target is side_by_side]
+    joins = [node for node in local.graph.nodes if node.target is side_by_side]
+    lists = [tuple(number[piece] for piece in cast(list[Node], node.args[0])) for node in joins]
+    return [list(numbers) for numbers in dict.fromkeys(lists)]
 
 
 @costs(FREE)
 @shares("view")
 def side_by_side(pieces: Sequence[Tensor], parts: int) -> Tensor:
-    """All pieces in one row: their own memory where they rest side by side, else a copy."""
+    """All pieces in one row: a view where they are adjacent in memory, else a copy."""
     assert parts == 1, "gathers take rows as they are"
     first = pieces[0]
     start = end = first.storage_offset()

@@ -1,4 +1,4 @@
-"""Moves what waits for the last reductions of a step into the next call, where it runs before its results are read."""
+"""Moves nodes that wait for the last reductions of a step into the next call, just before their results are read."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ from ..graph.verify import is_collective, is_wait
 from ..layout import replicated
 from ..rules.registry import is_random
 from .bucket import REDUCE, SCATTER
-from .overlap import parts
+from .overlap import forward_backward
 
 _LASTING = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.CONST})
 
 
 @dataclass(frozen=True)
 class CrossStep:
-    """Leaves the end of a step to the next call: reductions that are in flight then are waited for there.
+    """Leaves the end of a step to the next call, which waits for the reductions that are in flight.
 
-    Takes a functional program whose collectives are merged, and splits it at its reductions of gradients. Everything
-    that follows from such a reduction moves, unless the forward, the backward, a result or a gradient that is kept
-    needs it. A program in which nothing moves is left as it is.
+    Takes a functional program with buckets, and splits it at its reductions of gradients. All nodes that depend on
+    such a reduction move to the next call, unless the forward, the backward, a result or a kept gradient needs them.
+    A program in which nothing moves is returned unchanged.
 
-    It makes three programs, in all of which parameters are updated one call late. The result runs in all calls but the
-    first. `across` has `first`, for a call that finds nothing carried, and `flush`, which completes the last call when
-    no call follows. Each takes the inputs of the whole step, then what was carried; `flush` those inputs only that
-    outlast a call. One call of `first` or of the result and then `flush` compute what `local` does, with the same
-    operations on the same numbers.
+    The result is three programs, which update parameters one call late. The returned one runs in all calls but the
+    first. Its `across` has `first`, for a call with nothing carried, and `flush`, which completes the last call.
+    Each takes the inputs of the step, then the carried tensors; `flush` takes only the inputs that outlast a call.
+    A call of `first` or of the returned program, then `flush`, computes what `local` does, bitwise.
 
     Raises:
-        GraphError: optimizers over lists were not split by bucket before, or the graph updates in place already.
+        GraphError: optimizers over lists are not split by bucket yet, or the graph already updates in place.
     """
 
     must_follow: ClassVar[tuple[str, ...]] = ("SplitOptimizer",)
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The steady program with the others beside it."""
+        """The steady program, with the two others in `across`."""
         work = _Work(local)
         return work.split() if work.late else local
 
 
 @dataclass
 class _Work:
-    """`late`: what moves. `body`: what stays; what lasts can be in both."""
+    """`late`: nodes that move to the next call. `body`: nodes that stay. Functions of stored tensors may be in both."""
 
     local: LocalGraph
     late: set[Node] = field(default_factory=set[Node])
@@ -59,20 +58,21 @@ class _Work:
         self.given = {node: given for given, node in self.local.placeholders()}
         self.roles = {given.name: given.role for given in self.given.values()}
         self.results = self.local.results()
-        self.moving, main = parts(self.local)
-        followers = {c: _followers(c) for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.moving}
+        self.batch_dependent, main = forward_backward(self.local)
+        reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
+        followers = {c: _followers(c) for c in reductions}
         fixed = main | {node for out, node in self.results if not self._may_move(out)}
         movable = [c for c, after in followers.items() if after and not after & fixed]
         self.late = set[Node]().union(*(followers[c] for c in movable))
         self.carried = [c for c in movable if c not in self.late]
-        self._join_lasting()
+        self._move_operands()
 
     def _may_move(self, out: Output) -> bool:
-        """True for parameters and optimizer state that exist, which nothing reads until the next call."""
+        """True for updates of existing parameters and optimizer state: nothing reads them until the next call."""
         return out.kind == "update" and self.roles.get(out.target) in (Role.PARAM, Role.STATE)
 
-    def _join_lasting(self) -> None:
-        """What `late` needs and can compute later from what lasts moves along; the body computes its own."""
+    def _move_operands(self) -> None:
+        """Move operands of `late` that are functions of stored tensors along; the body computes its own copies."""
         lasting = _needed_by([n for node in self.late for n in operands(node)], self._lasts)
         moves = self.late | lasting
         kept = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
@@ -85,15 +85,15 @@ class _Work:
         self.late |= {n for n in lasting if n not in self.body or n not in stale}
 
     def _lasts(self, node: Node) -> bool:
-        apart = node in self.late or node in self.moving
-        return not (apart or is_collective(node) or is_wait(node) or is_random(node))
+        changes = node in self.late or node in self.batch_dependent
+        return not (changes or is_collective(node) or is_wait(node) or is_random(node))
 
     def _crossing(self, late: set[Node]) -> list[Node]:
-        """What `late` reads and does not compute, each once."""
+        """The operands of `late` outside of it, each once."""
         return list(dict.fromkeys(n for node in self.calls if node in late for n in operands(node) if n not in late))
 
     def _sources(self) -> tuple[list[Node], dict[Node, Node]]:
-        """What has to be carried of that; and what the next call finds in an input, with that input."""
+        """Operands of `late` to be carried; and operands that are inputs of the next call, with those inputs."""
         inputs = {given.name: node for node, given in self.given.items()}
         at_hand = {node: inputs[name] for name, node in self.updated.items() if name in inputs}
         at_hand |= {
@@ -106,8 +106,8 @@ class _Work:
         """The three programs."""
         sources, at_hand = self._sources()
         carries = [self._carry(number, node) for number, node in enumerate(sources)]
-        mine = [(out, n) for out, n in self.results if n in self.late and out.target not in self.updated]
-        others = [(out, n) for out, n in self.results if (out, n) not in mine]
+        ends = [(out, n) for out, n in self.results if n in self.late and out.target not in self.updated]
+        others = [(out, n) for out, n in self.results if (out, n) not in ends]
         others += [(Output("carry", given.name), n) for given, n in zip(carries, sources, strict=True)]
         first, steady, flush = (_Writer(self.local) for _ in range(3))
 
@@ -115,22 +115,21 @@ class _Work:
         programs = [first.end([(out, made.get(n, n)) for out, n in others])]
 
         given = steady.take(self.given)
-        came = steady.take_carried(carries, sources)
-        late = steady.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **came})
-        new = [(out, late[n]) for out, n in mine]
+        carried = steady.take_carried(carries, sources)
+        late = steady.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **carried})
+        new = [(out, late[n]) for out, n in ends]
         newest = {out.target: n for out, n in new}
         made = steady.run(self.calls, self.body, {n: newest.get(self.given[n].name, at) for n, at in given.items()})
         programs.append(steady.end([*[(out, made.get(n, n)) for out, n in others], *new]))
 
         given = flush.take({n: i for n, i in self.given.items() if i.role in _LASTING})
-        came = flush.take_carried(carries, sources)
-        late = flush.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **came})
-        programs.append(flush.end([(out, late[n]) for out, n in mine]))
-        made, steady, ended = programs
-        return replace(steady, across=(made, ended))
+        carried = flush.take_carried(carries, sources)
+        late = flush.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **carried})
+        programs.append(flush.end([(out, late[n]) for out, n in ends]))
+        return replace(programs[1], across=(programs[0], programs[2]))
 
     def _carry(self, number: int, node: Node) -> Input:
-        """The next call's input for what `node` makes."""
+        """The next call's input for the result of `node`."""
         made = meta.tensor(node)
         assert made is not None, f"%{node.name} is one tensor"
         axis = str(node.args[-1]) if is_collective(node) else ""
@@ -152,7 +151,7 @@ class _Writer:
         return {node: self.graph.node_copy(node) for node in given}
 
     def take_carried(self, carries: Sequence[Input], sources: Sequence[Node]) -> dict[Node, Node]:
-        """Placeholders for what the call before left behind."""
+        """Placeholders for the tensors carried from the call before."""
         made = dict[Node, Node]()
         for given, node in zip(carries, sources, strict=True):
             made[node] = self.graph.placeholder(given.name.replace("/", "_"))
@@ -162,7 +161,7 @@ class _Writer:
         return made
 
     def run(self, calls: Sequence[Node], part: set[Node], env: dict[Node, Node]) -> dict[Node, Node]:
-        """Copies of those of `calls` that are in `part`, in their order."""
+        """Copies of the nodes of `calls` that are in `part`, in their order."""
         env = dict(env)
         for node in calls:
             if node in part:
@@ -178,7 +177,7 @@ class _Writer:
 
 
 def _followers(node: Node) -> set[Node]:
-    """All that follows from `node`."""
+    """All nodes that depend on `node`."""
     found, todo = set[Node](), [node]
     while todo:
         for user in todo.pop().users:
@@ -189,7 +188,7 @@ def _followers(node: Node) -> set[Node]:
 
 
 def _needed_by(nodes: Iterable[Node], where: Callable[[Node], bool] = bool) -> set[Node]:
-    """Those of `nodes` that are computed, and all that they need, as far as that holds `where`."""
+    """The calls among `nodes` and the calls that they depend on, as far as `where` is true of each."""
     found, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()

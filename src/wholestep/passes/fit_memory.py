@@ -1,4 +1,4 @@
-"""Fits a program into a budget of memory: tensors are rematerialized in the backward, and buckets made smaller."""
+"""Fits a program into a memory budget by rematerializing tensors in the backward and by shrinking buckets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from .base import Pass, run_passes
 from .bucket_sizes import SizeBuckets, tighter
-from .recompute import Peak, choose, held_by, too_small
+from .recompute import Peak, budget_error, choose, fitted, held_by
 from .remat_frontier import RematChoice, choices
 from .rematerialize import made_again
 from .saved_tensors import SavedTensors
 
 _HIDDEN = 0.1
-"""The part of a gather's time that counts as its cost, where most of it is hidden behind computing."""
+"""Share of a gather's time that counts as its cost where computing hides most of it."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What a program is fitted by: `names` of tensors that are rematerialized or gathered again, and which of the
-    `tighter` passes follow, by number.
+    """A choice that meets a budget: tensors to recompute or re-gather, and which list of `tighter` passes follows.
+
+    `way` is the index into `tighter(passes)`.
     """
 
     way: int
@@ -33,22 +34,21 @@ class Fitting:
 
 @dataclass(frozen=True)
 class FitMemory:
-    """Rematerializes tensors until the program holds `budget_bytes` at most.
+    """Rematerializes tensors until the program holds at most `budget_bytes`.
 
-    What counts is what the passes `after` it make of the program.
-    Of all that fits it takes the shortest step by simulation. Where nothing fits with the sizes of `SizeBuckets`,
-    buckets are made smaller, and less is in flight. Bitwise the same.
+    The peak is measured after the passes in `after`. Among the choices that fit, the shortest simulated step wins.
+    Where none fits with the sizes of `SizeBuckets`, buckets shrink and fewer are in flight. Bitwise the same.
 
     Args:
-        budget_bytes: what the tensors of a rank may take.
-        hardware: what arithmetic and links cost.
-        gathers: gathered parameters may be gathered again instead of kept.
-        after: the passes that follow it.
-        peak: the peak of a program as it runs in the end; by default that of any rank.
-        agree: gives every rank what the first rank's call of the function it is given returned, for that program.
+        budget_bytes: bound on the tensors of a rank.
+        hardware: prices computing and the links.
+        gathers: gathered parameters may be re-gathered instead of kept.
+        after: the passes that follow this one.
+        peak: peak memory of a finished program; by default that of any rank.
+        agree: broadcasts the first rank's result of the given function, for the given program, to all ranks.
 
     Raises:
-        PlanError: the budget cannot be met; says how far it can, and what is held there.
+        PlanError: the budget cannot be met; gives the smallest peak and its live tensors.
     """
 
     budget_bytes: int
@@ -61,21 +61,17 @@ class FitMemory:
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """`local` as it is if it fits, else with tensors rematerialized; ranks whose batch asks for more do more."""
-        found = self.agree(lambda: self.choose(local), local) if self.agree else self.choose(local)
-        after = tighter(self.after)[found.way]
-        local = self.applied(local, found)
-        saved, peak = SavedTensors(local, gathers=False), self._peak_after(after)
-        if self.agree is None or peak(local).size_bytes <= self.budget_bytes:
+        """`local` within the budget. A rank whose batch needs more memory than the first rank's rematerializes more."""
+        if self.agree is None:
+            return self.applied(local, self.choose(local))
+        found = self.agree(lambda: self.choose(local), local)
+        local, peak = self.applied(local, found), self._peak_after(tighter(self.after)[found.way])
+        if peak(local).size_bytes <= self.budget_bytes:
             return local
-        path = choices(saved, held_by(local), self.hardware)
-        names = choose(saved, path, self.budget_bytes, peak)
-        if names is None:
-            raise too_small(saved, path, self.budget_bytes, peak)
-        return made_again(saved, names)
+        return fitted(SavedTensors(local, gathers=False), self.budget_bytes, self.hardware, peak)
 
     def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
-        """`local` with what was found; its sizes are decided where they are smaller than `SizeBuckets` would choose."""
+        """`local` with the choice `found` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
         local = made_again(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
         if not found.way:
             return local
@@ -106,14 +102,14 @@ class FitMemory:
             least, peak_bytes = self.least(local)
             if peak_bytes <= self.budget_bytes:
                 return least
-            raise too_small(saved, path, self.budget_bytes, self._peak_after(ways[-1]))
+            raise budget_error(saved, path, self.budget_bytes, self._peak_after(ways[-1]))
         if self.gathers and local.mesh.size > 1 and min(found)[2]:
             attempt(min(found)[1], choices(saved, held, self.hardware, _HIDDEN))
         _, number, names = min(found)
         return Fitting(number, names)
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
-        """What holds the least, and how many bytes that is: a budget of so many is met."""
+        """The choice with the smallest peak, and that peak in bytes."""
         saved = SavedTensors(local, gathers=self.gathers)
         path = choices(saved, held_by(local), self.hardware)
         names = min(path, key=lambda choice: choice.peak_bytes).names
@@ -128,7 +124,7 @@ class FitMemory:
 def fitted_with(
     passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting]
 ) -> tuple[Pass, ...]:
-    """`passes` with another measure of the peak, and ranks that agree; each budget counts what then follows it."""
+    """`passes` whose `FitMemory` measure `peak` after the passes that follow them, and share choices by `agree`."""
     found = list(passes)
     for at, one in enumerate(passes):
         if isinstance(one, FitMemory):

@@ -1,5 +1,6 @@
-"""Parameters and optimizer state that rest in host memory: shards go to the device before they are gathered, reduced
-gradients to the host, where the update runs.
+"""Stores parameters and optimizer state in host memory.
+
+Shards are copied to the device before they are gathered, reduced gradients to the host, where the update runs.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.verify import is_collective, is_wait
 from ..partition.rank_ops import to_device, to_host
-from ..rules.registry import is_random
-from .base import InPlace
+from .base import InPlace, batch_dependent
 
 _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 
 
 @dataclass(frozen=True)
 class Offload(InPlace):
-    """Moves parameters, state and updates to host memory, in a program with `offload`. Others stay as they are.
+    """Moves parameters, state and updates to host memory in a program with `offload`; other programs do not change.
 
-    On the CPU host and device are one, and the copies are the tensors themselves.
+    Where the device is the CPU, `to_host` and `to_device` return their operand.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Put copies between host and device into `local`."""
+        """Insert copies between host and device into `local`."""
         if local.offload:
             _Work(local, local.graph, local.offload).run()
         return local
@@ -47,51 +47,50 @@ class _Work:
 
     def run(self) -> None:
         roles = {node: given.role for given, node in self.local.placeholders()}
-        depends = {node for node, role in roles.items() if role in (Role.BATCH, Role.GRAD)}
+        varying = batch_dependent(self.local)
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 self.host[node] = roles[node] in _HOST
             elif node.op == "call_function":
-                if is_random(node) or any(n in depends for n in node.all_input_nodes):
-                    depends.add(node)
-                self.host[node] = self._is_host(node, node in depends)
+                self.host[node] = self._is_host(node, node in varying)
                 if self.host[node] and node.kwargs.get("device") is not None:
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
                 if not _torch.is_getitem(node.target):
-                    self._bring(node, self.host[node])
+                    self._move_operands(node, self.host[node])
         output = next(iter(reversed(self.graph.nodes)))
         ends = [
-            self._at(node, output, host=True) if out.kind == "update" and self._rests(out.target) else node
+            self._copied(node, output, host=True) if out.kind == "update" and self._stored(out.target) else node
             for out, node in self.local.results()
         ]
         output.args = (tuple(ends),)
 
-    def _rests(self, target: str) -> bool:
+    def _stored(self, target: str) -> bool:
+        """True for a tensor that is stored on the host."""
         role = next((i.role for i in self.local.inputs if i.name == target), Role.STATE)
         return role in _HOST
 
-    def _is_host(self, node: Node, depends: bool) -> bool:
-        """Updates run on the host; what is made of parameters alone where those are; the rest on the device."""
+    def _is_host(self, node: Node, varies: bool) -> bool:
+        """Updates run on the host, functions of parameters alone where their operands are, all else on the device."""
         if is_collective(node) or is_wait(node):
             return False
         if _torch.is_getitem(node.target):
             return self.host[node.all_input_nodes[0]]
         if not meta.is_batch_invariant(node):
             return False
-        return depends or all(self.host[n] for n in node.all_input_nodes if not self._is_number(n))
+        return varies or all(self.host[n] for n in node.all_input_nodes if not self._is_number(n))
 
     def _is_number(self, node: Node) -> bool:
-        """Scheduled numbers and counts stay on the CPU; kernels take them from there."""
+        """Scheduled numbers and counts stay on the CPU; kernels of any device read them there."""
         found = meta.tensor(node)
         return found is not None and not found.shape and found.device == "cpu"
 
-    def _bring(self, node: Node, host: bool) -> None:
+    def _move_operands(self, node: Node, host: bool) -> None:
         for given in node.all_input_nodes:
             if self.host[given] != host and not self._is_number(given):
-                node.replace_input_with(given, self._at(given, node, host))
+                node.replace_input_with(given, self._copied(given, node, host))
 
-    def _at(self, given: Node, reader: Node, host: bool) -> Node:
-        """`given` on the other side, copied once."""
+    def _copied(self, given: Node, reader: Node, host: bool) -> Node:
+        """`given` on the host or on the device, copied once."""
         if self.host.get(given, host) == host or meta.tensor(given) is None:
             return given
         if given not in self.moved:

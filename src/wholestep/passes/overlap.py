@@ -1,4 +1,4 @@
-"""Orders a step so that communication hides behind arithmetic, by simulating it."""
+"""Orders a step by simulation so that computing hides communication."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
-from ..rules.registry import is_random
-from .base import InPlace
+from .base import InPlace, batch_dependent
 
 _NEVER = float("inf")
 
@@ -27,12 +26,13 @@ _NEVER = float("inf")
 class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
-    Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in the order
-    of their use, while no more than `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it; with
-    None, as `SizeBuckets` decided. Optimizer updates that feed a parameter all-gather are issued as soon as their
-    gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the next
-    call go in the order in which that reads their parameters.
-    Ranks whose batches differ in size may find different orders: `SameOrder` gives them that of one.
+    Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in order of
+    use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it; `SizeBuckets`
+    decides where `in_flight_bytes` is None. Optimizer updates that feed a parameter all-gather are issued as soon as
+    their gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the
+    next call start in the order in which that call reads their parameters.
+
+    Ranks whose batches differ in size may get different orders; `SameOrder` makes them equal.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -44,11 +44,11 @@ class Overlap(InPlace):
 
     @property
     def must_follow(self) -> tuple[str, ...]:
-        """What decides how much is in flight."""
+        """`SizeBuckets`, unless bounds are given."""
         return ("SizeBuckets",) if self.in_flight_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Put the nodes of `local` into another order."""
+        """Reorder the nodes of `local`."""
         most = most_in_flight(local, self.in_flight_bytes, self.in_flight)
         work = _Work(local, self.hardware, most, {})
         work.run()
@@ -61,9 +61,9 @@ class Overlap(InPlace):
 
 @dataclass(frozen=True)
 class SameOrder:
-    """Gives all ranks one order of collectives: that which `ask` gives for a program; without it, each keeps its own.
+    """Gives all ranks the order of collectives that `ask` returns for a program; without `ask` nothing changes.
 
-    Ranks whose batches differ in size may be given different orders by `Overlap`, and would wait for each other.
+    `Overlap` may order collectives differently on ranks whose batches differ in size: they would deadlock.
     """
 
     ask: Callable[[LocalGraph], Sequence[str]] | None = None
@@ -80,7 +80,7 @@ class SameOrder:
 
 
 def most_in_flight(local: LocalGraph, given_bytes: int | None, given: int | None) -> tuple[int, int]:
-    """Bytes that may be in flight, or how many collectives: as given, or as `SizeBuckets` decided."""
+    """Bounds on bytes and number of collectives in flight: as given, or by `SizeBuckets`."""
     if given_bytes is not None:
         return given_bytes, 1 if given is None else given
     assert local.sizes is not None, "SizeBuckets came before"
@@ -88,36 +88,36 @@ def most_in_flight(local: LocalGraph, given_bytes: int | None, given: int | None
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
-    """The graph with its collectives in the order `names`, and else in its own, as far as that allows.
+    """The graph with its collectives in the order `names`; other nodes keep their order as far as possible.
 
     Raises:
-        RankMismatchError: it has other collectives, or they cannot run in that order.
+        RankMismatchError: the graph has other collectives, or they cannot run in that order.
     """
     calls = [n for n in local.graph.nodes if n.op == "call_function"]
-    own = {n.name: n for n in calls if is_collective(n)}
-    if list(own) == list(names):
+    collectives = {n.name: n for n in calls if is_collective(n)}
+    if list(collectives) == list(names):
         return local
     before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in calls}
-    if sorted(own) == sorted(names):
+    if sorted(collectives) == sorted(names):
         for first, second in pairwise(names):
-            before[own[second]].append(own[first])
+            before[collectives[second]].append(collectives[first])
         order = _sorted(calls, before)
         if len(order) == len(calls):
             return replace(local, graph=_in_order(local.graph, order))
     raise RankMismatchError(
-        f"this rank cannot run its {len(own)} collectives in the order of the first rank's {len(names)}",
-        "ranks whose programs differ in sizes of the batch at most",
-        "give schedule=None, or batches for which the step is the same",
+        f"this rank cannot run its {len(collectives)} collectives in the order of the first rank's {len(names)}",
+        "ranks whose programs differ only in sizes of the batch",
+        "pass schedule=None, or batches for which the step is the same",
     )
 
 
 def in_one_order(steady: LocalGraph) -> LocalGraph:
-    """The same with the collectives of its three programs in the order of `steady`.
+    """The three programs of a step across calls, with their collectives in the order of `steady`.
 
-    Collectives that complete the last call come before those of this one: a rank that flushes and then runs `first`
-    has the same sequence as one that runs `steady`.
+    Collectives that complete the last call precede those of this call: a rank that runs `flush`, then `first`, has the
+    same sequence as a rank that runs `steady`.
     """
-    assert steady.across is not None, "the end of the step is left to the next call"
+    assert steady.across is not None, "AcrossSteps split the program"
     first, flush = steady.across
     of_flush, of_first = set(collectives_of(flush)), set(collectives_of(first))
     order = collectives_of(steady)
@@ -127,12 +127,12 @@ def in_one_order(steady: LocalGraph) -> LocalGraph:
 
 
 def collectives_of(local: LocalGraph) -> list[str]:
-    """The names of its collectives, in order."""
+    """Names of the collectives of `local`, in order."""
     return [n.name for n in local.graph.nodes if is_collective(n)]
 
 
 def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """`calls` with each behind what is `before` it, and else by their place; without those that are in a circle."""
+    """`calls` in a topological order by `before` that keeps their positions as far as possible; a cycle is left out."""
     place = {node: i for i, node in enumerate(calls)}
     left = {node: len(before[node]) for node in calls}
     after: dict[Node, list[Node]] = {node: [] for node in calls}
@@ -154,8 +154,12 @@ def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> lis
 
 @dataclass
 class _Work:
-    """`arrivals`: when what was carried here is complete, in microseconds since the start. `settled`: what is placed,
-    or will be for a gather.
+    """Simulates the step and places nodes.
+
+    `arrivals`: when each carried input is complete, in microseconds since the start. `order`: the new order; `placed`
+    has the nodes in it. `in_flight`: started gathers that nothing waited for yet, in bytes. `queue`: reductions that
+    are carried to the next call, by urgency. `first_use`: position of the first reader of a node in the forward and
+    backward. `carried`: updates with carried gradients, and when they can run.
     """
 
     local: LocalGraph
@@ -164,72 +168,69 @@ class _Work:
     arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])
     placed: set[Node] = field(default_factory=set[Node])
-    flying: dict[Node, int] = field(default_factory=dict[Node, int])
-    held: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
-    first: dict[Node, int] = field(default_factory=dict[Node, int])
+    in_flight: dict[Node, int] = field(default_factory=dict[Node, int])
+    queue: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
+    first_use: dict[Node, int] = field(default_factory=dict[Node, int])
     carried: dict[Node, float] = field(default_factory=dict[Node, float])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
         self.clock = start(self.local, self.hardware, self.arrivals)
-        moving, main = parts(self.local, hops=False)
-        urgency = self._urgency([n for n in calls if n in main and n in moving])
-        gathers = [n for n in calls if n in main and is_collective(n) and n not in moving]
-        self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first.__getitem__)}
-        self.settled = self.placed.union(*self.ahead.values())
+        varying, main = forward_backward(self.local, later_stages=False)
+        urgency = self._urgency([n for n in calls if n in main and n in varying])
+        gathers = [n for n in calls if n in main and is_collective(n) and n not in varying]
+        self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first_use.__getitem__)}
+        self.assigned = self.placed.union(*self.ahead.values())  # placed, or placed with a gather
         tail = [n for n in calls if n not in main]
         self.tail = _Tail(tail)
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
-        self._learn_carried([n for n in calls if n not in moving])
+        self._learn_carried([n for n in calls if n not in varying])
         for node in calls:
             if node in urgency:
-                heappush(self.held, (urgency[node], len(self.held), node))
-            elif node in main and node in moving:
-                for needed in _cone(node, self.settled):
+                heappush(self.queue, (urgency[node], len(self.queue), node))
+            elif node in main and node in varying:
+                for needed in _cone(node, self.assigned):
                     self._gather_ahead(needed)
                     while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
                         self._place_all(_cone(late, self.placed))
                     self._place_all(_cone(needed, self.placed))
-            while self.held and self.clock.wire <= self.clock.now:
-                self._place_all(_cone(heappop(self.held)[2], self.placed))
-        while self.held:
-            self._place_all(_cone(heappop(self.held)[2], self.placed))
+            while self.queue and self.clock.wire <= self.clock.now:
+                self._place_all(_cone(heappop(self.queue)[2], self.placed))
+        while self.queue:
+            self._place_all(_cone(heappop(self.queue)[2], self.placed))
         while (late := self.tail.next(_NEVER, lambda _: True)) is not None:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
-        """Reductions that are carried away, with the place of the first node that reads what follows from them."""
+        """Reductions to be carried to the next call, with the position at which that call first needs their results."""
         seen = set(self.placed)
         for place, node in enumerate(main):
             for needed in _cone(node, seen):
-                self.first[needed] = place
+                self.first_use[needed] = place
                 seen.add(needed)
-        came = {
-            i.name: min((self.first[u] for u in n.users if u in self.first), default=len(main))
+        needed_at = {
+            i.name: min((self.first_use[u] for u in n.users if u in self.first_use), default=len(main))
             for i, n in self.local.placeholders()
             if i.role is Role.CARRY
         }
         carried = [(out, n) for out, n in self.local.results() if out.kind == "carry" and is_collective(n)]
-        return {node: came[out.target] for out, node in carried if out.target in came}
+        return {node: needed_at[out.target] for out, node in carried if out.target in needed_at}
 
     def _learn_carried(self, calls: list[Node]) -> None:
-        """When what follows from what was carried here can run, if no collective stands between.
-
-        Microseconds since the start, in the order in which it is read.
-        """
+        """Find when nodes that depend on carried inputs can run, without those behind a collective, in order of use."""
         ready = {n: self.arrivals.get(i.name, 0.0) for i, n in self.local.placeholders() if i.role is Role.CARRY}
         for node in calls:
             known = [ready[n] for n in node.all_input_nodes if n in ready]
-            if known and node in self.first:
+            if known and node in self.first_use:
                 ready[node] = _NEVER if is_collective(node) else max(known)
         able = [n for n, when in ready.items() if n.op == "call_function" and when < _NEVER]
-        self.carried = {n: ready[n] for n in sorted(able, key=self.first.__getitem__)}
+        self.carried = {n: ready[n] for n in sorted(able, key=self.first_use.__getitem__)}
 
-    def _fill(self, until: float) -> None:
-        """Updates with what has arrived run while something else is waited for."""
+    def _update_carried(self, until: float) -> None:
+        """Place updates whose carried gradients have arrived, as long as the rank would only wait."""
         for node, when in list(self.carried.items()):
             if self.clock.now >= until:
                 return
@@ -241,18 +242,18 @@ class _Work:
         for node in nodes:
             if node not in self.placed:
                 if is_wait(node) and self.carried:
-                    self._fill(self.clock.done.get(node_at(node, 0), 0.0))
+                    self._update_carried(self.clock.done.get(node_at(node, 0), 0.0))
                 self.clock.run(node)
                 self.order.append(node)
                 self.placed.add(node)
-                self.settled.add(node)
+                self.assigned.add(node)
                 if is_wait(node):
-                    self.flying.pop(node_at(node, 0), None)
+                    self.in_flight.pop(node_at(node, 0), None)
                 if node not in self.tail.place or is_collective(node):
                     self.tail.learn(node, self.clock)
 
     def _gather_ahead(self, node: Node) -> None:
-        """Start gathers while there is room, and at least those that `node` reads."""
+        """Start gathers while the bounds allow, and at least the gathers that `node` reads."""
         needed = {n for n in node.all_input_nodes if n in self.ahead}
         while self.ahead:
             gather = next(iter(self.ahead))
@@ -260,25 +261,25 @@ class _Work:
                 return
             needed.discard(gather)
             self._place_all(self.ahead.pop(gather))
-            self.flying[gather] = _bytes(gather)
+            self.in_flight[gather] = _bytes(gather)
 
     def _has_links(self, node: Node) -> bool:
-        """True unless collectives along another axis are on the links that it needs: it would slow them down."""
+        """True unless a collective along another axis is on the links that `node` needs: it would slow that down."""
         axis, mesh = str(node.args[-1]), self.local.mesh
         busy = [other for other, until in self.clock.wires.items() if other != axis and until > self.clock.now]
         return not any(self.hardware.shares_links(mesh, axis, other) for other in busy)
 
     def _must_wait(self, gather: Node) -> bool:
-        """True when there is no room for it, or what it gathers has not arrived."""
+        """True if `gather` would exceed the bounds, or its operand has not arrived."""
         size_bytes, count = self.most
-        if len(self.flying) >= count and sum(self.flying.values()) + _bytes(gather) > size_bytes:
+        if len(self.in_flight) >= count and sum(self.in_flight.values()) + _bytes(gather) > size_bytes:
             return True
         arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
         return max(arrives, default=0.0) > self.clock.now
 
 
 class _Tail:
-    """What follows from complete gradients: from when on each node could run, as soon as that is known."""
+    """Nodes that depend on complete gradients, and the earliest start of each once it is known."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.place = {node: i for i, node in enumerate(nodes)}
@@ -292,7 +293,7 @@ class _Tail:
                 self.readers.setdefault(given, []).append(node)
 
     def learn(self, node: Node, clock: Clock) -> None:
-        """The result of `node` exists, or is on the wire. Collectives that nothing else holds up may start."""
+        """`node` ran or, for a collective, started: collectives whose operands are all known may start."""
         todo = [node]
         while todo:
             known = todo.pop()
@@ -308,46 +309,49 @@ class _Tail:
                     todo.append(reader)
 
     def next(self, now: float, may: Callable[[Node], bool]) -> Node | None:
-        """The collective that can start first, if it can by `now`, and `may`."""
+        """The collective with the earliest start, if that is at most `now`, and `may` is true of it."""
         if not self.starts or self.starts[0][0] > now or not may(self.nodes[self.starts[0][1]]):
             return None
         return self.nodes[heappop(self.starts)[1]]
 
     def lateness(self, node: Node) -> tuple[float, int]:
-        """When a node can run, then its place: an order that dependencies allow."""
+        """Sort key: earliest start, then position. Sorted nodes are in dependency order."""
         return self.ready[node], self.place[node]
 
 
-def parts(local: LocalGraph, hops: bool = True) -> tuple[set[Node], set[Node]]:
-    """What depends on the batch or on chance; and forward and backward: of those, what does not follow from complete
-    gradients, all that this needs, and the collectives on it; with `hops` those too that send on what others brought.
+def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[Node], set[Node]]:
+    """The nodes that depend on the batch or on random numbers; and the nodes of the forward and the backward.
+
+    The latter are the batch-dependent nodes that do not depend on complete gradients, their operands, and the
+    collectives on them; with `later_stages` also the later stages of hierarchical collectives.
     """
-    moving = {n for i, n in local.placeholders() if i.role in (Role.BATCH, Role.GRAD)}
-    settled, brought = set[Node](), set[Node]()
+    varying = batch_dependent(local)
+    gradients, communicated = set[Node](), set[Node]()
     todo: list[Node] = []
     for node in local.graph.nodes:
-        given = [n for n in node.all_input_nodes if n in moving]
-        if node.op != "call_function" or not (given or is_random(node)):
+        if node.op != "call_function" or node not in varying:
             continue
-        moving.add(node)
+        given = [n for n in node.all_input_nodes if n in varying]
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
-        if meta.is_batch_invariant(node) or (piece and all(n in settled for n in given)):
-            settled.add(node)
-        elif meta.value(node) is not None or (is_collective(node) and (hops or not brought.issuperset(given))):
+        if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in given)):
+            gradients.add(node)
+        elif meta.value(node) is not None or (
+            is_collective(node) and (later_stages or not communicated.issuperset(given))
+        ):
             todo.append(node)
-        elif is_wait(node) or brought.issuperset(given):
-            brought.add(node)
+        elif is_wait(node) or communicated.issuperset(given):
+            communicated.add(node)
     main = set[Node]()
     while todo:
         node = todo.pop()
         if node not in main:
             main.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
-    return moving, main
+    return varying, main
 
 
 def _cone(node: Node, outside: set[Node]) -> list[Node]:
-    """`node` and all that it needs but for `outside`, in an order that dependencies allow."""
+    """`node` and all nodes that it depends on, without `outside`, in dependency order."""
     found: dict[Node, None] = {}
     todo = [(node, False)]
     while todo:

@@ -1,4 +1,4 @@
-"""Bounds the peak memory of a step: what the forward keeps for the backward is made again there, as far as it must."""
+"""Bounds the peak memory of a step by rematerializing saved tensors in the backward (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _MOST_TRIES = 6
 
 @dataclass(frozen=True)
 class Recompute:
-    """Makes values again in the backward until the peak is at most `budget_bytes`, the fewest microseconds added.
+    """Rematerializes values in the backward until the peak is at most `budget_bytes`, at the least added time.
 
-    Random numbers are not drawn again, and nothing is sent again but, with `gathers`, parameters that are gathered.
-    Bitwise the same. The peak is that of `peak_memory`, once updates are in place.
+    Random numbers are never drawn twice, and no collective but a gather of parameters (with `gathers`) runs twice.
+    Bitwise the same. The peak is `peak_memory` of the program with updates in place.
 
     Args:
-        budget_bytes: of a rank, at most.
-        hardware: that prices arithmetic and the link.
-        compute: values that depend on the batch may be made again.
-        gathers: gathered parameters may be gathered again instead of kept.
+        budget_bytes: bound on the peak of a rank.
+        hardware: prices ops and collectives.
+        compute: values that depend on the batch may be recomputed.
+        gathers: gathered parameters may be re-gathered instead of kept.
 
     Example:
         >>> fitted = ws.run_passes(local, [ws.Recompute(ws.peak_memory(local).size_bytes, gathers=True)])
 
     Raises:
-        PlanError: the budget cannot be met; says how far it can, and what is held there.
+        PlanError: the budget cannot be met; gives the smallest peak and its live tensors.
     """
 
     budget_bytes: int
@@ -49,24 +49,33 @@ class Recompute:
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The same step under the budget, as it was if it fits."""
-        saved = SavedTensors(local, self.compute, self.gathers)
-        path = choices(saved, held_by(local), self.hardware)
-        names = choose(saved, path, self.budget_bytes, in_place_peak)
-        if names is None:
-            raise too_small(saved, path, self.budget_bytes, in_place_peak)
-        return made_again(saved, names)
+        """The same step within the budget; `local` itself if that fits."""
+        return fitted(SavedTensors(local, self.compute, self.gathers), self.budget_bytes, self.hardware, in_place_peak)
+
+
+def fitted(saved: SavedTensors, budget_bytes: int, hardware: Hardware, peak: Peak) -> LocalGraph:
+    """`saved.local` with values rematerialized until `peak` is at most `budget_bytes`, at the least added time.
+
+    Raises:
+        PlanError: no choice of values reaches the budget.
+    """
+    path = choices(saved, held_by(saved.local), hardware)
+    names = choose(saved, path, budget_bytes, peak)
+    if names is None:
+        raise budget_error(saved, path, budget_bytes, peak)
+    return made_again(saved, names)
 
 
 def in_place_peak(local: LocalGraph) -> PeakMemory:
-    """The peak of the functional graph `local` once its updates are in place."""
+    """The peak of the functional graph `local` with its updates in place."""
     return peak_memory(Reinplace()(local))
 
 
 def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> tuple[str, ...] | None:
-    """Names of the values to be made again so that `peak` of the graph is `budget_bytes` at most; None if none do.
+    """Names of the values to rematerialize so that `peak` is at most `budget_bytes`; None if no choice reaches it.
 
-    It is the cheapest of `path`, which is the same for all budgets: a larger one takes no dearer choice.
+    The result is the cheapest choice on `path`. The path is the same for all budgets, so that a larger budget never
+    costs more.
     """
     now = peak(saved.local).size_bytes
     if now <= budget_bytes:
@@ -78,7 +87,7 @@ def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, 
 
 
 def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
-    """Without choices that bring next to nothing over the one before."""
+    """`path` without the choices that save less than 0.2 % over the one before."""
     found = list(path[:1])
     for choice in path[1:]:
         if choice.peak_bytes < found[-1].peak_bytes * _WORTH:
@@ -89,8 +98,10 @@ def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
 def _cheapest(
     path: Sequence[RematChoice], budget_bytes: int, differs: int, peak_of: Callable[[RematChoice], int]
 ) -> int | None:
-    """The first of `path`, but for doing nothing, whose true peak fits, if true peaks fall along it as expected ones
-    do; or one that holds nearly as much. Few are looked at: each tells how far the true peak is from the expected one.
+    """Index of the first choice after `path[0]` whose true peak fits, or of a later one with nearly the same peak.
+
+    True peaks are assumed to fall along the path as the expected ones do. A true peak is expensive, so the search
+    computes few, and corrects expected peaks by the difference `differs` found for the last choice.
     """
     low, high = 0, len(path)
     for _ in range(_MOST_TRIES):
@@ -106,7 +117,7 @@ def _cheapest(
 
 
 def held_by(local: LocalGraph) -> list[int]:
-    """Bytes held at each call of the functional graph `local` once its updates are in place."""
+    """Live bytes at each call of the functional graph `local` with its updates in place."""
     after = Reinplace()(local)
     calls = [n.name for n in after.graph.nodes if n.op == "call_function"]
     at = dict(zip(calls, bytes_held(after), strict=True))
@@ -122,13 +133,13 @@ def _peak(saved: SavedTensors, choice: RematChoice, peak: Peak) -> PeakMemory:
     return peak(made_again(saved, choice.names))
 
 
-def too_small(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:
-    """What to say when no choice fits."""
+def budget_error(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:
+    """The error for a budget that no choice meets."""
     lowest = _peak(saved, min(path, key=lambda choice: choice.peak_bytes), peak)
-    held = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
+    live = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
     return PlanError(
-        f"the step needs {lowest.size_bytes} bytes on a rank at least, {human(lowest.rest_bytes)} of them at rest; "
-        f"with all made again that helps it holds\n{held}",
+        f"the step needs at least {lowest.size_bytes} bytes on a rank, {human(lowest.rest_bytes)} of them stored "
+        f"between steps; with all useful rematerialization it holds\n{live}",
         f"at most {budget_bytes} bytes",
-        "give more, a smaller batch, more ranks, or a style that shards what is held",
+        "give more memory, a smaller batch, more ranks, or a style that shards these tensors",
     )

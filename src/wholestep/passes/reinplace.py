@@ -1,7 +1,7 @@
-"""Updates in place again: functional ops whose operand dies become in-place ops, new state lands in the old storage.
+"""Turns functional ops whose operand dies into in-place ops, and writes new state into the storage of the old.
 
-Bitwise the same, but for sums over pieces whose strides the trace does not fix: these may be taken in another order.
-What cannot be updated in place is copied at the end, so a parameter keeps its storage for good.
+Bitwise the same, except that sums over tensors whose strides the trace does not fix may run in another order.
+State that cannot be updated in place is copied at the end: a parameter always keeps its storage.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 @dataclass(frozen=True)
 class Reinplace(InPlace):
-    """Updates parameters and state in place, and lets other ops write over what nothing reads any more.
+    """Updates parameters and state in place, and lets other ops overwrite operands that nothing reads afterwards.
 
-    Takes a functional LocalGraph; gives one whose outputs are the results and the state that it creates.
+    Takes a functional LocalGraph; the outputs of the result are the step's results and the state that it creates.
     """
 
     def change(self, local: LocalGraph) -> LocalGraph:
@@ -45,6 +45,8 @@ class Reinplace(InPlace):
 
 @dataclass
 class _Work:
+    """`root`: one node for all that share memory. `last_use`: of a root. `updated_inputs`: inputs by new value."""
+
     local: LocalGraph
     index: dict[Node, int] = field(default_factory=dict[Node, int])
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
@@ -55,7 +57,7 @@ class _Work:
         self.graph: Graph = self.local.graph
         self.index = {node: i for i, node in enumerate(self.graph.nodes)}
         self.updates = {o.target: n for o, n in self.local.results() if o.kind == "update"}
-        self.homes = {self.updates[i.name]: n for i, n in self.local.placeholders() if i.name in self.updates}
+        self.updated_inputs = {self.updates[i.name]: n for i, n in self.local.placeholders() if i.name in self.updates}
         self.owned = {n for i, n in self.local.placeholders() if i.role in _OWNED and i.name in self.updates}
         for node in self.graph.nodes:
             self._join(node)
@@ -70,7 +72,7 @@ class _Work:
         self.members.setdefault(root, []).append(node)
 
     def _until(self, node: Node) -> int:
-        """A collective reads its operand until it is waited for, perhaps in the next call only."""
+        """Position until which `node` reads its operands: a collective until its wait, perhaps in the next call."""
         if not is_collective(node):
             return self.index[node]
         return max([self.index[node], *(self.index[u] if is_wait(u) else _END for u in node.users)])
@@ -80,12 +82,12 @@ class _Work:
         self.last_use[root] = max(self.last_use.get(root, -1), when)
 
     def _dies_at(self, node: Node, user: Node) -> bool:
-        """True when nothing reads the storage of `node` after `user`, and we may write there."""
+        """True if nothing reads the storage of `node` after `user`, and it may be written."""
         root = self.root[node]
         return (root in self.owned or root.op == "call_function") and self.last_use.get(root, -1) <= self.index[user]
 
     def _merge(self, made: Node, into: Node) -> None:
-        """From here on `made` lives in the storage of `into`."""
+        """`made` now shares the storage of `into`."""
         old, new = self.root[made], self.root[into]
         if old is new:
             return
@@ -96,12 +98,11 @@ class _Work:
 
     # -- nodes ---------------------------------------------------------------------------
     def run(self) -> None:
-
         for node in list(self.graph.nodes):
             if node.target is part_of_gather:
-                self._land(node)
+                self._copy_out(node)
             elif node.target is GATHER:
-                self._gather_home(node)
+                self._gather_into(node)
             if node.op != "call_function" or not _torch.is_op(node.target) or is_mutating(node):
                 continue
             inplace = inplace_form(node.target)
@@ -113,59 +114,57 @@ class _Work:
                 node.target = inplace
                 self._merge(node, node.args[0])
 
-    def _land(self, node: Node) -> None:
-        """A gathered parameter goes from its bucket to where it rests, not by way of memory of its own."""
-        home, made = self.homes.get(node), meta.tensor(node)
-        if home is None or made is None or made != meta.tensor(home) or not made.is_contiguous:
+    def _copy_out(self, node: Node) -> None:
+        """Copy a gathered parameter from its bucket straight into the storage of the parameter."""
+        stored, made = self.updated_inputs.get(node), meta.tensor(node)
+        if stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
             return
-        if self.last_use.get(self.root[home], -1) >= self.index[node]:
+        if self.last_use.get(self.root[stored], -1) >= self.index[node]:
             return
         parts = cast(int, node.args[3])
         rows = contiguous([parts, made.numel // parts], made)
         with self.graph.inserting_before(node):
-            there = add_call(self.graph, in_rows, (home, parts), rows, node)
-            here = add_call(self.graph, rows_of_gather, node.args, rows, node)
-            add_call(self.graph, aten.copy_.default, (there, here), rows, node)
-        self._use(home, self.last_use[self.root[node]])
-        node.replace_all_uses_with(home)
+            target = add_call(self.graph, in_rows, (stored, parts), rows, node)
+            source = add_call(self.graph, rows_of_gather, node.args, rows, node)
+            add_call(self.graph, aten.copy_.default, (target, source), rows, node)
+        self._use(stored, self.last_use[self.root[node]])
+        node.replace_all_uses_with(stored)
         self.graph.erase_node(node)
 
-    def _gather_home(self, node: Node) -> None:
-        """What is gathered alone, and is then where a parameter rests, is received there."""
+    def _gather_into(self, node: Node) -> None:
+        """Receive a parameter that is gathered outside a bucket, and stored gathered, in its storage."""
         wait, *others = node.users
-        home, made = self.homes.get(wait), meta.tensor(node)
-        if others or home is None or made is None or made != meta.tensor(home) or not made.is_contiguous:
+        stored, made = self.updated_inputs.get(wait), meta.tensor(node)
+        if others or stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
             return
-        held = self.members[self.root[home]]
-        read_meanwhile = any(self.index[user] > self.index[node] for one in held for user in one.users)
+        views = self.members[self.root[stored]]
+        read_meanwhile = any(self.index[user] > self.index[node] for view in views for user in view.users)
         if not read_meanwhile and not made.dtype.is_complex:  # gloo gathers these as pairs of real numbers
-            node.target, node.kwargs = GATHER_INTO, {"out": home}
-            self._merge(node, home)
+            node.target, node.kwargs = GATHER_INTO, {"out": stored}
+            self._merge(node, stored)
 
     def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
-        here = meta.tensor(given)
-        fits = (
-            here is not None
-            and made is not None
-            and (here.shape, here.dtype, here.device) == (made.shape, made.dtype, made.device)
-            and all(a == b != 0 for a, b, size in zip(here.stride, made.stride, here.shape, strict=True) if size > 1)
+        operand = meta.tensor(given)
+        if operand is None or made is None:
+            return False
+        strides = zip(operand.stride, made.stride, operand.shape, strict=True)
+        fits = (operand.shape, operand.dtype, operand.device) == (made.shape, made.dtype, made.device) and all(
+            a == b != 0 for a, b, size in strides if size > 1
         )
         alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
-        fits = fits and not self._may_spread(given, node, made)
-        return fits and alone and self._dies_at(given, node)
+        return fits and alone and not self._may_broadcast(given, node, made) and self._dies_at(given, node)
 
-    def _may_spread(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
-        """True when `given` has the shape of the result on the first rank, and may be spread to it on another."""
+    def _may_broadcast(self, given: Node, node: Node, made: meta.TensorMeta) -> bool:
+        """True if `given` has the shape of the result on the first rank, but may be broadcast to it on another."""
         whole = meta.whole_shapes(given)
-        alike = len(whole) == 1 and whole[0] is not None and whole[0] in meta.whole_shapes(node)
-        return made is not None and 1 in made.shape and not alike
+        same = len(whole) == 1 and whole[0] is not None and whole[0] in meta.whole_shapes(node)
+        return 1 in made.shape and not same
 
     def _lists(self, node: Node, inplace: Any) -> None:
         """Foreach and fused ops: in place for all their lists, or not at all."""
-        written = [
-            a.name for a in _torch.schema_of(inplace).arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
-        names = [a.name for a in _torch.schema_of(inplace).arguments]
+        arguments = _torch.schema_of(inplace).arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        names = [a.name for a in arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         lists = [list(cast(Sequence[Node], given[name])) for name in written]
         nested = len(_torch.schema_of(node.target).returns) > 1
@@ -186,7 +185,7 @@ class _Work:
 
     # -- the end --------------------------------------------------------------------------
     def finish(self) -> tuple[Output, ...]:
-        """Copy what did not land in its own storage; keep results and created state as outputs."""
+        """Copy updates that are not in their storage; keep results and created state as outputs."""
         placeholders = {i.name: n for i, n in self.local.placeholders()}
         output = next(iter(reversed(self.graph.nodes)))
         kept: list[tuple[Output, Node]] = []
@@ -200,13 +199,12 @@ class _Work:
                 else:
                     kept.append((out, self._safe(node, None)))
             for target, value in copies:
-                new = self.graph.call_function(aten.copy_.default, (target, value))
-                meta.copy(target, new)
+                meta.copy(target, self.graph.call_function(aten.copy_.default, (target, value)))
         output.args = (tuple(node for _, node in kept),)
         return tuple(out for out, _ in kept)
 
     def _is_whole(self, node: Node, target: Node) -> bool:
-        """True when `node` is the storage of `target` itself and no view of it."""
+        """True if `node` is `target` updated in place, and no view of it."""
         while node is not target:
             if node.target in MAY_ALIAS or not (is_mutating(node) or is_wait(node)):
                 return False
@@ -214,7 +212,7 @@ class _Work:
         return True
 
     def _safe(self, node: Node, target: Node | None) -> Node:
-        """A value to be read while inputs are overwritten: apart from any input's storage."""
+        """The value of `node`, cloned if it shares storage with an input that may be overwritten."""
         root = self.root.get(node, node)
         if root.op != "placeholder" or root is target:
             return node
@@ -251,7 +249,7 @@ def _aliased(node: Node) -> Node | None:
     if _torch.is_op(node.target):
         schema = _torch.schema_of(node.target)
         return given[0] if any(r.alias_info is not None for r in schema.returns) else None
-    return given[0]  # a function of a rank's own, of which nothing is known
+    return given[0]  # a function of wholestep: it may return a view
 
 
 def inplace_form(target: Any) -> Any:
@@ -261,5 +259,5 @@ def inplace_form(target: Any) -> Any:
     overload = getattr(other, target._overloadname, None) if other else None
     if overload is None or target.namespace != "aten":
         return None
-    ours, theirs = ([a.name for a in _torch.schema_of(t).arguments] for t in (target, overload))
-    return overload if ours == theirs else None
+    names, inplace_names = ([a.name for a in _torch.schema_of(t).arguments] for t in (target, overload))
+    return overload if names == inplace_names else None

@@ -1,7 +1,7 @@
-"""Which saved values to make again: a path from none to as many as help, the cheapest microseconds for a byte first.
+"""A rematerialization frontier: drops saved values one by one, the fewest added microseconds per byte first.
 
-A value that is dropped is made again from what is still there: parameters, the batch, values that are kept. What it is
-made of counts once, however many dropped values need it, and is held from its first reader to its last.
+A dropped value is recomputed from tensors that are alive: parameters, the batch, kept values. An operand that several
+dropped values need is recomputed once, and stays alive from its first reader to its last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STAGES = 32
 _LEAST_US = 0.01
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Span = tuple[int, int]
-_Spot = tuple[int, int]  # memory by id, and the stretch it is made again in; -1 for where it was made first
+_Spot = tuple[int, int]  # id of a storage, and the segment in which it is recomputed; -1 for the original
 
 
 @dataclass(frozen=True)
 class RematChoice:
-    """Values to be made again by name, what that adds in microseconds, and the peak that is expected in bytes."""
+    """Names of values to rematerialize, the time that adds, and the expected peak."""
 
     names: tuple[str, ...]
     added_us: float
@@ -45,9 +45,10 @@ def choices(
     wire_price: float = 1.0,
     times: Mapping[Node, int] | None = None,
 ) -> list[RematChoice]:
-    """The path, cheapest first; `held` is what the step holds at each call now.
+    """The frontier, cheapest choice first; `held` is the live bytes at each call of the unchanged step.
 
-    A gather costs `wire_price` of the time for which it keeps the wire. `times`: calls that stand for several.
+    A gather costs `wire_price` of the time for which it occupies the link. `times`: how many equal calls a call of a
+    layer-folded step represents.
     """
     search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {})
     found = [search.choice()]
@@ -78,11 +79,11 @@ class _Search:
         return RematChoice(tuple(self.names), self.us, int(self.held.max(initial=0)))
 
     def excess(self, held: Array, target: int) -> int:
-        """Bytes above `target`, added up over all calls."""
+        """Bytes above `target`, summed over all calls."""
         return int(np.maximum(held - target, 0).sum())
 
     def reach(self, target: int) -> Iterator[RematChoice]:
-        """Drop values until nothing is above `target`, or none helps; a choice after each."""
+        """Drop values until nothing is above `target` or no value helps; yields the choice after each."""
         left = [v for v in self.saved.candidates if id(v.storage) not in self.dropped]
         before = self.excess(self.held, target)
         if not before:
@@ -103,7 +104,7 @@ class _Search:
             yield self.choice()
 
     def _score(self, value: SavedTensor, target: int, before: int) -> tuple[float, _Trial | None]:
-        """Microseconds for each byte (times calls) of what is too much, the least first; None if nothing is gained."""
+        """Added microseconds per byte (summed over calls) of excess that dropping `value` removes; None if none is."""
         trial = _Trial(self)
         trial.drop(value)
         gained = before - self.excess(trial.after(), target)
@@ -116,14 +117,14 @@ class _Search:
             sent = self.wire_price * sent_us(node, self.hardware, self.saved.local.mesh)
             handled = sum(host_us(node, self.hardware, self.saved.local.mesh))
             return (handled + sent) * self.times.get(node, 1)
-        here = self.saved.stretch[node]
-        moves = all(user.op == "call_function" and self.saved.stretch[user] > here for user in node.users)
+        segment = self.saved.segment[node]
+        moves = all(user.op == "call_function" and self.saved.segment[user] > segment for user in node.users)
         return 0.0 if moves else node_us(node, self.hardware) * self.times.get(node, 1)
 
 
 @dataclass
 class _Trial:
-    """What dropping one value more would change."""
+    """The change by dropping one more value; `commit` applies it."""
 
     base: _Search
     us: float = 0.0
@@ -136,36 +137,36 @@ class _Trial:
     def drop(self, value: SavedTensor) -> None:
         self.value = value
         key = (id(value.storage), -1)
-        self.spans[key], self.sizes[key] = (value.storage.first, value.own_last), value.storage.size_bytes
-        for stretch, reads in value.reads.items():
+        self.spans[key], self.sizes[key] = (value.storage.first, value.last_read), value.storage.size_bytes
+        for segment, reads in value.reads.items():
             for at, member in reads:
-                self._need(member, stretch, at)
-        for member, stretch, at in self.base.leaning.get(id(value.storage), ()):
-            self._need(member, stretch, at)
+                self._need(member, segment, at)
+        for member, segment, at in self.base.leaning.get(id(value.storage), ()):
+            self._need(member, segment, at)
 
-    def _need(self, node: Node, stretch: int, at: int) -> None:
-        """`node` is read at `at`: it is there, is made again there or earlier, or is kept until then."""
+    def _need(self, node: Node, segment: int, at: int) -> None:
+        """Make `node` available at call `at`: kept alive until then, or recomputed there or earlier."""
         saved, todo = self.base.saved, [(node, at)]
         while todo:
             node, at = todo.pop()
             if node.op != "call_function":
                 continue
-            twin = saved.twin(node, stretch)
+            twin = saved.twin(node, segment)
             if twin is not None:
                 for storage in saved.of.get(twin, ()):
-                    self._stretch(storage, -1, at)
-            elif self._is_there(node, stretch):
+                    self._extend(storage, -1, at)
+            elif self._is_alive(node, segment):
                 for storage in saved.of.get(node, ()):
-                    self._stretch(storage, -1, at)
-                    self.leaning.append((id(storage), node, stretch, at))
+                    self._extend(storage, -1, at)
+                    self.leaning.append((id(storage), node, segment, at))
             else:
-                todo += self._copy(node, stretch, at)
+                todo += self._copy(node, segment, at)
 
-    def _copy(self, node: Node, stretch: int, at: int) -> list[tuple[Node, int]]:
-        key = (node, stretch)
+    def _copy(self, node: Node, segment: int, at: int) -> list[tuple[Node, int]]:
+        key = (node, segment)
         first = self.copies.get(key, self.base.copies.get(key))
         for storage in self.base.saved.of.get(node, ()):
-            self._stretch(storage, stretch, at)
+            self._extend(storage, segment, at)
         if first is not None and first <= at:
             return []
         if first is None:
@@ -173,27 +174,28 @@ class _Trial:
         self.copies[key] = at
         return [(given, at) for given in operands(node)]
 
-    def _is_there(self, node: Node, stretch: int) -> bool:
+    def _is_alive(self, node: Node, segment: int) -> bool:
         saved = self.base.saved
         if not saved.repeatable(node):
             return True
         held = saved.of.get(node, ())
         if len(held) != 1 or id(held[0]) in self.base.dropped:
             return False
-        return saved.last_stretch[id(held[0])] >= stretch and (self.value is None or held[0] is not self.value.storage)
+        return saved.last_segment[id(held[0])] >= segment and (self.value is None or held[0] is not self.value.storage)
 
-    def _stretch(self, storage: Storage, stretch: int, at: int) -> None:
+    def _extend(self, storage: Storage, segment: int, at: int) -> None:
+        """Let the lifetime of `storage` in `segment` include call `at`."""
         if storage.first < 0 or storage.last is None:
             return
-        key = (id(storage), stretch)
-        first = self.base.saved.natural.get(key[0]) if stretch == -1 else None
+        key = (id(storage), segment)
+        first = self.base.saved.natural.get(key[0]) if segment == -1 else None
         now = self.spans.get(key) or self.base.spans.get(key) or first
         new = (at, at) if now is None else (min(now[0], at), max(now[1], at))
         if new != now:
             self.spans[key], self.sizes[key] = new, storage.size_bytes
 
     def after(self) -> Array:
-        """Bytes held at each call."""
+        """Live bytes at each call."""
         steps = np.zeros(len(self.base.held) + 1, dtype=np.int64)
         for key, (first, last) in self.spans.items():
             size = self.sizes[key]
@@ -214,5 +216,5 @@ class _Trial:
         self.base.dropped.add(id(self.value.storage))
         self.base.spans |= self.spans
         self.base.copies |= self.copies
-        for storage, node, stretch, at in self.leaning:
-            self.base.leaning.setdefault(storage, []).append((node, stretch, at))
+        for storage, node, segment, at in self.leaning:
+            self.base.leaning.setdefault(storage, []).append((node, segment, at))

@@ -1,4 +1,4 @@
-"""How collectives are merged and ordered, as one value: which passes do it, and with which sizes."""
+"""The passes that bucket and order collectives, with their sizes, as one value."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from .split_optimizer import SplitOptimizer
 
 @dataclass(frozen=True)
 class Schedule:
-    """Buckets sized by the link, an update and a gather for each, all in the order that a simulation finds best.
+    """Buckets collectives by the speed of the link, splits the optimizer by bucket, and orders all by simulation.
 
     It is a pass itself: called with a LocalGraph it runs its `passes`.
 
     Args:
         hardware: to schedule for.
-        bucket_bytes: what a collective holds at least, where there is enough; by the link if None.
-        first_bucket_bytes: the same for the first of each kind, which sets the wire going; at most `bucket_bytes`.
-        in_flight_bytes: gathered parameters that may wait for their use, and gradients that may be on their way to be
-            scattered; three buckets each if None, and two tensors each however large.
-        across_steps: reductions that are in flight when a step ends are waited for in the next call, where what is
-            updated with them is read first. Until then, or until `step.flush()`, those parameters are a step behind.
+        bucket_bytes: size at which a bucket closes; chosen for the link if None.
+        first_bucket_bytes: the same for the first bucket of each kind, so that the link starts early; at most
+            `bucket_bytes`.
+        in_flight_bytes: bound on gathered parameters that wait for their use, and on gradients that are being
+            scattered; three buckets each if None. Two tensors each may always be in flight.
+        across_steps: the next call waits for the reductions that are in flight when a step ends, just before it reads
+            the parameters that they update. Until then, or until `step.flush()`, these parameters are a step behind.
 
     Example:
         >>> scheduled = ws.run_passes(local, [ws.Schedule(ws.Hardware.preset("dgx-h100"))])
@@ -43,14 +44,14 @@ class Schedule:
     across_steps: bool = False
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The same step in another order, with fewer and larger collectives."""
+        """The same step with fewer, larger and reordered collectives."""
         return run_passes(local, self.passes)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that it stands for."""
         sizes = SizeBuckets(self.hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
-        sums = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
-        merging = (sizes, SinkWaits(), *sums, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
+        reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
+        merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
         across = (CrossStep(),) if self.across_steps else ()
         return (*merging, *across, Overlap(self.hardware, None, None), LimitInflight())

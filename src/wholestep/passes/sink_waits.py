@@ -1,4 +1,4 @@
-"""Waits for each collective at the last moment: just before the first node that reads its result."""
+"""Moves the wait of each collective to just before the first node that reads its result."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from .base import InPlace
 class SinkWaits(InPlace):
     """Moves waits behind arithmetic that does not read their results. Bitwise the same.
 
-    A view reads nothing: it stays behind the wait, as the cut from what was padded to be gathered. So does the sum with
-    a gradient that a call before left: it would end the bucket that the reduction goes into.
+    Views move with their wait. So does the addition to a gradient that an earlier call left: it would close the
+    bucket of the reduction.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Move the waits of `local` down."""
-        held = set[Node]()
-        kept = {node for given, node in local.placeholders() if given.role is Role.GRAD}
+        deferred = set[Node]()
+        accumulated = {node for given, node in local.placeholders() if given.role is Role.GRAD}
 
-        def bring(given: Node, reader: Node) -> None:
-            if given in held:
-                held.remove(given)
-                for earlier in given.all_input_nodes:
-                    bring(earlier, reader)
-                reader.prepend(given)
+        def place_before(reader: Node, node: Node) -> None:
+            if node in deferred:
+                deferred.remove(node)
+                for operand in node.all_input_nodes:
+                    place_before(reader, operand)
+                reader.prepend(node)
 
         for node in list(local.graph.nodes):
             given = set(node.all_input_nodes)
-            left = bool(given & kept) and given <= held | kept
-            if is_wait(node) or (node.target in FREE and given <= held) or (left and given & held):
-                held.add(node)
-            if left:
-                kept.add(node)
-            if node in held:
+            accumulates = bool(given & accumulated) and given <= deferred | accumulated
+            if accumulates:
+                accumulated.add(node)
+            if is_wait(node) or (node.target in FREE and given <= deferred) or (accumulates and given & deferred):
+                deferred.add(node)
                 continue
-            for one in node.all_input_nodes:
-                bring(one, node)
+            for operand in node.all_input_nodes:
+                place_before(node, operand)
         return local

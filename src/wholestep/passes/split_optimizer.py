@@ -1,4 +1,4 @@
-"""Splits optimizers over lists by what their gradients wait for: one bucket is updated while others travel."""
+"""Splits optimizers over lists of tensors by bucket: one bucket is updated while others are in flight."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, operands, redirect
 from ..graph.verify import is_wait
 from .base import InPlace
-from .bucket import together
+from .bucket import union
 
 Waits = frozenset[Node]
 
 
 @dataclass(frozen=True)
 class SplitOptimizer(InPlace):
-    """Splits fused and foreach optimizers: one op for each set of collectives that their gradients wait for.
+    """Splits fused and foreach optimizers into one op for each set of collectives that their gradients wait for.
 
-    `by` names gradients, as nodes, to be kept apart from all others instead: exactly two groups. Bitwise the same.
+    Given `by`, names of gradient nodes, it makes two groups instead: these and all others. Bitwise the same.
 
     Raises:
         ValueError: `by` leaves one side empty.
@@ -34,7 +34,7 @@ class SplitOptimizer(InPlace):
 
     @property
     def must_follow(self) -> tuple[str, ...]:
-        """Without buckets each tensor would get an optimizer of its own."""
+        """`Bucket`: without buckets each tensor would get its own optimizer op."""
         return ("Bucket",) if self.by is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
@@ -65,7 +65,7 @@ class _Work:
                 self._visit(node)
 
     def _visit(self, node: Node) -> None:
-        after = together([self.after.get(n, frozenset()) for n in node.all_input_nodes])
+        after = union([self.after.get(n, frozenset()) for n in node.all_input_nodes])
         if self.by is not None:
             named = node.name in self.by
             self.marker = self.marker or (node if named else None)
@@ -74,7 +74,7 @@ class _Work:
             after = frozenset({node})
         lists = _lists(node)
         if lists:
-            waits = [self._of_item(lists, i) for i in range(len(lists[0]))]
+            waits = [union([self.after.get(n, frozenset()) for n in at]) for at in zip(*lists, strict=True)]
             groups: dict[Waits, list[int]] = {}
             for i, wait in enumerate(waits):
                 groups.setdefault(wait, []).append(i)
@@ -89,17 +89,14 @@ class _Work:
         self.after[node] = after
 
     def _picked(self, node: Node, whole: Node, index: int) -> Waits:
-        """What one output of a list op waits for; an output that is a list itself hands its items on."""
+        """Waits of one output of a list op; an output that is a list itself keeps the waits of its items."""
         if isinstance(meta.value(node), (list, tuple)):
             self.items[node] = self.items[whole]
             return frozenset()
         return self.items[whole][index] if index < len(self.items[whole]) else frozenset()
 
-    def _of_item(self, lists: Sequence[Sequence[Node]], index: int) -> Waits:
-        return together([self.after.get(given[index], frozenset()) for given in lists])
-
     def _split(self, node: Node, groups: list[list[int]]) -> None:
-        """One op for each group of positions, and every pick of an item from the op that makes it."""
+        """Replace `node` by one op for each group of positions, and let each getitem read from the op of its item."""
         self.split += 1
         length = sum(len(g) for g in groups)
         made: list[Node] = []
@@ -134,8 +131,8 @@ class _Work:
 
 
 def _lists(node: Node) -> list[list[Node]]:
-    """The lists of tensors, all as long, that an op over lists takes; empty for other ops."""
-    if not _torch.is_op(node.target) or not str(node.target).startswith(("aten._foreach_", "aten._fused_")):
+    """The lists of tensors, all of one length, that an op over lists takes; empty for other ops."""
+    if not _torch.is_op(node.target) or not node.target.overloadpacket.__name__.startswith(("_foreach_", "_fused_")):
         return []
     found = [cast(list[Any], a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and a]
     lists = [list(a) for a in found if all(isinstance(n, Node) for n in a)]
@@ -158,7 +155,7 @@ def _opened(value: Any) -> list[Any]:
 
 
 def _describe(new: Node, node: Node, group: list[int], length: int) -> None:
-    """What `new` makes: the part of what `node` made that its group picks."""
+    """Give `new` the metadata of `node`, cut to the positions in `group`."""
     value, tensors = meta.value(node), meta.tensors(node)
     meta.copy(node, new)
     nested = any(isinstance(v, (list, tuple)) for v in _opened(value))

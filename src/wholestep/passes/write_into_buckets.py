@@ -1,4 +1,4 @@
-"""Writes products straight into the bucket in which they are reduced, and as the part of an average that they are."""
+"""Writes gradients that are matrix products straight into the bucket of their reduction, scaled for an average."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ aten = torch.ops.aten
 class WriteIntoBuckets(InPlace):
     """Computes gradients that are matrix products in their all-reduce's bucket, without a copy.
 
-    Nearly all bytes of a model's gradients are such. The other pieces are copied once all are there.
+    Nearly all bytes of a model's gradients are matrix products. The other pieces are copied into the bucket once all
+    exist.
 
-    An average over ranks is a sum of parts: products and copies are scaled as they are made, where a backend that sums
-    and then divides passes over the bucket once more. That is done where parts are exact, a power of two of any but
-    float16, which they might be too small for. A mean that is scattered in the next call stays one: that call takes it.
+    An average over ranks becomes a sum: products and copies are scaled when they are written, which saves the backend
+    a pass over the bucket to divide it. This needs an exact scale: a power of two ranks, and no float16, whose values
+    could underflow. A reduce-scatter that `AcrossSteps` carries into the next call stays an average.
 
-    Bitwise the same, but that a BLAS may add up a product in another order where its memory is aligned otherwise, as it
-    is behind pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.
+    Bitwise the same, except that a BLAS may sum a product in another order if its output is aligned differently, as it
+    is after pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Fill the buckets of `local`; where pieces differ in size between ranks they are left as they are."""
+        """Fill the buckets of `local`; no change on several axes, where sizes of pieces differ between ranks."""
         if sum(axis.size > 1 for axis in local.mesh.axes) != 1:
             return local
         graph = local.graph
@@ -45,17 +46,17 @@ class WriteIntoBuckets(InPlace):
         carried = {node for out, node in local.results() if out.kind == "carry"}
         for node in list(graph.nodes):
             if node.target in (REDUCE, SCATTER):
-                scale = _part(node, local.mesh) if node.target is REDUCE or node not in carried else None
+                scale = _scale_of(node, local.mesh) if node.target is REDUCE or node not in carried else None
                 if _fill(graph, node_at(node, 0), place, scale or 1.0) or (scale and _scale(graph, node, scale)):
                     node.update_arg(1, "sum" if scale else node.args[1])
         return local
 
 
-def _part(by: Node, mesh: Mesh) -> float | None:
-    """What a rank's tensor is multiplied by to be summed up where it would be averaged; None where it stays as it is.
+def _scale_of(by: Node, mesh: Mesh) -> float | None:
+    """The factor that turns the average of collective `by` into a sum; None where it stays an average.
 
-    Nothing here may depend on how the tensor was made: a rank that sums and one that averages compute different things,
-    and what one rank makes as a product another one, of more micro-batches, makes as a sum of products.
+    The decision must not depend on which op made the tensor: all ranks must decide the same, and a product on one rank
+    is a sum of products on another that has more micro-batches.
     """
     given = node_at(by, 0)
     if by.args[1] != "avg" or made_by(given).dtype == torch.float16:
@@ -67,7 +68,7 @@ def _part(by: Node, mesh: Mesh) -> float | None:
 
 
 def _scale(graph: Graph, by: Node, scale: float) -> bool:
-    """Multiply what the collective `by` takes by `scale`."""
+    """Multiply the operand of the collective `by` by `scale`."""
     given = node_at(by, 0)
     if given.target is aten.mm.default and len(given.users) == 1:
         given.target, given.args = part_of_average, (*given.args, scale)
@@ -78,33 +79,36 @@ def _scale(graph: Graph, by: Node, scale: float) -> bool:
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> bool:
-    """True if `join`, the pieces of an all-reduce, became a bucket that is filled, with all multiplied by `scale`."""
+    """Replace `join`, the pieces of an all-reduce, by a bucket into which each is written times `scale`.
+
+    False if it is no such join, or no piece is a matrix product.
+    """
     if join.target is not join_rows or join.args[1] != 1 or len(join.users) != 1:
         return False
     pieces, whole = cast(list[Node], join.args[0]), made_by(join)
     sizes = [made_by(piece).numel for piece in pieces]
-    straight = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
-    straight.sort(key=lambda i: place[pieces[i]])
-    if not straight:
+    products = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
+    products.sort(key=lambda i: place[pieces[i]])
+    if not products:
         return False
-    with graph.inserting_before(pieces[straight[0]]):
+    with graph.inserting_before(pieces[products[0]]):
         bucket = add_call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
-    for i in straight:
+    for i in products:
         with graph.inserting_before(pieces[i]):
             bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args, scale), whole, pieces[i])
-    others = [i for i in range(len(pieces)) if i not in straight]
+    others = [i for i in range(len(pieces)) if i not in products]
     if others:
         with graph.inserting_before(join):
             given = [pieces[i] for i in others]
             bucket = add_call(graph, put_pieces, (bucket, sizes, others, given, scale), whole, join)
     join.replace_all_uses_with(bucket)
     graph.erase_node(join)
-    for i in straight:
+    for i in products:
         graph.erase_node(pieces[i])
     return True
 
 
-# What the graph calls.
+# Functions that graphs call.
 @costs(FREE)
 def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for the pieces of a bucket."""
@@ -114,7 +118,7 @@ def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @costs(PRODUCTS)
 @shares("view")
 def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The product of two matrices, times `scale`, becomes the elements of `bucket` from `start` on."""
+    """Write `scale * a @ b` into `bucket`, from element `start` on."""
     rows, columns = a.shape[0], b.shape[1]
     made = bucket.narrow(0, start, rows * columns).view(rows, columns)
     torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
@@ -123,7 +127,7 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float
 
 @costs(PRODUCTS)
 def part_of_average(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The product of two matrices, times `scale`."""
+    """`scale * a @ b`."""
     made = a.new_empty((a.shape[0], b.shape[1]))
     return torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
 
@@ -134,7 +138,7 @@ def part_of_average(a: Tensor, b: Tensor, scale: float) -> Tensor:
 def put_pieces(
     bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor], scale: float
 ) -> Tensor:
-    """Pieces, times `scale`, become those parts of `bucket`, cut into `sizes`, that `numbers` name."""
+    """Split `bucket` into `sizes`, and write each piece times `scale` into the part with its number."""
     parts: tuple[Tensor, ...] = torch.split(bucket, list(sizes))
     for number, piece in zip(numbers, pieces, strict=True):
         torch.mul(piece.reshape(-1), scale, out=parts[number])

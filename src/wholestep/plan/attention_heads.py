@@ -1,4 +1,4 @@
-"""Attention heads that an axis cuts must divide evenly: found where a cut dim is viewed as heads."""
+"""Checks that the attention heads which an axis shards divide evenly; heads are found at views of a sharded dim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class _Split:
-    """A hidden dim that a view splits into heads, and the module that made it."""
+    """A hidden dim that a view splits into heads; `maker` is the module that computed it."""
 
     node: Node
     maker: str
@@ -38,8 +38,8 @@ def check_heads(graph: TrainGraph, mesh: Mesh, axis: str, decisions: Mapping[str
         return
     first = bad[0]
     where = meta.module_path(first.node)
-    around = [s for s in found if meta.module_path(s.node) == where]
-    heads = ", ".join(f"{s.maker} makes {s.heads} heads of {s.width}" for s in around)
+    same_module = [s for s in found if meta.module_path(s.node) == where]
+    heads = ", ".join(f"{s.maker} makes {s.heads} heads of {s.width}" for s in same_module)
     fits = gcd(*(s.heads for s in found))
     sizes = [str(n) for n in range(1, fits + 1) if fits % n == 0]
     more = len({meta.module_path(s.node) for s in bad}) - 1
@@ -53,7 +53,7 @@ def check_heads(graph: TrainGraph, mesh: Mesh, axis: str, decisions: Mapping[str
 
 
 def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split | None:
-    """The heads that a forward view makes of a dim that is cut along `axis`."""
+    """The heads into which a forward view splits a dim that is sharded along `axis`."""
     if node.op != "call_function" or node.target not in _VIEWS or meta.is_backward(node):
         return None
     given = node_at(node, 0)
@@ -71,5 +71,5 @@ def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split |
     inner = after[lead : len(after) - rest]
     same_back = not rest or before[-rest:] == after[len(after) - rest :]
     if not (same_front and same_back) or sum(size > 1 for size in inner) < 2 or inner[0] == 1:
-        return None  # dims of size one make no heads
+        return None  # dims of size one are no heads
     return _Split(node, meta.module_path(given) or f"%{given.name}", inner[0], before[lead] // inner[0])

@@ -1,8 +1,9 @@
-"""Why a plan is as it is, in words: kept with each decision while it is made, read back by `Plan.explain`."""
+"""The reasons behind a plan as text: stored with each decision, printed by `Plan.explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -24,7 +25,7 @@ _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "t
 
 
 def show_group(group: Group) -> str:
-    """`m k, k n -> m n`: the factors of a call's tensors; `_` for a dim that stays whole."""
+    """`m k, k n -> m n`: the factors of a call's tensors; `_` for a dim that cannot be sharded."""
     left = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.operands.values())
     right = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.outputs.values())
     return f"{left} -> {right}"
@@ -35,7 +36,7 @@ def _factor(name: str | None) -> str:
 
 
 def cut_reason(group: Group, factor: str, given: Sequence[Node], states: Sequence[AxisState]) -> str:
-    """Which factor is cut, and the operand that brought it."""
+    """Reason for a sharded factor, with an operand that already has it."""
     by = [n.name for i, n in enumerate(given) if i in group.operands and _at(group, i, states[i]) == factor]
     neighbour = f", as %{by[0]} is" if by else ""
     return f"cut along {_factor(factor)} of '{show_group(group)}'{neighbour}"
@@ -46,20 +47,20 @@ def _at(group: Group, operand: int, state: AxisState) -> str | None:
 
 
 def partial_reason(given: Sequence[Node], takes: Mapping[int, AxisState]) -> str:
-    """Partial values pass."""
+    """Reason for partial values that pass through."""
     names = [f"%{given[i].name}" for i, state in takes.items() if state.kind == "P"]
     return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
 
 
 def whole_reason(group: Group) -> str:
-    """Nothing could be cut."""
+    """Reason for replicated operands."""
     return f"whole: no operand is cut where '{show_group(group)}' may be"
 
 
 def moves(
     given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
 ) -> Iterator[str]:
-    """What it takes to bring the operands together, and the time of that on `hardware`."""
+    """Sentences about the operands that are resharded, with the time on `hardware`."""
     for node, before, after in zip(given, have, want, strict=True):
         made = meta.tensor(node)
         if before != after and made is not None:
@@ -67,7 +68,7 @@ def moves(
 
 
 def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
-    """A result that is resharded where it is made."""
+    """Sentence about a result that is resharded at once."""
     return f"the result {_move(made, before, after, mesh, hardware)}, once for all readers" if made else ""
 
 
@@ -84,16 +85,8 @@ def _steps(path: Path) -> str:
     return f"{', '.join(words)} ({path.cost_us:.1f} us)"
 
 
-def explain_op(plan: Plan, name: str) -> str:
-    """The layouts of one operation, what decided them, and what it costs to bring its operands together.
-
-    Raises:
-        PlanError: the plan has no such operation; names near ones.
-    """
-    name = name.removeprefix("%")
-    decision = plan.decisions.get(name)
-    if decision is None:
-        raise PlanError(f"the plan has no operation %{name}", _near(name, plan.decisions), "correct the name")
+def _explain_op(plan: Plan, name: str, decision: Decision) -> str:
+    """The layouts of one operation, the reasons for them, and the cost of resharding its operands."""
     lines = [f"%{name}  {_takes(decision)}"]
     lines += [f"  {line}" for line in decision.because or (decision.why,)]
     readers = [n for n, d in plan.decisions.items() if name in d.reads]
@@ -109,15 +102,16 @@ def _takes(decision: Decision) -> str:
 
 
 def explain(plan: Plan, name: str) -> str:
-    """Where an input rests and why; what reads it, in which layout, at which cost.
+    """The storage layout of an input and the reason for it; its readers with layouts and costs.
 
     Raises:
         PlanError: the plan knows neither an input nor an operation of this name; names near ones.
     """
     given = next((i for i in plan.inputs if i.name == name), None)
     if given is None:
-        if name.removeprefix("%") in plan.decisions:
-            return explain_op(plan, name)
+        decision = plan.decisions.get(name.removeprefix("%"))
+        if decision is not None:
+            return _explain_op(plan, name.removeprefix("%"), decision)
         known = [*(i.name for i in plan.inputs), *plan.decisions]
         raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, known), "correct the name")
     layout = plan.rest[name]
@@ -145,8 +139,6 @@ def explain(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    from difflib import get_close_matches
-
-    found = get_close_matches(name, list(known), 3, 0.4)
+def _near(name: str, known: Sequence[str]) -> str:
+    found = get_close_matches(name, known, 3, 0.4)
     return f"one of its names, as {', '.join(found)}" if found else "one of its names"

@@ -1,4 +1,4 @@
-"""The planning stage: a graph, a mesh and a strategy -> Plan."""
+"""The planning stage: from a graph, a mesh and strategies to a Plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .data_parallel import DataParallel
 from .optimal.tensor import solved
 from .plan import Decision, Options, Plan
 from .propagate import propagate, would_gather
-from .propagation_inputs import PropagationInputs, own_buffers, varying
+from .propagation_inputs import PropagationInputs, per_rank_buffers, varying
 from .semantics import differences
 from .strategy import Chooser, Resting, Strategies, Strategy, compose
 
@@ -32,14 +32,15 @@ def plan(
     placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
-    """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+    """Choose the layout of every tensor of `graph` on `mesh`. Needs no process group, no device and no weights.
 
-    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
-    chooses; on a mesh `"auto=N"` it chooses the axes too.
-
-    `placed` names inputs that rest somewhere already (another step put them there): they stay. Where layouts follow
-    from what resharding takes, that is counted on `hardware`; by default on one host with as many ranks as it takes.
-    `Auto` names its hardware itself.
+    Args:
+        graph: a captured step.
+        mesh: a mesh, or its text such as `"dp=8"`; `"auto=N"` lets `Auto` choose the axes.
+        parallel: a strategy, a list of strategies for different axes, or `Auto`; `DataParallel("fully_shard")` by
+            default.
+        placed: storage layouts of inputs that another step has placed already: these do not change.
+        hardware: prices resharding; by default one host with all ranks. `Auto` has its own hardware.
 
     Example:
         >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Hardware.preset("dgx-h100"))
@@ -87,7 +88,7 @@ def plan(
 def bytes_at_rest(
     graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
 ) -> int:
-    """What a plan would have the first rank hold between calls, of all inputs but the batch; nothing is planned.
+    """Bytes that the first rank would store between calls, of all inputs but the batch, without making a plan.
 
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
@@ -95,14 +96,14 @@ def bytes_at_rest(
     parallel.axes(mesh)
     _, rest = _placed(graph, mesh, parallel, placed)
     first = mesh.coordinate(0)
-    held = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
-    return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in held)
+    stored = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
+    return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in stored)
 
 
 def _placed(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None
 ) -> tuple[dict[str, Resting], dict[str, Layout]]:
-    """Where parameters and their state rest, and every input."""
+    """Storage layouts of parameters with their state, and of every input."""
     params = [i for i in graph.inputs if i.role is Role.PARAM]
     base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
     resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
@@ -111,7 +112,7 @@ def _placed(
 
 
 def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
-    """Decisions, and the ops written out on the way: those that would need an operand whole that is cut."""
+    """Decisions, and the ops that are decomposed because they would need a sharded operand whole."""
     expanded = list(strategies.pins(start.graph, start.mesh).expanded)
     start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
     for _ in range(ROUNDS):
@@ -132,9 +133,9 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
 def _rest(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, resting: Mapping[str, Resting], cut: tuple[str, ...]
 ) -> dict[str, Layout]:
-    """Where every input rests; batches are cut as the strategies say, and each rank along `cut` may have its own."""
+    """Storage layouts of all inputs; with per-rank semantics each rank along `cut` has its own batch."""
     per_rank = strategies.options.semantics == "per_rank"
-    own = own_buffers(graph) if per_rank else frozenset[str]()
+    varying_buffers = per_rank_buffers(graph) if per_rank else frozenset[str]()
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
     for given in graph.inputs:
@@ -149,17 +150,17 @@ def _rest(
             layout = replace(
                 varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
             )
-        elif given.name in own:
+        elif given.name in varying_buffers:
             layout = varying(given, cut, mesh)
         rest[given.name] = _without_single(layout, mesh)
     return rest
 
 
 def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
-    """The style's choice, but for what is placed already; state that is not follows its parameter."""
+    """The layouts of the style, except of inputs that are placed; state follows a placed parameter."""
     shapes = {i.name: i.meta.shape for i in graph.inputs}
-    alike = [i for i in graph.inputs if i.role is Role.STATE and i.meta.shape == shapes[i.owner]]
-    states = {i.owner: placed[i.name] for i in alike if i.name in placed}
+    shaped = [i for i in graph.inputs if i.role is Role.STATE and i.meta.shape == shapes[i.owner]]
+    states = {i.owner: placed[i.name] for i in shaped if i.name in placed}
     out = dict(chosen)
     for name, resting in chosen.items():
         param = placed.get(name, resting.param)
@@ -168,7 +169,7 @@ def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str,
 
 
 def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout]) -> dict[str, Layout]:
-    """State and gradients that the step makes rest as the state of their parameter would, where they have its shape."""
+    """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape."""
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     out: dict[str, Layout] = {}
     for output, node in graph.results():
@@ -180,7 +181,7 @@ def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout
 
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
-    """Axes of one rank cut nothing."""
+    """`layout` without axes of size 1."""
     return Layout(
         tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies
     )

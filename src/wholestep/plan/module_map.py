@@ -1,4 +1,4 @@
-"""The modules of a captured step: which nodes each made, what it reads from outside and what leaves it."""
+"""The modules of a captured step: the nodes of each, the tensors that it reads from outside, and its results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..graph.graph import Role, TrainGraph, operands
 
 aten = torch.ops.aten
 EMBEDDINGS = (aten.embedding.default,)
-TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
+TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+CONVOLUTIONS = (aten.convolution, aten._convolution, aten.convolution_overrideable, aten.cudnn_convolution)
 
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules by their path (dots between names), as far as the forward of a step shows them."""
+    """Modules by path (dots between names), as far as they take part in the forward of a step."""
 
     graph: TrainGraph
     _inside: dict[str, dict[Node, None]] = field(default_factory=dict[str, dict[Node, None]])
@@ -38,37 +39,37 @@ class Modules:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Every module, and every parameter."""
+        """Paths of all modules and parameters."""
         owners = [path for name in self.params for path in _above(name.rpartition(".")[0])]
         return tuple(dict.fromkeys([*self._inside, *owners, *self.params]))
 
     def matching(self, pattern: str) -> list[str]:
-        """Paths that `pattern` names, one glob for each name; the first name of a path may be left out."""
+        """Paths that match `pattern`, one glob for each name; a pattern may omit the first name of a path."""
         return [path for path in self.paths if fits(path, pattern) or fits(path.partition(".")[2], pattern)]
 
     def held(self, path: str) -> list[str]:
-        """Parameters of one module itself, or those it reads where it has none (tied ones); a parameter by its name."""
-        own = [name for name in self.params if name == path or name.rpartition(".")[0] == path]
+        """Direct parameters of a module, or the (tied) parameters that it reads if it has none; a parameter itself."""
+        direct = [name for name in self.params if name == path or name.rpartition(".")[0] == path]
         inside = self._inside.get(path, {})
-        return own or [name for name, node in self.params.items() if any(u in inside for u in node.users)]
+        return direct or [name for name, node in self.params.items() if any(u in inside for u in node.users)]
 
     def uses(self, param: str, path: str) -> list[Node]:
-        """Forward nodes that read a parameter: those of one module, or all where it has none."""
+        """Forward nodes of a module that read a parameter; all forward readers if the module has none."""
         users = [u for u in self.params[param].users if not meta.is_backward(u)]
         return [u for u in users if u in self._inside.get(path, {})] or users
 
     def inside(self, path: str) -> list[Node]:
-        """Forward nodes of a module and of those in it, in order."""
+        """Forward nodes of a module and its submodules, in order."""
         return list(self._inside.get(path, {}))
 
     def outputs(self, path: str) -> list[Node]:
-        """Tensors made in a module that its surroundings read in the forward, in order."""
+        """Tensors of a module that nodes outside of it read in the forward, in order."""
         inside = self._inside.get(path, {})
         found = [n for n in inside if any(u not in inside and not meta.is_backward(u) for u in n.users)]
         return [n for n in found if meta.tensor(n) is not None]
 
     def inputs(self, path: str, among: frozenset[Node]) -> dict[Node, list[Node]]:
-        """Floating-point tensors of `among` made outside a module, each with the nodes in it that read it."""
+        """Floating-point tensors of `among` that a module reads from outside, each with its readers."""
         inside = self._inside.get(path, {})
         found: dict[Node, list[Node]] = {}
         for node in inside:
@@ -79,21 +80,21 @@ class Modules:
         return found
 
     def is_embedding(self, param: str, path: str) -> bool:
-        """True for a table that rows are taken from."""
+        """True for the table of an embedding."""
         return any(u.target in EMBEDDINGS for u in self.uses(param, path))
 
     def is_convolution(self, param: str, path: str) -> bool:
         """True for a weight of a convolution: [out, in, ...]."""
-        return any("convolution" in str(u.target) for u in self.uses(param, path))
+        return any(getattr(u.target, "_overloadpacket", None) in CONVOLUTIONS for u in self.uses(param, path))
 
-    def is_turned(self, param: str, path: str) -> bool:
-        """True for a weight that is multiplied as it is stored, [in, out]: not turned around first, as Linear's is."""
+    def is_in_out(self, param: str, path: str) -> bool:
+        """True for a weight stored as [in, out]: its readers do not transpose it, as they do for `Linear`."""
         reads = self.uses(param, path)
-        return bool(reads) and not any(u.target in TURNS for u in reads)
+        return bool(reads) and not any(u.target in TRANSPOSES for u in reads)
 
 
 def fits(path: str, pattern: str) -> bool:
-    """True when a path has the names that a pattern asks for, one by one."""
+    """True if `path` matches `pattern` name by name."""
     have, want = path.split("."), pattern.split(".")
     return len(have) == len(want) and all(fnmatchcase(h, w) for h, w in zip(have, want, strict=True))
 

@@ -1,4 +1,4 @@
-"""Ways to run one group of an op's rule along one axis: partial values passed through, one factor cut, all whole."""
+"""Op strategies: how one group of an op's rule runs along one axis (replicated, one factor sharded, partial)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PARTIAL = "partial"
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """What a group takes and gives along an axis, by position; `factor` is the one it cuts, empty where it cuts none.
+    """The states along an axis of the operands (`takes`) and outputs (`gives`) of a group, by position.
 
-    `name` says which of the group's ways it is: `whole`, `cut f`, or `partial 0 sum`: the first of its pass-throughs,
-    for sums.
+    `factor` is the sharded factor, or empty. `name` is `whole`, `cut f` for factor f, or `partial 0 sum` for sums
+    through the first pass-through of the group.
     """
 
     name: str
@@ -27,32 +27,32 @@ class OpStrategy:
 
     @property
     def whole(self) -> bool:
-        """True where nothing is cut and nothing passes partial."""
+        """True if nothing is sharded or partial."""
         return self.name == WHOLE
 
 
 def whole(group: Group) -> OpStrategy:
-    """Every operand whole, and so every output."""
+    """All operands and outputs replicated."""
     return OpStrategy(WHOLE, dict.fromkeys(group.operands, REPLICATED), dict.fromkeys(group.outputs, REPLICATED))
 
 
 def cut(group: Group, factor: str) -> OpStrategy:
-    """Operands that have `factor` are cut by it; outputs that have lost it are partial."""
-    left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
+    """Operands with `factor` are sharded by it; outputs that lack it are partial."""
+    reduced = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
     takes = {i: _at(term, factor) for i, term in group.operands.items()}
-    gives = {o: _at(term, factor) if factor in term else left for o, term in group.outputs.items()}
+    gives = {o: _at(term, factor) if factor in term else reduced for o, term in group.outputs.items()}
     return OpStrategy(f"cut {factor}", takes, gives, factor)
 
 
 def through(group: Group, number: int, op: str) -> OpStrategy:
-    """Operands of one of the group's pass-throughs hold partial values, and so do the outputs."""
+    """Operands of one pass-through of the group are partial, and so are the outputs."""
     partial, operands = AxisState("P", op=op), group.partial[number].operands
     takes = {i: partial if i in operands else REPLICATED for i in group.operands}
     return OpStrategy(f"{_PARTIAL} {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
 
 def ways(group: Group, parts: int, op: str = "sum") -> Iterator[OpStrategy]:
-    """Every way to run `group` on `parts` ranks, whole first; `op` is that of the partial values that may pass."""
+    """All strategies of `group` on `parts` ranks, replicated first; `op` reduces the partial values that may pass."""
     yield whole(group)
     for factor in group.factors:
         if group.splits(factor, parts):
@@ -63,7 +63,7 @@ def ways(group: Group, parts: int, op: str = "sum") -> Iterator[OpStrategy]:
 
 
 def named(group: Group, name: str) -> OpStrategy | None:
-    """The way of that name; None where the group has none."""
+    """The strategy with this name; None if the group has none."""
     kind, _, rest = name.partition(" ")
     if kind == _PARTIAL:
         number, _, op = rest.partition(" ")

@@ -1,4 +1,4 @@
-"""What reads a value, and so where a partial one is best reduced: where it is made, or behind ops that make less."""
+"""The readers of a value, which decide where a partial value is reduced: at once, or after ops that shrink it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..rules.find_rule import find_rule
 
 
 def reads(user: Node, node: Node) -> bool:
-    """True when `user` reads values of `node`, not only its shape."""
+    """True if `user` reads values of `node`, not only its shape."""
     rule = find_rule(user) if user.op == "call_function" else None
     return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
 
 
 def shrinks(node: Node) -> bool:
-    """True when every op that reads `node` is linear in it, and all of them together make less than it is.
+    """True if all readers of `node` are linear in it, and their results together are smaller than `node`.
 
-    The weights of experts that tokens chose are the case in point: larger by far than their products with tokens.
+    Example: the expert weights chosen for tokens are far larger than their products with the tokens.
     """
     made, total = meta.tensor(node), 0
     for user, given in _readers(node):
@@ -32,7 +32,7 @@ def shrinks(node: Node) -> bool:
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """What reads the values of `node`, and the view of it that is read."""
+    """The nodes that read the values of `node`, each with the view that it reads."""
     for user in node.users:
         if user.op == "call_function" and user.target in VIEWS:
             yield from _readers(user)
@@ -41,7 +41,7 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _passes(user: Node, given: Node) -> bool:
-    """True when partial values of `given` alone pass through."""
+    """True if `user` passes partial values of `given` alone through."""
     rule = find_rule(user) if user.op == "call_function" else None
     if rule is None:
         return False

@@ -1,4 +1,4 @@
-"""A Plan: where every tensor rests, what each operation takes and gives, and why. A value; JSON in and out."""
+"""A Plan: the storage layout of every tensor, the layouts of each operation, and the reasons. JSON in and out."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class Decision:
-    """Layouts one node takes its operands in (in order, lists opened) and gives its outputs in, and what decided it.
+    """The layouts of one node's operands (in order, lists flattened) and outputs, and the reason for them.
 
-    `settle` is set where a result is resharded at once, to that layout. `because` says it in words, `reads` names the
-    operands.
+    `settle`: the layout to which the result is resharded at once. `because`: the reasons as text. `reads`: names of
+    the operands.
     """
 
     operands: tuple[Layout, ...]
@@ -44,7 +44,7 @@ class Decision:
 
     @property
     def given(self) -> tuple[Layout, ...]:
-        """The layouts that users of the node see."""
+        """The output layouts that readers of the node see."""
         return self.outputs if self.settle is None else (self.settle,)
 
 
@@ -52,9 +52,9 @@ class Decision:
 class Options:
     """Choices of a plan that are not layouts.
 
-    `keep_gathered_bytes` is what gathered parameters may hold from forward to backward; parameters beyond it are
-    gathered again (0: all are, None: none is), and so are those that `again` names. `reduce_dtype` is the dtype of
-    gradient reductions, None for the gradient's own.
+    `keep_gathered_bytes` bounds the gathered parameters that are kept from forward to backward; parameters beyond it
+    are re-gathered (0: all, None: none), and so are those that `again` names. `reduce_dtype` is the dtype of gradient
+    reductions, None for the dtype of the gradient.
     """
 
     keep_gathered_bytes: int | None = None
@@ -65,12 +65,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan was chosen for: simulated seconds for each captured batch, and what no schedule of any plan that was
-    considered takes less than; bytes that a rank holds at most, of those that it may; values to be made `again` in the
-    backward for that, by name.
+    """The estimates by which `Auto` chose a plan.
 
-    Where layouts were solved for, `model_s` is the shortest step that the program found by its own model of time, and
-    `model_bound_s` what it proved that no assignment of layouts takes less than, by that model.
+    `batch_s`: simulated seconds for each captured batch. `bound_s`: a lower bound for all schedules of all plans that
+    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `again`: names of values that are
+    rematerialized for that. Where an integer program chose the layouts, `model_s` is the shortest step by its cost
+    model, and `model_bound_s` its proven lower bound.
     """
 
     batch_s: float
@@ -83,7 +83,7 @@ class Objective:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Objective:
-        """Of its fields, as JSON gives them."""
+        """From JSON values by field."""
         budget = values["budget_bytes"]
         return Objective(
             float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
@@ -93,12 +93,12 @@ class Objective:
 
     @property
     def gap(self) -> float:
-        """The part of `batch_s` that is above the bound: 0 where nothing could be faster."""
+        """The part of `batch_s` above the bound; 0 if nothing could be faster."""
         return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
 
     @property
     def model_gap(self) -> float:
-        """The part of `model_s` that is above its bound; 0 where nothing was solved for."""
+        """The part of `model_s` above its bound; 0 without an integer program."""
         return max(0.0, 1 - self.model_bound_s / self.model_s) if self.model_s else 0.0
 
     def __str__(self) -> str:
@@ -109,14 +109,27 @@ class Objective:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every tensor rests on a mesh.
+    """The layout of every tensor of a step on a mesh.
 
-    `created` lays out state that the step makes at its first call; `expanded` names ops that are written out in
-    smaller ones, whose layouts the decisions give. `deciders` says which strategy uses an axis, `nodes` what an input
-    is called in the graph. `objective` is set where `Auto` chose the plan. `strategies` made it; None where they cannot
-    be read back from a file. `mixed_precision` and `offload` are those of the captured graph. Layouts and the way
-    from one to another are the cheapest on `hardware`.
-    Invariants (`check`): one layout per input, each fits its shape and the mesh; every call in the graph is decided.
+    Attributes:
+        mesh: the mesh.
+        strategy: the strategies, in words.
+        inputs: the inputs of the step.
+        rest: the storage layout of each input.
+        decisions: the layouts of each operation.
+        options: choices that are not layouts.
+        notes: remarks for the reader.
+        created: layouts of state that the first call of the step creates.
+        expanded: ops that are decomposed; the decisions are about the smaller ops.
+        deciders: the strategy that uses each axis.
+        nodes: the name of each input in the graph.
+        objective: estimates, if `Auto` chose the plan.
+        strategies: the strategies; None if a file could not store them.
+        mixed_precision: of the captured graph.
+        offload: of the captured graph.
+        hardware: prices layouts and resharding.
+
+    Invariants (`check`): one layout per input, which fits its shape and the mesh; a decision for every call.
 
     Example:
         >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
@@ -143,39 +156,29 @@ class Plan:
     hardware: Hardware = field(default_factory=one_host)
 
     def explain(self, name: str) -> str:
-        """Where an input rests and why, what reads it and at which cost; or the same of an operation.
+        """The storage layout of an input and its reason, its readers and their costs; or the same for an operation.
 
         Raises:
-            PlanError: the plan knows no such name; says which are near.
+            PlanError: the plan has no such name; lists similar ones.
         """
         from .explain import explain
 
         return explain(self, name)
 
-    def explain_op(self, name: str) -> str:
-        """The layouts of an operation, the rule and the neighbour that decided them, what it reshards and the cost.
-
-        Raises:
-            PlanError: the plan has no such operation; says which are near.
-        """
-        from .explain import explain_op
-
-        return explain_op(self, name)
-
     def expand(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops that this plan cuts finer than they are written out (`graph.decompose`)."""
+        """`graph` with the ops in `expanded` decomposed."""
         return expand(graph, frozenset(self.expanded)) if self.expanded else graph
 
     def check(self, graph: TrainGraph) -> None:
-        """Raise PlanError naming what differs when the plan was not made for `graph`."""
-        ours = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
-        theirs = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
-        differing = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
+        """Raise PlanError naming the difference if the plan was not made for `graph`."""
+        planned = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
+        actual = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
+        differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
         if differing:
             name = differing[0]
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             raise PlanError(
-                f"the plan has {name!r} as {_about(ours.get(name))}, the graph as {_about(theirs.get(name))}{more}",
+                f"the plan has {name!r} as {_about(planned.get(name))}, the graph as {_about(actual.get(name))}{more}",
                 "a plan made for this model, optimizer and batch",
                 "plan this graph again",
             )
@@ -185,19 +188,18 @@ class Plan:
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
             raise PlanError(
-                f"the plan says nothing about %{missing[0]}", "a decision for every operation", "plan this graph again"
+                f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
 
     def bytes_at_rest(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
         roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
-        first = self.mesh.coordinate(0)
-        total = 0
-        for given in self.inputs:
-            if given.role in roles:
-                shape = self.rest[given.name].local_shape(given.meta.shape, self.mesh, first)
-                total += prod(shape) * given.meta.dtype.itemsize
-        return total
+        return sum(self.input_bytes(given) for given in self.inputs if given.role in roles)
+
+    def input_bytes(self, given: Input) -> int:
+        """Bytes of one input on the first rank, as it is stored."""
+        shape = self.rest[given.name].local_shape(given.meta.shape, self.mesh, self.mesh.coordinate(0))
+        return prod(shape) * given.meta.dtype.itemsize
 
     def with_notes(self, *notes: str) -> Plan:
         """This plan with more notes for the reader."""
@@ -219,22 +221,22 @@ class Plan:
         return plan_html(self)
 
     def to_json(self) -> str:
-        """The plan as text that `from_json` reads back to an equal plan."""
+        """The plan as text, from which `from_json` reads an equal plan."""
         from .plan_file import encode
 
         return json.dumps({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, which `load` reads; folders on the way are made."""
+        """Write the plan to a file for `load`; missing folders are created."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from a file of `save`, or of `wholestep plan --json`.
+        """Read a plan from a file that `save` or `wholestep plan --json` wrote.
 
         Raises:
-            PlanError: there is no such file, or it holds no plan; names the file.
+            PlanError: the file does not exist, or has no plan; names the file.
         """
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
@@ -246,7 +248,7 @@ class Plan:
             raise PlanError(f"{path}: {error.found}", error.needed, error.next_step) from error
 
     def diff(self, other: Plan) -> Difference:
-        """What rests elsewhere in `other`, and the bytes that makes on a rank."""
+        """Layouts and bytes of a rank that differ in `other`."""
         from .plan_diff import diff
 
         return diff(self, other)
@@ -263,14 +265,12 @@ class Plan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(
-                f"the plan is not JSON: {error}", "text made by Plan.to_json", "write the plan again"
-            ) from error
+            raise PlanError(f"the plan is not JSON: {error}", "text of Plan.to_json", "write the plan again") from error
         if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
             raise PlanError(
-                "field 'format': this JSON is no wholestep plan",
+                "field 'format': this JSON is not a wholestep plan",
                 f"format {FORMAT!r}",
-                "give a file written by Plan.to_json",
+                "pass a file that Plan.save wrote",
             )
         fields = cast(dict[str, Any], data)
         if fields.get("version") != VERSION:

@@ -1,11 +1,10 @@
-"""What differs between two plans: tensors that rest elsewhere, bytes of a rank, operations laid out otherwise."""
+"""Compares two plans: storage layouts, bytes of a rank, and layouts of operations."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from ..errors import PlanError
 from ..graph.graph import Input, Role
@@ -19,9 +18,9 @@ _HEAD = ("tensors", "role", "count", "from", "to", "bytes/rank", "becomes", "cha
 
 @dataclass(frozen=True)
 class Moved:
-    """Tensors that move alike: their names as one pattern, how many they are, where they rest, bytes on a rank in all.
+    """Tensors with the same change of storage layout: their names as one pattern, their number, bytes per rank in all.
 
-    Where one of the plans has no such tensor, its place is "-".
+    A layout is "-" where a plan lacks the tensors.
     """
 
     pattern: str
@@ -35,8 +34,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Difference:
-    """`moved`, the largest change first; `stays`: tensors that rest alike; `operations` that take or give other
-    layouts, and of how many.
+    """Differences between two plans.
+
+    `moved`: the largest change first. `stays`: how many tensors keep their storage layout. `operations`: names of
+    those whose layouts differ, of `known` in all.
     """
 
     before: Plan
@@ -51,10 +52,10 @@ class Difference:
         lines = [f"from  {before.strategy}; mesh {before.mesh}", f"to    {after.strategy}; mesh {after.mesh}"]
         if self.moved:
             lines += ["", *table([_HEAD, *map(_row, self.moved)])]
-        lines += ["", f"{sum(m.count for m in self.moved)} tensors rest elsewhere, {self.stays} as before"]
+        lines += ["", f"{sum(m.count for m in self.moved)} tensors have another storage layout, {self.stays} the same"]
         for words, role in (("parameters", "param"), ("state", "state"), ("all", None)):
             had, has = before.bytes_at_rest(role), after.bytes_at_rest(role)
-            lines.append(f"at rest per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
+            lines.append(f"stored per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
         some = ", ".join(f"%{name}" for name in self.operations[:_SHOWN])
         more = f": {some}{' ...' if len(self.operations) > _SHOWN else ''}" if some else ""
         lines.append(f"{len(self.operations)} of {self.known} operations take or give other layouts{more}")
@@ -66,7 +67,7 @@ class Difference:
 
 def diff(before: Plan, after: Plan) -> Difference:
     """What is different in `after`."""
-    had, has = _resting(before), _resting(after)
+    had, has = _stored(before), _stored(after)
     groups: dict[tuple[str, str, str, str], list[tuple[int, int]]] = {}
     stays = 0
     for name in {**had, **has}:
@@ -82,52 +83,46 @@ def diff(before: Plan, after: Plan) -> Difference:
     ]
     moved.sort(key=lambda m: -abs(m.after_bytes - m.before_bytes))
     ops = {**before.decisions, **after.decisions}
-    changed = tuple(name for name in ops if not _alike(before, after, name))
+    changed = tuple(name for name in ops if not _same(before, after, name))
     return Difference(before, after, tuple(moved), stays, changed, len(ops))
 
 
 def refuse_other_parameters(given: Plan, made: Plan) -> None:
-    """Raise PlanError naming the parameters of `made`, the step's own plan, that `given` does not have so."""
+    """Raise PlanError naming the parameters that differ between `given` and `made`, the plan of this step."""
     if (given.mixed_precision, given.offload) != (made.mixed_precision, made.offload):
         raise PlanError(
             f"the plan was made with {given.mixed_precision}, offload {given.offload}; this step has "
             f"{made.mixed_precision}, offload {made.offload}",
             "the same mixed_precision= and offload= in compile as in the capture that was planned",
-            "give compile those of the plan, or plan this step again",
+            "pass compile the options of the plan, or plan this step again",
         )
     wanted, found = _params(given), _params(made)
     differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
     if differing:
         both = [(n, wanted.get(n, "absent"), found.get(n, "absent")) for n in differing[:4]]
-        told = "; ".join(f"{name}: {there} in the plan, {here} here" for name, there, here in both)
+        layouts = "; ".join(f"{name}: {planned} in the plan, {actual} here" for name, planned, actual in both)
         more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
         raise PlanError(
-            f"the plan does not fit this step: {told}{more}",
-            "the parameters that the plan was made for, laid out as it says",
+            f"the plan does not fit this step: {layouts}{more}",
+            "the parameters of the plan, in its layouts",
             "plan this step again",
         )
 
 
 def _params(plan: Plan) -> Mapping[str, str]:
-    return {i.name: f"{short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]" for i in plan.inputs
-            if i.role is Role.PARAM}  # fmt: skip
+    return {i.name: _layout(plan, i) for i in plan.inputs if i.role is Role.PARAM}
 
 
-def _resting(plan: Plan) -> dict[str, tuple[str, str, int]]:
-    """Role, layout and bytes on the first rank of all that a rank keeps between calls."""
-    first = plan.mesh.coordinate(0)
-
-    def size(given: Input) -> int:
-        return prod(plan.rest[given.name].local_shape(given.meta.shape, plan.mesh, first)) * given.meta.dtype.itemsize
-
-    return {
-        i.name: (i.role.value, f"{short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]", size(i))
-        for i in plan.inputs
-        if i.role in _ROLES
-    }
+def _layout(plan: Plan, given: Input) -> str:
+    return f"{short_dtype(given.meta.dtype)}[{plan.rest[given.name].show(given.meta.shape)}]"
 
 
-def _alike(before: Plan, after: Plan, name: str) -> bool:
+def _stored(plan: Plan) -> dict[str, tuple[str, str, int]]:
+    """Role, layout and bytes on the first rank of all tensors that a rank keeps between calls."""
+    return {i.name: (i.role.value, _layout(plan, i), plan.input_bytes(i)) for i in plan.inputs if i.role in _ROLES}
+
+
+def _same(before: Plan, after: Plan, name: str) -> bool:
     was, now = before.decisions.get(name), after.decisions.get(name)
     return was is not None and now is not None and (was.operands, was.given) == (now.operands, now.given)
 

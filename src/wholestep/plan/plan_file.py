@@ -17,9 +17,11 @@ from ..precision import MixedPrecision
 from . import strategy_file
 from .plan import Decision, Objective, Options, Plan
 
+_PLAIN = ("name", "owner", "key", "trainable", "optimizer")  # fields of an Input that are JSON values
+
 
 def encode(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values; equal layouts are written once."""
+    """A plan as JSON values, with a table of its distinct layouts."""
     table: dict[Layout, int] = {}
 
     def number(layout: Layout) -> int:
@@ -40,12 +42,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         for name, d in plan.decisions.items()
     }
     layouts = [[list(map(list, x.dims)), list(map(list, x.partial)), list(x.varies)] for x in table]
-    options = {
-        "keep_gathered_bytes": plan.options.keep_gathered_bytes,
-        "reduce_dtype": plan.options.reduce_dtype,
-        "broadcast_buffers": plan.options.broadcast_buffers,
-        "again": list(plan.options.again),
-    }
+    options = {**vars(plan.options), "again": list(plan.options.again)}
     head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
     head |= {"objective": None if plan.objective is None else vars(plan.objective)}
     head |= {"strategies": strategy_file.encode(plan.strategies)}
@@ -68,21 +65,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _encode_input(given: Input) -> dict[str, Any]:
-    meta = {
-        "shape": list(given.meta.shape),
-        "stride": list(given.meta.stride),
-        "dtype": str(given.meta.dtype).removeprefix("torch."),
-        "device": given.meta.device,
-    }
-    return {
-        "name": given.name,
-        "role": given.role.value,
-        "owner": given.owner,
-        "key": given.key,
-        "trainable": given.trainable,
-        "optimizer": given.optimizer,
-        **meta,
-    }
+    made, plain = given.meta, {name: getattr(given, name) for name in _PLAIN}
+    dtype = str(made.dtype).removeprefix("torch.")
+    meta = {"shape": list(made.shape), "stride": list(made.stride), "dtype": dtype, "device": made.device}
+    return {**plain, "role": given.role.value, **meta}
 
 
 def decode(data: Mapping[str, Any]) -> Plan:
@@ -122,8 +108,8 @@ def _field(data: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> An
 
 
 def _options(value: Mapping[str, Any]) -> Options:
-    given: dict[str, Any] = {**value, "again": tuple(map(str, value.get("again", ())))}
-    return Options(**given)
+    fields: dict[str, Any] = {**value, "again": tuple(map(str, value.get("again", ())))}
+    return Options(**fields)
 
 
 def _layout(value: Any) -> Layout:
@@ -152,6 +138,4 @@ def _decision(
 def _decode_input(value: Any) -> Input:
     dtype = getattr(torch, value["dtype"])
     meta = TensorMeta(tuple(value["shape"]), tuple(value["stride"]), dtype, value["device"])
-    return Input(
-        value["name"], Role(value["role"]), meta, value["owner"], value["key"], value["trainable"], value["optimizer"]
-    )
+    return Input(role=Role(value["role"]), meta=meta, **{name: value[name] for name in _PLAIN})

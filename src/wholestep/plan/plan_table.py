@@ -1,10 +1,9 @@
-"""A plan as a table: where every tensor rests, and what that costs."""
+"""Prints a plan as a table of storage layouts and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from math import prod
 
 from ..graph.graph import Input, Role
 from ..graph.text import human
@@ -16,31 +15,26 @@ _SHOWN = 20  # rows of the table in a notebook
 def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
     rows = _rows(plan)
-    widths = [max(len(r[c]) for r in rows) for c in range(5)]
-    body = [
-        "  "
-        + "  ".join(
-            cell.ljust(w) if c in (0, 1, 3) else cell.rjust(w)
-            for c, (cell, w) in enumerate(zip(r, widths, strict=True))
-        ).rstrip()
-        for r in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"plan  {plan.strategy}; mesh {plan.mesh}"]
+    for row in rows:
+        cells = zip((str.ljust, str.ljust, str.rjust, str.ljust, str.rjust), row, widths, strict=True)
+        lines.append("  " + "  ".join(justify(cell, width) for justify, cell, width in cells).rstrip())
     whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
-    rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
-    lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *body]
+    params, state = plan.bytes_at_rest("param"), plan.bytes_at_rest("state")
     lines.append(
-        f"  at rest per rank: {human(plan.bytes_at_rest('param'))} parameters "
-        f"+ {human(plan.bytes_at_rest('state'))} state, of {human(whole)} in all ({rest / max(whole, 1):.1%})"
+        f"  stored per rank: {human(params)} parameters + {human(state)} state, "
+        f"of {human(whole)} in all ({(params + state) / max(whole, 1):.1%})"
     )
     lines += [f"  {line}" for line in _movement(plan)]
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.expanded:
-        lines.append(f"  written out in smaller operations, to be cut: {_some(plan.expanded)}")
+        lines.append(f"  decomposed into smaller operations that can be sharded: {_some(plan.expanded)}")
     found = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")
     if found:
-        lines.append(f"  cut by discovered rules (see wholestep.rule to write your own): {_some(found)}")
+        lines.append(f"  sharded by discovered rules (see wholestep.rule to write your own): {_some(found)}")
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
         lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {_some(ruleless)}")
@@ -48,37 +42,30 @@ def show_plan(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The table of parameters, its head first."""
+    """The table of parameters, header first."""
     params = [i for i in plan.inputs if i.role is Role.PARAM]
     states: dict[str, list[Input]] = {p.name: [] for p in params}
     for i in plan.inputs:
         if i.role is Role.STATE and i.owner in states:
             states[i.owner].append(i)
-    rows = [("parameter", "rests as", "bytes/rank", "state rests as", "bytes/rank")]
+    rows = [("parameter", "stored as", "bytes/rank", "state stored as", "bytes/rank")]
     for p in params:
         big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]
         layout = plan.rest[big[0].name].show(p.meta.shape) if big else "-"
-        rows.append(
-            (
-                p.name,
-                plan.rest[p.name].show(p.meta.shape),
-                human(_bytes(plan, p)),
-                layout,
-                human(sum(_bytes(plan, s) for s in states[p.name])),
-            )
-        )
+        state = human(sum(plan.input_bytes(s) for s in states[p.name]))
+        rows.append((p.name, plan.rest[p.name].show(p.meta.shape), human(plan.input_bytes(p)), layout, state))
     return rows
 
 
 def plan_line(plan: Plan) -> str:
-    """What it is of, and what it costs a rank, in one line."""
+    """Strategy, mesh, number of parameters and bytes per rank in one line."""
     params = sum(i.role is Role.PARAM for i in plan.inputs)
     rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
-    return f"<Plan {plan.strategy}; mesh {plan.mesh}; {params} parameters, {human(rest)} at rest per rank>"
+    return f"<Plan {plan.strategy}; mesh {plan.mesh}; {params} parameters, {human(rest)} stored per rank>"
 
 
 def plan_html(plan: Plan) -> str:
-    """The line, and where the first parameters rest as a small table."""
+    """`plan_line` and the first rows of the table, as HTML."""
     head, *rows = ([escape(cell) for cell in row] for row in _rows(plan))
     more = f"<p>and {len(rows) - _SHOWN} more: print(plan) shows all</p>" if len(rows) > _SHOWN else ""
     lines = [f"<p>{escape(plan_line(plan).strip('<>'))}</p>", "<table>", f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
@@ -97,14 +84,9 @@ def _movement(plan: Plan) -> list[str]:
     text = (
         "kept from forward to backward"
         if kept is None
-        else f"kept from forward to backward up to {human(kept)}, gathered again beyond"
+        else f"kept from forward to backward up to {human(kept)}, re-gathered beyond"
         if kept
-        else "gathered again for the backward"
+        else "re-gathered for the backward"
     )
-    named = f"; {len(plan.options.again)} of them are gathered again" if plan.options.again and kept is None else ""
+    named = f"; {len(plan.options.again)} of them are re-gathered" if plan.options.again and kept is None else ""
     return [f"gathered parameters are {text}{named}"]
-
-
-def _bytes(plan: Plan, given: Input) -> int:
-    shape = plan.rest[given.name].local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0))
-    return prod(shape) * given.meta.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What propagation starts from, and which nodes of a step move: those that depend on the batch."""
+"""The inputs of propagation, and the nodes of a step that depend on the batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from .strategy import Pins
 
 @dataclass(frozen=True)
 class PropagationInputs:
-    """What propagation starts from.
+    """The inputs of propagation.
 
-    `homes` is where a parameter's reduced gradient belongs; `scatter`: at once. Along `per_rank` axes each rank runs
-    the step on its own, along `storage` axes parameters are only stored in parts. `pins` fixes layouts of results and
-    operands along some axes. Resharding costs what it takes on `hardware`.
+    `rest`: storage layouts. `homes`: the layout to which each parameter's gradient is reduced; with `scatter` as soon
+    as it is complete. Along `per_rank` axes each rank runs the step on its own batch; along `storage` axes parameters
+    are sharded in storage only. `pins` fixes layouts of results and operands along some axes. `hardware` prices
+    resharding.
     """
 
     graph: TrainGraph
@@ -43,7 +44,7 @@ class PropagationInputs:
 
 
 def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
-    """Nodes that depend on the batch, on inputs `besides` it or on chance, gradients only until they are complete."""
+    """Nodes that depend on the batch, on the inputs `besides`, or on random numbers; not on complete gradients."""
     found = {node for given, node in graph.placeholders() if given.role is Role.BATCH or given.name in besides}
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is GRAD_READY:
@@ -54,10 +55,10 @@ def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
 
 
 def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
-    """Products of matrices of less than 32 bits in an update, and what they follow from that adds up as coarsely.
+    """Matrix products in 16 bits in an update, and the 16-bit sums that they depend on.
 
-    Each rounds by as much as the order of its sums changes it, and iterations of them (Newton-Schulz, in Muon) do not
-    contract: computed on pieces, the update differs from one device's by far more than the gradients do.
+    The order of such a sum changes its result, and iterations (Newton-Schulz in Muon) do not contract the error: on
+    sharded operands the update would differ from that of one device by far more than the gradients do.
     """
     found, seen = set[Node](), set[Node]()
     todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
@@ -69,25 +70,25 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
         if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):
             found.add(node)
         todo += [n for n in node.all_input_nodes if _is_coarse(n)]
-    beside = [n for n in seen - found if any(u in found for given in n.all_input_nodes for u in given.users)]
-    return frozenset(found.union(beside))  # what reads the same: it is gathered once
+    siblings = [n for n in seen - found if any(u in found for given in n.all_input_nodes for u in given.users)]
+    return frozenset(found.union(siblings))  # they read the same operand, which is gathered once
 
 
 def _is_coarse(node: Node) -> bool:
     return any(m is not None and m.dtype in (torch.bfloat16, torch.float16) for m in meta.tensors(node))
 
 
-def own_buffers(graph: TrainGraph) -> frozenset[str]:
-    """Buffers that come to differ between ranks with batches of their own: those given what moves.
+def per_rank_buffers(graph: TrainGraph) -> frozenset[str]:
+    """Buffers that differ between ranks with different batches: their updates depend on the batch.
 
-    A count of steps, the scale of a GradScaler and an average of parameters stay the same everywhere.
+    A step counter, the scale of a GradScaler and an average of parameters stay the same on all ranks.
     """
     buffers = {i.name for i in graph.inputs if i.role is Role.BUFFER}
     changed = [(o.target, node) for o, node in graph.results() if o.kind == "update" and o.target in buffers]
     found = frozenset[str]()
     while changed:
-        moves = moving(graph, found)
-        more = frozenset(name for name, node in changed if node in moves)
+        batch_dependent = moving(graph, found)
+        more = frozenset(name for name, node in changed if node in batch_dependent)
         if more == found:
             break
         found = more
@@ -95,5 +96,5 @@ def own_buffers(graph: TrainGraph) -> frozenset[str]:
 
 
 def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
-    """Each rank along `axes` has its own value."""
+    """The layout of a value that differs between ranks along `axes`."""
     return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))

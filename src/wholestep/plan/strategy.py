@@ -1,4 +1,4 @@
-"""What a strategy is: it says where parameters rest, how batches are cut, what some results must be laid out as."""
+"""The interface of strategies: storage layouts of parameters, sharding of batches, fixed layouts of some results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ States = Mapping[str, AxisState]
 
 @dataclass(frozen=True)
 class Pins:
-    """Layouts that a strategy fixes along its axes: of `results`, by node, and of what a node `reads`, by reader and
-    what it reads (whatever layout that was made in).
+    """Layouts that a strategy fixes along its axes.
 
-    `ways` says how a node runs along an axis: for each group of its rule the name of a way (`ways.Way`). `expanded`
-    names ops that are written out in smaller ones first; nodes with ways are not written out.
+    `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `ways`: how a node
+    runs along an axis, the name of an op strategy (`ways.Way`) for each group of its rule. `expanded`: ops to decompose
+    first; nodes in `ways` are not decomposed.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])
@@ -35,7 +35,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """Dim `dim` of a batch tensor is cut over `axes`, the first outermost."""
+    """Dim `dim` of a batch tensor is sharded over `axes`, the first outermost."""
 
     dim: int
     axes: tuple[str, ...]
@@ -43,7 +43,7 @@ class BatchCut:
 
 @dataclass(frozen=True)
 class Resting:
-    """Where one parameter rests, and where its optimizer state (and so its reduced gradient) does."""
+    """Storage layouts of one parameter, and of its optimizer state, which its reduced gradient has too."""
 
     param: Layout
     state: Layout
@@ -51,14 +51,14 @@ class Resting:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """One way to use some axes of a mesh. Strategies compose: each refines what those before it decided."""
+    """Uses some axes of a mesh. Strategies compose: each refines the layouts of the strategies before it."""
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes it uses on `mesh`. Raises MeshError or PlanError when it does not fit."""
+        """The axes it uses on `mesh`. Raises MeshError or PlanError if it does not fit."""
         ...
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Where each parameter rests; `before` is what other strategies decided, replicated to begin with."""
+        """Storage layouts of each parameter; `before` is those of the strategies before, at first replicated."""
         ...
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
@@ -67,15 +67,15 @@ class Strategy(Protocol):
 
     @property
     def shares_batches(self) -> bool:
-        """True if ranks may be given parts of one batch (`batch_cut`)."""
+        """True if ranks may get parts of one batch (`batch_cut`)."""
         ...
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """How the ranks of its axes share the batch tensor `name`; None where each holds the same, or its own."""
+        """How its axes shard the batch tensor `name`; None where all ranks have the same one, or each another."""
         ...
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Raise PlanError where the completed plan is not what it promises."""
+        """Raise PlanError if the completed plan breaks a promise of the strategy."""
         ...
 
     def describe(self, mesh: Mesh) -> str:
@@ -85,29 +85,29 @@ class Strategy(Protocol):
 
 @runtime_checkable
 class Chooser(Protocol):
-    """What decides which strategies to use (`wholestep.Auto`)."""
+    """Chooses strategies (`wholestep.Auto`)."""
 
     def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
-        """The plan of the strategies that it chooses. Raises PlanError where none will do."""
+        """The plan of the strategies that it chooses. Raises PlanError if none fits."""
         ...
 
 
 @dataclass(frozen=True)
 class Strategies:
-    """Strategies for different axes of one mesh: at most one is data parallel, and it stores parts of parts."""
+    """Strategies for different axes of one mesh; at most one is data parallel, and shards what the others leave."""
 
     parts: tuple[Strategy, ...]
 
     @property
     def data(self) -> DataParallel | None:
-        """The data-parallel one."""
+        """The data-parallel strategy."""
         from .data_parallel import DataParallel
 
         return next((p for p in self.parts if isinstance(p, DataParallel)), None)
 
     @property
     def options(self) -> DataParallel:
-        """Options of the data-parallel one, or the defaults."""
+        """Options of the data-parallel strategy, or the defaults."""
         from .data_parallel import DataParallel
 
         return self.data or DataParallel("replicate", axis=(), semantics="global")
@@ -116,22 +116,22 @@ class Strategies:
         """Every axis that some strategy uses, in the order of the mesh.
 
         Raises:
-            PlanError: two strategies want one axis.
+            PlanError: two strategies use one axis.
         """
         found: dict[str, str] = {}
         for part in self.parts:
             for axis in part.axes(mesh):
                 if axis in found:
                     raise PlanError(
-                        f"axis {axis!r} is wanted by {found[axis]} and by {type(part).__name__}",
-                        "an axis of its own for each strategy",
-                        f'give axis=, as in DataParallel(axis="{mesh.names[0]}")',
+                        f"axis {axis!r} is used by {found[axis]} and by {type(part).__name__}",
+                        "a separate axis for each strategy",
+                        f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
                     )
                 found[axis] = type(part).__name__
         return tuple(axis for axis in mesh.names if axis in found)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Where each parameter rests: data parallelism stores parts of what the others leave."""
+        """Storage layouts of each parameter: data parallelism shards what the other strategies leave."""
         out = dict(base)
         for part in sorted(self.parts, key=lambda p: p is self.data):
             out = part.resting(graph, mesh, out)
@@ -151,11 +151,11 @@ class Strategies:
 
     @property
     def shares_batches(self) -> bool:
-        """True if ranks along some axis may be given parts of one batch."""
+        """True if ranks along some axis may get parts of one batch."""
         return any(part.shares_batches for part in self.parts)
 
     def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
-        """The dims of the batch tensor `name` that are cut, each once, data parallel axes outside."""
+        """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost."""
         dims: dict[int, tuple[str, ...]] = {}
         for part in sorted(self.parts, key=lambda p: p is not self.data):
             cut = part.batch_cut(mesh, name, ndim)
@@ -165,20 +165,20 @@ class Strategies:
         return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """What each asks of the completed plan."""
+        """Raise PlanError if the completed plan breaks a promise of one of the strategies."""
         for part in self.parts:
             part.check(graph, mesh, decisions)
 
     def describe(self, mesh: Mesh) -> str:
-        """All of them, for the head of a plan."""
+        """All strategies in one line, for the head of a plan."""
         return "; ".join(part.describe(mesh) for part in self.parts)
 
 
 def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:
-    """One or several strategies as one.
+    """One or several strategies as `Strategies`.
 
     Raises:
-        PlanError: something else was given, or two data-parallel strategies.
+        PlanError: no strategy, or two data-parallel ones.
     """
     from .data_parallel import STYLES, DataParallel
 
@@ -192,8 +192,8 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         raise PlanError(
             f"parallel={wrong[0] if wrong else parts!r}",
             "a strategy, as DataParallel or TensorParallel, or a list of them",
-            f'give parallel=wholestep.DataParallel("{parallel if parallel in list(STYLES) else "fully_shard"}")',
+            f'pass parallel=wholestep.DataParallel("{parallel if parallel in list(STYLES) else "fully_shard"}")',
         )
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
-        raise PlanError("two DataParallel strategies", "one, over one or several axes", "give it axis=(...)")
+        raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
     return Strategies(parts)

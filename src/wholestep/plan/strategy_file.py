@@ -1,4 +1,4 @@
-"""Strategies as JSON values, so that a plan that was made elsewhere can be applied: `compile(parallel=plan)`."""
+"""Strategies as JSON values, so that `compile(parallel=plan)` can apply a plan from a file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KINDS: dict[str, type] = {
 
 
 def encode(strategies: Strategies | None) -> list[Any] | None:
-    """One value for each strategy; None where one is not of this library, and so cannot be written."""
-    parts = [_plain(part) for part in strategies.parts] if strategies else []
+    """One value for each strategy; None if one of them is user-defined: such a class cannot be written."""
+    parts = [_with_styles(part) for part in strategies.parts] if strategies else []
     known = strategies is not None and all(type(part) in _KINDS.values() for part in parts)
     return [_encoded(part) for part in parts] if known else None
 
 
 def decode(values: Sequence[Any] | None) -> Strategies | None:
-    """Inverse of `encode`, but that torch's tensor-parallel styles come back as what they say (`ModuleStyle`).
+    """Inverse of `encode`, except that torch's tensor-parallel styles come back as a `ModuleStyle`.
 
     Raises:
         TypeError, KeyError, ValueError: not what `encode` writes.
@@ -37,7 +37,7 @@ def decode(values: Sequence[Any] | None) -> Strategies | None:
     return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
 
 
-def _plain(part: Strategy) -> Strategy:
+def _with_styles(part: Strategy) -> Strategy:
     if not isinstance(part, TensorParallel) or part.is_open:
         return part
     return replace(part, plan=dict(part.styles()))

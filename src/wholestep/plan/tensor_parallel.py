@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: parameters of named modules are cut by the axis, everything else follows."""
+"""Tensor and sequence parallelism: shards parameters of named modules; propagation lays out everything else."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ from .strategy import BatchCut, Pins, Resting
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Layers are cut over the ranks of one axis, which compute one result together, by default on the same batch.
+    """Shards layers over the ranks of one axis, which compute one result together, by default on the same batch.
 
     `plan` maps globs of module paths (one for each name between dots, as "layers.*.attn.wq") to styles: `"colwise"`,
-    `"rowwise"`, `"sequence"`, the classes of `torch.distributed.tensor.parallel`, or the words that transformers
-    models carry in their plans. What is not named follows by propagation.
+    `"rowwise"`, `"sequence"`, the classes of `torch.distributed.tensor.parallel`, or the words in the plans of
+    transformers models. Propagation lays out all other operations.
 
-    `"auto"` in place of a plan solves for the layouts of all operations along the axis at once: those of the shortest
-    step by a model of time, an integer program for HiGHS. It needs no names, and finds sequence parallelism too.
+    `"auto"` solves an integer program for the layouts of all operations along the axis, for the shortest step by a cost
+    model. It needs no names, and finds sequence parallelism too.
 
     Args:
         plan: styles by module, or `"auto"`.
         axis: the mesh axis.
-        sequence_dim: the dim that `"sequence"` cuts.
-        loss_parallel: leave the results of the last column-cut layer cut (torch's `loss_parallel`): the loss is
-            computed without gathering logits, even where the plan asks for a gather (`colwise_gather_output`).
-        input_dim: the dim of batch tensors of which each rank of the axis is given a part of its own: 0 for samples, 1
-            for a sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`.
-            None: all are given the same.
-        strict: every pattern must name a module.
-        hardware: that `"auto"` solves for, the same on all ranks; by default `Hardware.default()`, a slow CPU and a
-            slow link.
-        pinned: what `"auto"` may not choose: layouts along the axis of parameters, and of the results of modules, by
-            glob: `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
-        whole: globs of modules (and parameters) whose forward and parameters `"auto"` leaves whole along the axis.
+        sequence_dim: the dim that `"sequence"` shards.
+        loss_parallel: the results of the last column-parallel layer stay sharded (torch's `loss_parallel`): the loss is
+            computed without gathering logits, even if the plan asks for a gather (`colwise_gather_output`).
+        input_dim: the dim of batch tensors of which each rank of the axis gets its part: 0 for samples, 1 for a
+            sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`. None: all
+            ranks get the same.
+        strict: every pattern must match a module.
+        hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
+        pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
+            `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
+        whole: globs of modules (and parameters) whose forward and parameters `"auto"` does not shard along the axis.
 
     Example:
         >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
@@ -71,47 +70,46 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         if self.is_open:
-            unread = [name for name in ("loss_parallel",) if getattr(self, name)]
-            if unread:
-                found = f'{unread[0]} with TensorParallel("auto")'
-                raise PlanError(found, "nothing: it solves for that", f"drop {unread[0]}")
+            if self.loss_parallel:
+                found = 'loss_parallel with TensorParallel("auto")'
+                raise PlanError(found, "nothing: it solves for that", "drop loss_parallel")
             return
-        unread = [name for name in ("hardware", "pinned", "whole") if getattr(self, name)]
-        if unread:
-            needed = f'TensorParallel("auto", {unread[0]}=...)'
-            raise PlanError(f"{unread[0]} with a plan by module", needed, f"drop {unread[0]}")
+        unused = next((name for name in ("hardware", "pinned", "whole") if getattr(self, name)), None)
+        if unused:
+            needed = f'TensorParallel("auto", {unused}=...)'
+            raise PlanError(f"{unused} with a plan by module", needed, f"drop {unused}")
         if not isinstance(self.plan, Mapping) or not self.plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
                 f"TensorParallel({self.plan!r})",
                 'styles by module path, as {"layers.*.wq": "colwise"}',
-                'give such a plan, TensorParallel.of(model) for a model that carries its own, or "auto"',
+                'pass such a plan, or "auto", or use TensorParallel.of(model) for a model that has a plan',
             )
         self.styles()
 
     @staticmethod
     def of(model: nn.Module, axis: str = "tp", **options: Any) -> TensorParallel:
-        """The plan that a transformers model carries (`model.tp_plan`).
+        """The plan of a transformers model (`model.tp_plan`).
 
         Raises:
-            PlanError: it carries none.
+            PlanError: the model has none.
         """
         config: Any = getattr(model, "config", None)
         found: Any = getattr(model, "tp_plan", None) or getattr(config, "base_model_tp_plan", None)
         if not found:
             raise PlanError(
-                f"{type(model).__name__} carries no tensor-parallel plan",
+                f"{type(model).__name__} has no tensor-parallel plan",
                 "a model with tp_plan, or config.base_model_tp_plan",
-                'give a plan by module, as TensorParallel({"layers.*.wq": "colwise", ...}), or TensorParallel("auto")',
+                'pass a plan by module, as TensorParallel({"layers.*.wq": "colwise", ...}), or TensorParallel("auto")',
             )
         return TensorParallel(dict(found), axis, strict=False, **options)
 
     @property
     def is_open(self) -> bool:
-        """True for `"auto"`: what it stands for is solved for on a graph and a mesh (`plan.optimal`)."""
+        """True for `"auto"`: `plan.optimal` solves for the layouts on a graph and a mesh."""
         return self.plan == "auto"
 
     def styles(self) -> dict[str, ModuleStyle]:
-        """The style of each pattern; none of `"auto"`."""
+        """The style of each pattern; empty for `"auto"`."""
         if isinstance(self.plan, str):
             return {}
         return {pattern: style_of(given, pattern, self.sequence_dim) for pattern, given in self.plan.items()}
@@ -126,7 +124,7 @@ class TensorParallel:
         return (self.axis,)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Parameters of named modules are cut, and their optimizer state with them."""
+        """Shards the parameters of named modules, and their optimizer state with them."""
         modules, out = Modules(graph), dict(before)
         for path, style in self._named(modules).items():
             for name in modules.held(path) if style.cut else ():
@@ -155,19 +153,19 @@ class TensorParallel:
 
     @property
     def shares_batches(self) -> bool:
-        """Where `input_dim` is given."""
+        """True if `input_dim` is set."""
         return self.input_dim is not None
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """The dim `input_dim`, if one is given."""
+        """Shards dim `input_dim`, if it is set."""
         dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
         return None if dim is None else BatchCut(dim, (self.axis,))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Heads must divide.
+        """Check that the axis divides attention heads evenly.
 
         Raises:
-            PlanError: a cut dim is split into heads that the axis does not divide.
+            PlanError: it does not.
         """
         if mesh.axis_size(self.axis) > 1:
             check_heads(graph, mesh, self.axis, decisions)
@@ -178,16 +176,16 @@ class TensorParallel:
         return f"tensor parallel on {self.axis}{more}"
 
     def _head(self, modules: Modules, named: Mapping[str, ModuleStyle]) -> str:
-        """With `loss_parallel`, the last layer that is cut by columns: its results stay cut."""
+        """With `loss_parallel`, the last column-parallel layer, whose results stay sharded."""
         order = {n: i for i, n in enumerate(modules.graph.graph.nodes)}
         made = {p: modules.outputs(p) for p, s in named.items() if self.loss_parallel and s.cut == "col"}
         return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
 
     def _named(self, modules: Modules) -> dict[str, ModuleStyle]:
-        """The style of each module or parameter named; a later pattern wins.
+        """The style of each module or parameter that a pattern matches; a later pattern wins.
 
         Raises:
-            PlanError: patterns that name nothing.
+            PlanError: a pattern matches nothing.
         """
         found: dict[str, ModuleStyle] = {}
         missing: list[str] = []
@@ -201,7 +199,7 @@ class TensorParallel:
 
 
 def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int | None:
-    """The dim of one parameter that a style cuts; None for one that stays whole."""
+    """The dim of a parameter that a style shards; None if the parameter stays whole."""
     made = meta.tensor(modules.params[name])
     assert made is not None, "a parameter is one tensor"
     ndim = len(made.shape)
@@ -215,12 +213,12 @@ def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int 
         return 0 if style.cut == "col" else 1
     if name.rpartition(".")[2].endswith("bias"):
         return ndim - 1 if style.cut == "col" else None
-    turned = ndim == 2 and modules.is_turned(name, path)
-    return ndim - 1 if (style.cut == "col") == turned else ndim - 2
+    in_out = ndim == 2 and modules.is_in_out(name, path)
+    return ndim - 1 if (style.cut == "col") == in_out else ndim - 2
 
 
 def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
-    """Tensors with the state that is wanted of each, dims counted from the left."""
+    """Tensors with the required state of each; dims are made non-negative."""
     out: list[tuple[Node, AxisState]] = []
     if len(wanted) == 1 and wanted[0] == REPLICATED:
         wanted = wanted * len(nodes)

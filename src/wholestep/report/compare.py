@@ -1,4 +1,4 @@
-"""Plans beside each other: one graph, every template, what each costs."""
+"""Compares templates on one graph by their costs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ __all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One template: its costs, or why it has none. `batches` of those that were captured make up a step of the mesh.
-    `layers`: the costs are extrapolated from those of steps with so many of the equal layers.
+    """One template: its costs, or the error.
+
+    `batches`: captured batches in a step of the mesh. `layers`: the costs are extrapolated from steps with so many of
+    the equal layers.
     """
 
     name: str
@@ -38,7 +40,7 @@ class PlanRow:
 
     @property
     def batch_s(self) -> float:
-        """Seconds for each captured batch: what rows are ranked by."""
+        """Seconds for each captured batch, by which rows are ranked."""
         return self.costs.step_s / self.batches if self.costs else float("inf")
 
 
@@ -49,10 +51,10 @@ def compare(
     hardware: Hardware | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> list[PlanRow]:
-    """A row for each template, the fastest for each batch first; those that cannot be planned last, with the reason.
+    """A row for each template, the fastest for each batch first, errors last.
 
-    Costs of a deep step are extrapolated from steps with few of its equal layers; those of the fastest never are.
-    `watch` is told the name of each template before it is planned.
+    Costs of a deep step are extrapolated from steps with few of its equal layers, except those of the fastest template.
+    `watch` is called with the name of each template before it is planned.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
     short, rows = shortened(graph, hardware), list[PlanRow]()
@@ -68,7 +70,7 @@ def compare(
 
 
 def _row(graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, short: Short | None = None) -> PlanRow:
-    """With all layers, or extrapolated where `short` can do that."""
+    """A row with all layers, or extrapolated if `short` can."""
     if isinstance(template.strategies, WholestepError):
         return PlanRow(template.name, 1, None, first_line(template.strategies))
     strategies, layers = compose(template.strategies), None
@@ -87,7 +89,7 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, 
 
 
 def show(rows: Sequence[PlanRow], what: str = "template") -> str:
-    """The rows as a table of text; `what` they are."""
+    """The rows as a text table; `what` is the title of the first column."""
     head = (what, "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
     failed = [f"{row.name}: no plan: {row.error}" for row in rows if row.costs is None]
@@ -107,7 +109,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def as_json(rows: Sequence[PlanRow], mesh: Mesh, model: str, hardware: Hardware | None = None) -> dict[str, Any]:
-    """The rows with what they were made from, in bytes and seconds."""
+    """The rows with model, mesh and machine, in bytes and seconds."""
     return {
         "format": "wholestep comparison",
         "version": 2,

@@ -1,4 +1,4 @@
-"""The two drawings of a report as data: bytes held in columns of time, and spans by stream in parallel lists."""
+"""The two drawings of a report as data: live bytes in columns of time, and spans by stream in parallel lists."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline
 
 COLUMNS = 720
-"""Of the memory chart: each shows the most that is held in its part of the step."""
+"""Number of columns of the memory chart; each shows the peak of its part of the step."""
 
 
 def columns(memory: Sequence[tuple[float, int]], step_us: float, count: int = COLUMNS) -> list[int]:
-    """The most bytes held in each of `count` equal parts of the step. `memory` is (end of a node, bytes meanwhile)."""
+    """The peak bytes in each of `count` equal parts of the step. `memory`: (end of a node, live bytes during it)."""
     most = [0] * count
     last = 0
     for end, size in memory:
@@ -23,7 +23,7 @@ def columns(memory: Sequence[tuple[float, int]], step_us: float, count: int = CO
 
 
 def peak_at(made: Timeline) -> float:
-    """Microseconds at which the most is held: the middle of the node that first does."""
+    """Time of the peak in microseconds: the middle of the first node that reaches it."""
     before = 0.0
     for end, size in made.memory:
         if size == made.peak.size_bytes:
@@ -40,7 +40,7 @@ def outline(most: Sequence[int], top: int) -> str:
 
 
 def lanes(made: Timeline) -> dict[str, Any]:
-    """Spans for the page's script: strings once in `words`, of each span a number; microseconds to a nanosecond."""
+    """Spans for the page's script, in microseconds; strings are numbers into the list `words`."""
     words: dict[str, int] = {}
 
     def number(word: str) -> int:
@@ -67,5 +67,5 @@ def lanes(made: Timeline) -> dict[str, Any]:
 
 
 def title(stream: str) -> str:
-    """What a stream is called on the page."""
+    """The name of a stream on the page."""
     return stream if stream in (COMPUTE, WAIT) else f"axis {stream}"

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: what rests where, what is sent, held, waited for, and the alternatives."""
+"""A plan as one self-contained HTML page: layouts, collectives, memory, time, and the alternatives."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def report(
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
     Args:
-        path: of the page; folders on the way are made.
-        plan: to be shown.
-        graph: that was planned; or the program of a rank made from it, which is shown as it is.
-        hardware: to predict times for; by default a slow CPU on a slow link.
-        model: what to call the model.
+        path: file to write; missing folders are created.
+        plan: the plan to show.
+        graph: the planned graph, or a program of a rank for this plan, which is shown unchanged.
+        hardware: predicts times; by default a slow CPU on a slow link.
+        model: name of the model.
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
-        what_if: what the same costs elsewhere, of `wholestep.report.what_if.what_if`.
+        what_if: rows of `wholestep.report.what_if.what_if`.
 
     Raises:
-        PlanError: the plan is not one for this graph, or no alternative is called `chosen`.
+        PlanError: the plan is not for this graph, or no alternative has the name `chosen`.
 
     Example:
         >>> wholestep.report("plan.html", plan, graph, wholestep.Hardware.preset("dgx-h100"))
@@ -64,15 +64,15 @@ def page(
     plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, *, model: str, alternatives: Sequence[PlanRow],
     chosen: str, what_if: Sequence[WhatIf] = (),
 ) -> str:  # fmt: skip
-    """The text of the page; the same for the same input."""
+    """The text of the page, deterministic."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     if chosen and chosen not in [row.name for row in alternatives]:
         raise PlanError(
             f"no alternative is called {chosen!r}",
-            f"one of {', '.join(repr(row.name) for row in alternatives) or 'the alternatives, of which none is given'}",
-            "name the row that is this plan, or leave chosen out",
+            f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}",
+            "pass the name of the row of this plan, or omit chosen",
         )
     local = program(plan, graph, hardware)
     made = timeline(local, hardware)
@@ -94,21 +94,22 @@ def page(
 
 
 def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
-    """What a rank runs for `plan`, as a compiled step orders it for `machine`; a program is left as it is.
+    """The program of a rank for `plan`, scheduled for `machine` as in a compiled step; a program is returned unchanged.
 
     Raises:
-        PlanError: `graph` is not what was planned.
+        PlanError: `graph` is not the planned graph.
     """
     if isinstance(graph, TrainGraph):
         return Finish(pipeline(hardware))(partition(graph, plan))
-    theirs = {i.name for i in graph.inputs if i.role in (Role.PARAM, Role.STATE)}
-    strange = sorted(theirs ^ {i.name for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)})
-    if strange or graph.mesh != plan.mesh:
-        found = f"has {strange[0]!r}, the other does not" if strange else f"is for mesh {plan.mesh}, the other for"
+    stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
+    differing = sorted(stored[0] ^ stored[1])
+    if differing or graph.mesh != plan.mesh:
         raise PlanError(
-            f"one of plan and program {found}" if strange else f"the plan {found} {graph.mesh}",
+            f"only one of plan and program has {differing[0]!r}"
+            if differing
+            else f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}",
             "a program made from this plan",
-            "give the graph that was planned, or wholestep.partition(graph, plan)",
+            "pass the planned graph, or wholestep.partition(graph, plan)",
         )
     return graph
 

@@ -1,4 +1,4 @@
-"""What a report tabulates: collectives, time by op, why alternatives lost."""
+"""The tables of a report: collectives, time by op, why alternatives lost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass
 class TrafficRow:
-    """Collectives of one kind, axis, phase and place: how many, bytes that a rank sends for them, microseconds on
-    the wire, and of those that the rank waits. Numbers in the paths of modules are shown as `*`.
+    """Collectives of one kind, axis, phase and module path, in which numbers are `*`.
+
+    `sent_bytes`: that a rank sends. `us`: time on the link. `waited_us`: the part for which the rank waits.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class TrafficRow:
 
 
 def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
-    """The collectives of a program, those that take the most time first."""
+    """The collectives of a program, the longest first."""
     rows: dict[_Key, TrafficRow] = {}
     us = {span.name: span.us for span in made.spans if span.stream not in (COMPUTE, WAIT)}
     waited = {span.name: span.us for span in made.spans if span.stream == WAIT}
@@ -59,7 +60,7 @@ def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
 
 
 def where(node: Node, names: Mapping[Node, str]) -> str:
-    """The module that a collective comes from; of a bucket, those of what is in it. `names` are those of inputs."""
+    """The module of a collective; of a bucket, the first and the last module. `names`: names of inputs."""
     found = dict.fromkeys(_NUMBER.sub("*", path) for path in _paths(node, names, _DEPTH) if path)
     if len(found) < 2:
         return next(iter(found), "")
@@ -77,7 +78,7 @@ def _paths(node: Node, names: Mapping[Node, str], depth: int) -> Iterator[str]:
 
 
 def by_op(made: Timeline) -> list[tuple[str, int, float]]:
-    """(op, how many, microseconds) of the computing stream, the longest first."""
+    """(op, count, microseconds) of the computing stream, the longest first."""
     found: dict[str, tuple[int, float]] = {}
     for span in made.spans:
         if span.stream == COMPUTE:
@@ -87,7 +88,7 @@ def by_op(made: Timeline) -> list[tuple[str, int, float]]:
 
 
 def verdicts(rows: Sequence[PlanRow], memory_bytes: int | None = None) -> list[str]:
-    """For each row why it is the best, or why it lost: does not plan, does not fit in `memory_bytes`, takes longer."""
+    """For each row why it won or lost: no plan, does not fit in `memory_bytes`, or slower."""
     fit = [row for row in rows if row.costs and (memory_bytes is None or row.costs.peak_bytes <= memory_bytes)]
     best = min(fit, key=lambda row: row.batch_s, default=None)
     words = "fastest for each batch" + (" that fits" if len(fit) < sum(row.costs is not None for row in rows) else "")

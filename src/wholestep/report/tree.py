@@ -1,8 +1,7 @@
-"""The parameters and buffers of a plan as the tree of modules that their names spell."""
+"""The parameters and buffers of a plan as a tree of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -13,12 +12,12 @@ from ..plan.plan import Plan
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter or buffer: its whole shape in `rests`, with the axes that cut it; the rest is of the first rank."""
+    """A parameter or buffer. `layout`: global shape with its axes; `local` and bytes are those of the first rank."""
 
     name: str
     kind: str
     dtype: str
-    rests: str
+    layout: str
     local: str
     size_bytes: int
     state_bytes: int
@@ -27,7 +26,7 @@ class Leaf:
 
 @dataclass
 class Branch:
-    """A module; the figures are sums over all that is in it, bytes are those of the first rank."""
+    """A module; sums over all of its parameters and buffers, with bytes of the first rank."""
 
     name: str
     elements: int = 0
@@ -36,22 +35,17 @@ class Branch:
     branches: dict[str, Branch] = field(default_factory=lambda: dict[str, Branch]())
     leaves: list[Leaf] = field(default_factory=list[Leaf])
 
-    def below(self) -> Iterator[Branch]:
-        """The modules directly in this one."""
-        return iter(self.branches.values())
-
 
 def tree(plan: Plan) -> Branch:
-    """Modules in the order of their first parameter; names are cut at dots."""
+    """Modules in the order of their first parameter; names are split at dots."""
     state: dict[str, int] = {}
     for given in plan.inputs:
         if given.role is Role.STATE:
-            state[given.owner] = state.get(given.owner, 0) + _bytes(plan, given)
+            state[given.owner] = state.get(given.owner, 0) + plan.input_bytes(given)
     root = Branch("")
     for given in plan.inputs:
         if given.role in (Role.PARAM, Role.BUFFER):
-            leaf = _leaf(plan, given, state.get(given.name, 0))
-            _add(root, given, leaf)
+            _add(root, given, _leaf(plan, given, state.get(given.name, 0)))
     return root
 
 
@@ -68,6 +62,7 @@ def _add(root: Branch, given: Input, leaf: Leaf) -> None:
 
 def _leaf(plan: Plan, given: Input, state_bytes: int) -> Leaf:
     layout = plan.rest[given.name]
+    local = layout.local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0))
     axes = [*layout.shard_axes(), *layout.varies]
     why = "; ".join(f"{axis}: {plan.deciders.get(axis, plan.strategy)}" for axis in axes)
     return Leaf(
@@ -75,16 +70,8 @@ def _leaf(plan: Plan, given: Input, state_bytes: int) -> Leaf:
         "parameter" if given.role is Role.PARAM else "buffer",
         short_dtype(given.meta.dtype),
         layout.show(given.meta.shape),
-        " ".join(map(str, _local(plan, given))) or "()",
-        _bytes(plan, given),
+        " ".join(map(str, local)) or "()",
+        plan.input_bytes(given),
         state_bytes,
         why or "whole on every rank",
     )
-
-
-def _local(plan: Plan, given: Input) -> tuple[int, ...]:
-    return tuple(plan.rest[given.name].local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0)))
-
-
-def _bytes(plan: Plan, given: Input) -> int:
-    return prod(_local(plan, given)) * given.meta.dtype.itemsize

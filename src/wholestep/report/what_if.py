@@ -1,4 +1,4 @@
-"""The same strategies on another mesh, another machine or another batch: what a step would cost there."""
+"""Costs of the same strategies on another mesh, another machine or with another batch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _HEAD = ("what if", "mesh", "at rest", "peak", "sent/step", "step", "exposed", "
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """One change to a plan: what it is called, and the mesh, the machine and the step where they are other ones.
+    """One change to a plan: another mesh, machine or step.
 
-    `batch_parts` is how many of the plan's batches are in one of `graph`'s: 2 where that is twice as large.
+    `batch_parts`: the batch of `graph` in batches of the plan: 2 if it is twice as large.
     """
 
     name: str
@@ -34,7 +34,7 @@ class WhatIfCase:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a case costs; `times` is its time for each of the plan's batches, as a multiple of the plan's own."""
+    """The costs of a case; `times` is its time for a batch of the plan relative to the plan itself."""
 
     case: WhatIfCase
     mesh: Mesh
@@ -43,7 +43,7 @@ class WhatIf:
 
     @property
     def batch_s(self) -> float:
-        """Seconds for each of the plan's batches."""
+        """Seconds for a batch of the plan."""
         return self.row.batch_s / self.case.batch_parts
 
 
@@ -54,17 +54,17 @@ def what_if(
     cases: Sequence[WhatIfCase],
     watch: Callable[[str], None] | None = None,
 ) -> list[WhatIf]:
-    """The plan itself, then each case in turn; one that cannot be planned says why in its row.
+    """The plan itself, then each case; the row of a case that cannot be planned has the error.
 
-    `watch` is told the name of each before it is planned.
+    `watch` is called with the name of each case before it is planned.
 
     Raises:
-        PlanError: the plan does not hold the strategies that made it.
+        PlanError: the plan does not contain its strategies.
     """
     if plan.strategies is None:
         raise PlanError(
             f"the plan does not hold what made it ({plan.strategy})",
-            "a plan of wholestep's own strategies",
+            "a plan of strategies that a file can store",
             "plan again",
         )
     template, found = plan.strategies.parts, list[WhatIf]()
@@ -74,13 +74,13 @@ def what_if(
         mesh = case.mesh or plan.mesh
         row = compare(case.graph or graph, mesh, [Template(case.name, template)], case.hardware or hardware)[0]
         made = WhatIf(case, mesh, row)
-        own = found[0].batch_s if found else made.batch_s
-        found.append(WhatIf(case, mesh, row, made.batch_s / own if row.costs else float("inf")))
+        plan_s = found[0].batch_s if found else made.batch_s
+        found.append(WhatIf(case, mesh, row, made.batch_s / plan_s if row.costs else float("inf")))
     return found
 
 
 def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
-    """Twice and half as many ranks on the first axis that has several."""
+    """Twice and half as many ranks on the first axis larger than one."""
     axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
     sizes = {"twice the ranks": 2 * axis.size, "half the ranks": axis.size // 2}
     return [
@@ -100,7 +100,7 @@ def resized(mesh: Mesh, axis: str, size: int) -> Mesh:
 
 
 def show(rows: Sequence[WhatIf]) -> str:
-    """The rows as a table of text."""
+    """The rows as a text table."""
     cells = [_HEAD, *(_cells(row) for row in rows if row.row.costs is not None)]
     failed = [f"{row.case.name} on {row.mesh}: no plan: {row.row.error}" for row in rows if row.row.costs is None]
     return "\n".join([*table(cells), *failed])

@@ -1,3 +1,3 @@
-"""Sharding rules: which dims of an operation's tensors are cut together."""
+"""Sharding rules: which dims of an op's tensors are sharded together."""
 
 from . import aten as aten

@@ -1,4 +1,4 @@
-"""Applies a parsed rule to the shapes of a call."""
+"""Binds a parsed rule to the shapes of a call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .rule import Term as BoundTerm
 
 
 def choose(cases: Sequence[RuleText], call: Call) -> RuleText:
-    """The first case whose condition holds and whose terms have as many dims as the tensors of the call.
+    """The first case whose condition is true and whose terms have as many dims as the tensors of the call.
 
     Raises:
-        RuleError: there is none.
+        RuleError: no case fits.
     """
     if len(cases) == 1 and cases[0].when is None:
         return cases[0]
@@ -50,26 +50,26 @@ def _fits(case: RuleText, call: Call) -> bool:
 
 
 def inputs_of(rule: RuleText, call: Call) -> list[Term]:
-    """A term for each tensor argument; the last one of the rule for all that follow, where it repeats."""
+    """A term for each tensor argument; a last term with `+` for all that follow."""
     return [*repeated(rule.inputs, len(call.slots))]
 
 
 def outputs_of(rule: RuleText, call: Call) -> list[Term]:
-    """A term for each output; one of a list for each of its entries."""
+    """A term for each output, list entries included."""
     count = entries_of(rule, call)
     terms = [t for t in rule.outputs for _ in range(count if t.is_list else 1)]
     return [*repeated(terms, len(call.outputs))]
 
 
 def repeated(terms: Sequence[Term], count: int) -> Iterator[Term]:
-    """`terms`, the last one as often as there are tensors, where it repeats."""
+    """`terms`, padded to `count` with the last one if that has `+`."""
     yield from terms
     if terms and terms[-1].repeats:
         yield from [terms[-1]] * (count - len(terms))
 
 
 def entries_of(rule: RuleText, call: Call) -> int:
-    """How many entries its lists have."""
+    """Number of entries of the lists of the call; 1 without lists."""
     pairs = zip(rule.inputs, call.slots, strict=False)
     return max((len(slot.positions) for term, slot in pairs if term.is_list and slot.positions), default=1)
 
@@ -81,7 +81,7 @@ def apply(
     local: Mapping[str, Callable[..., Any]] | None = None,
     by_shape: frozenset[int] = frozenset(),
 ) -> BoundRule:
-    """What `rule` says about `call`.
+    """`rule` bound to `call`.
 
     Raises:
         RuleError: the rule does not fit the shapes of the call; names the tensor.
@@ -97,7 +97,7 @@ def apply(
 def _group(
     rule: RuleText, terms: Sequence[Term], call: Call, where: Mapping[int, tuple[int, ...]], entry: int, has_lists: bool
 ) -> Group:
-    """Entry `entry` of every list, or everything where there are no lists."""
+    """The group of entry `entry` of every list; of all tensors if there are no lists."""
     given = {
         (p[entry] if t.is_list else p[0]): (t, i)
         for i, p in where.items()
@@ -110,15 +110,14 @@ def _group(
     seen = _Sizes(rule, call)
     for term, found, name in tensors:
         seen.read(term, found, name)
-    seen.settle()
+    seen.solve()
     shown = {p: t for p, (t, _) in given.items() if not seen.is_opaque(t, call.shape(p))}
     operands = {p: seen.term(t, call.operands[p]) for p, t in shown.items()}
     outputs = {o: seen.term(t, m) for o, (t, m) in made.items()}
     opaque = frozenset(o for o, (t, m) in made.items() if seen.is_opaque(t, m.shape))
     factors = dict.fromkeys(f for term in operands.values() for f in term if f)
     lost = [f for f in factors if any(f not in term for o, term in outputs.items() if o not in opaque)]
-    leaves = {f: rule.reduces.get(base(f), "sum") for f in lost}
-    reduces = {f: op for f, op in leaves.items() if op}
+    reduces = {f: op for f in lost if (op := rule.reduces.get(base(f), "sum"))}
     by_input = {i: p for p, (_, i) in given.items()}
     partial = tuple(
         PassThrough(passing, ops)
@@ -132,7 +131,7 @@ def _group(
 
 
 def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:
-    """Positions among the flat outputs; of a list, that of the entry."""
+    """Terms and metadata by position among the flat outputs; of a list, those of the entry."""
     out: dict[int, tuple[Term, TensorMeta]] = {}
     at, count = 0, entries_of(rule, call)
     for term in repeated(rule.outputs, len(call.outputs)):
@@ -145,12 +144,12 @@ def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, Te
 
 
 def _lead(dims: Iterable[Dim]) -> int:
-    """How many of them are those of `...`."""
+    """Number of dims that `...` matched."""
     return sum(base(f) == "..." for d in dims for f in d.factors)
 
 
 class _Sizes:
-    """Sizes of factors, from every tensor that has them."""
+    """Collects sizes of factors from all tensors. `stuck` factors cannot be sharded; `even` ones need equal parts."""
 
     def __init__(self, rule: RuleText, call: Call) -> None:
         self.rule, self.call = rule, call
@@ -173,7 +172,7 @@ class _Sizes:
             elif dim.factors:
                 self._merged.append((dim, size, name))
 
-    def settle(self) -> None:
+    def solve(self) -> None:
         """Find the one unknown size in each merged dim."""
         for dim, size, name in self._merged:
             missing = [f for f in dim.factors if f not in self.sizes]
@@ -188,7 +187,7 @@ class _Sizes:
             self.even |= {outer} if inner else set()
 
     def is_opaque(self, term: Term, shape: Sequence[int]) -> bool:
-        """True for `*`, and for an optional term where the tensor has other dims."""
+        """True for `*`, and for an optional term that does not fit the tensor."""
         if not term.optional:
             return term.opaque
         dims = spread(term, shape, self.arguments)
@@ -197,7 +196,7 @@ class _Sizes:
         return any(self.sizes.get(f, n) != n for d, n in zip(dims, shape, strict=True) for f in d.factors)
 
     def term(self, term: Term, found: TensorMeta) -> BoundTerm:
-        """The factor that may cut each dim."""
+        """The factor that may shard each dim."""
         if self.is_opaque(term, found.shape):
             return (None,) * len(found.shape)
         return tuple(self._free(dim, size) for dim, size in self._pairs(term, found.shape, ""))

@@ -1,4 +1,4 @@
-"""One call of an op, as a rule sees it: its arguments with the meta of tensors for tensors, and what it makes."""
+"""One call of an op as rules see it: arguments and outputs, with metadata in place of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNKNOWN = TensorMeta((), (), torch.float32, "cpu")
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor argument of the schema: where its tensors stand among the operands; empty when None was given."""
+    """A tensor argument of the schema, with the positions of its tensors among the operands; none for None."""
 
     name: str
     positions: tuple[int, ...]
@@ -29,18 +29,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Call:
-    """An op with global shapes. `operands` are its tensors in argument order, lists opened."""
+    """An op with global shapes. `operands` are its tensors in argument order, lists flattened."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[TensorMeta | None, ...]
     reword: Callable[[Any], Any] | None = field(default=None, compare=False)
-    """Changes the words of rules bound to this call: how mutation tests get at them."""
+    """Edits rules bound to this call, for mutation tests."""
 
     @staticmethod
     def of(node: Node) -> Call:
-        """The call that `node` is."""
+        """The call of `node`."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: cast(Any, meta.tensor(n) or _UNKNOWN))
         return Call(node.target, args, kwargs, meta.tensors(node))
 
@@ -68,13 +68,13 @@ class Call:
         return self.operands[operand].shape
 
     def made(self, output: int = 0) -> tuple[int, ...]:
-        """Shape of an output; () when it makes no tensor there."""
+        """Shape of an output; () if it is no tensor."""
         found = self.outputs[output] if output < len(self.outputs) else None
         return found.shape if found else ()
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Tensor arguments in the schema's order; for a plain function, every tensor is one."""
+        """Tensor arguments in the order of the schema; all tensors of a plain function."""
         at, found = 0, dict[str, Slot]()
         named: list[tuple[str, Any]] = [
             *zip(self._names(len(self.args)), self.args, strict=False),
@@ -90,7 +90,7 @@ class Call:
         return tuple(found.get(name, Slot(name, (), False)) for name in order)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The value of a schema argument, its default where it was not given."""
+        """The value of a schema argument, or its default."""
         if name in self.kwargs:
             return self.kwargs[name]
         for i, known in enumerate(self._names(len(self.args))):
@@ -102,7 +102,7 @@ class Call:
         return default
 
     def replace(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """`args` and `kwargs` with the schema arguments named in `values` put in their places."""
+        """`args` and `kwargs` with the schema arguments in `values` replaced."""
         out, keyed = list(args), dict(kwargs)
         names = self._names(len(args))
         for name, value in values.items():

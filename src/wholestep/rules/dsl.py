@@ -1,4 +1,4 @@
-"""Words for the rows of the table: rows, samples, names of dims for rules that depend on the call, sample tensors."""
+"""Building blocks of the rule table: rows, samples, names of dims, sample tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ aten = torch.ops.aten
 row = partial(registry.rule, origin=registry.BUILT_IN)
 """A built-in rule: `registry.rule`, of ops by name."""
 WHOLE = "*+ -> ...!+"
-"""Everything whole: nothing may be cut."""
+"""Nothing may be sharded."""
 
 
 def sample(op: Any, given: registry.Samples) -> None:
-    """Sample arguments, made by `given`, of ops whose row is that of a family."""
+    """Register `given`, which makes sample arguments, for ops whose row is that of a family."""
     registry.SAMPLES.update(dict.fromkeys(registry.targets_of(op), given))
 
 
@@ -30,26 +30,26 @@ def dims_of(call: Call, operand: int = 0, letter: str = "d") -> list[str]:
 
 
 def term(dims: Sequence[str], whole: Collection[str] = ()) -> str:
-    """Text of a term; the dims in `whole` stay whole."""
+    """Text of a term, with the dims in `whole` marked `!`."""
     return " ".join(f"{d}!" if d in whole else d for d in dims) or "()"
 
 
 def text(inputs: Iterable[str], outputs: Iterable[str]) -> str:
-    """A rule from its terms."""
+    """Text of a rule from its terms."""
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
 def called(function: Callable[..., Any], op: Any, what: str) -> Callable[..., Any]:
-    """`function` under a name that a program prints: that of the op it stands for, and `what` is different."""
+    """`function` under the name that programs print: the name of the op that it replaces, and `what` differs."""
     function.__name__ = f"{op._overloadpacket.__name__}_{what}"
     return function
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    """Sample values, float64, the same each time."""
+    """Reproducible sample values in float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
 
 
 def ints(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Sample indices below `high`, the same each time."""
+    """Reproducible sample indices below `high`."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed + high + sum(shape)))

@@ -1,4 +1,4 @@
-"""The rule of a node of a graph, as planning and partitioning both see it."""
+"""Finds the rule of a graph node, for planning and partitioning alike."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
 
 def find_rule(node: Node) -> BoundRule | None:
-    """The rule of `node` on its global shapes; ops of other libraries that nobody wrote one for are tried out."""
+    """The rule of `node` on its global shapes; ops of other libraries without a rule go through discovery."""
     known = _torch.is_op(node.target) and node.target.namespace in _KNOWN
     return rule_for(node, None if known or _torch.is_getitem(node.target) else discover)

@@ -1,15 +1,15 @@
-"""The rule language: one line of named factors says which dims of an op's tensors are cut together.
+"""The rule language: one line of named factors for the dims of an op's tensors that are sharded together.
 
 "m k, k n -> m n"                                  a factor that is missing in an output is summed there
 "..., ... -> ..."                                  leading dims, aligned from the right, that broadcast
 "... d!, d!, d! -> ... d!, ... 1, ... 1"           `!`: this dim stays whole; `1`: a dim of size one
-"... x[dim]! -> ... x[dim]!"                       the dims that the argument `dim` names, among those of `...`
-"(a b) c -> a b c"                                 a merged dim: only its outer factor cuts it, and evenly
-"[...], [...], () -> [...]"                        lists, entry by entry; what is not in a list is shared by all
-"n c, * -> (), *"                                  `()`: a scalar; `*`: any tensor, whole, its values not looked at
-"reduction=0: ...+ -> ... | ...+ -> ()"            cases, tried in order; `+`: every further tensor is alike
-"{m n}, m k!, k! n -> m n"                         braces: the last of these dims, some of size one
-"... a! b! -> ..., ... c d*"                       `*` after dims: a tensor that may be left out
+"... x[dim]! -> ... x[dim]!"                       the dims in the argument `dim`, among those of `...`
+"(a b) c -> a b c"                                 a merged dim: only its outer factor shards it, evenly
+"[...], [...], () -> [...]"                        lists, entry by entry; other tensors are shared by all entries
+"n c, * -> (), *"                                  `()`: a scalar; `*`: any tensor, whole
+"reduction=0: ...+ -> ... | ...+ -> ()"            cases, tried in order; `+`: the term of all further tensors
+"{m n}, m k!, k! n -> m n"                         braces: a tensor that broadcasts to these dims
+"... a! b! -> ..., ... c d*"                       `*` after dims: an optional tensor
 
 docs/rules.md has the grammar.
 """
@@ -33,16 +33,16 @@ REDUCTIONS = ("sum", "max", "min", "avg")
 
 
 def base(factor: str) -> str:
-    """The name that a rule gives a factor: `...` for `.2`, `x` for `x.1`, one of several dims of that name."""
+    """The name of a factor in the rule: `...` for `.2`, `x` for `x.1`, one of several dims with that name."""
     return factor.partition(".")[0] or "..." if "." in factor else factor
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One dim of a tensor: the factors merged in it, outermost first; none for a dim of size one.
+    """One dim of a tensor: its merged factors, outermost first; none for a dim of size one.
 
-    `rest` is any number of dims: `...`, or `name...`. `argument` names the dims that stand here, or, as `#argument`,
-    has an entry for each. A `loose` factor stays whole where its size is not the same everywhere.
+    `rest`: any number of dims, `...` or `name...`. `argument`: the argument that lists these dims, or, as `#argument`,
+    has an entry for each. A `loose` factor stays whole unless it has the same size in all tensors.
     """
 
     factors: tuple[str, ...]
@@ -53,7 +53,7 @@ class Dim:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its factors as a rule names them."""
+        """Its factors as in the rule."""
         return self.factors or (("...",) if self.rest else ())
 
     def __str__(self) -> str:
@@ -64,10 +64,10 @@ class Dim:
 
 @dataclass(frozen=True)
 class Term:
-    """One tensor of a rule, or every tensor of a list. `opaque` tensors are whole and never looked at.
+    """One tensor of a rule, or all tensors of a list. An `opaque` tensor stays whole, whatever its dims.
 
-    `repeats`: every further tensor is alike. `broadcasts`: the tensor has the last of these dims, some of size one.
-    `optional`: opaque where the tensor has other dims, as one that the op was not given or leaves empty.
+    `repeats`: the term of all further tensors. `broadcasts`: the tensor has the last of these dims, some of size one.
+    `optional`: opaque if the tensor has other dims, such as a missing operand or an empty result.
     """
 
     dims: tuple[Dim, ...] = ()
@@ -85,7 +85,7 @@ class Term:
 
 @dataclass(frozen=True)
 class When:
-    """What an argument must be for a case of a rule to hold: a number, or true where there is no number."""
+    """The condition of a case: an argument equals a number, or is true if no number is given."""
 
     argument: str
     value: int | None = None
@@ -98,10 +98,11 @@ class When:
 class RuleText:
     """One case of a parsed rule.
 
-    Invariants: a factor stands at most once in a term; what is whole in one term is whole in all; `...` at most once
-    in a term. `linear` lists sets of inputs: the op is linear in each set taken together; `moves` those whose values
-    it only moves. `reduces` names what a factor missing in an output leaves there; sums by default; '' where every
-    rank makes the same.
+    `linear`: sets of inputs; the op is linear in each set taken together. `moves`: sets of inputs whose values the op
+    only moves. `reduces`: by factor, how an output that lacks it is partial; sums by default; '' if all ranks compute
+    the same.
+    Invariants: a factor stands at most once in a term; a factor whole in one term is whole in all; `...` at most once
+    in a term.
     """
 
     inputs: tuple[Term, ...]
@@ -113,22 +114,22 @@ class RuleText:
 
     @property
     def whole(self) -> frozenset[str]:
-        """Factors that must not be cut."""
+        """Factors that cannot be sharded."""
         return frozenset(f for d in self._dims if d.whole for f in d.names)
 
     @property
     def loose(self) -> frozenset[str]:
-        """Factors that must not be cut where their size is not the same everywhere."""
+        """Factors that can be sharded only if they have the same size in all tensors."""
         return frozenset(f for d in self._dims if d.loose for f in d.names)
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every factor in order of appearance; `...` stands for all it matches."""
+        """Every factor in order of appearance; `...` counts as one."""
         return tuple(dict.fromkeys(f for d in self._dims for f in d.names))
 
     @property
     def arguments(self) -> frozenset[str]:
-        """Arguments of the op that say which dims a term means."""
+        """Arguments of the op on which the dims of a term depend."""
         found = {d.argument.removeprefix("#") for d in self._dims if d.argument}
         return frozenset(found | {"keepdim"}) if found else frozenset()
 
@@ -145,10 +146,10 @@ Options = tuple[tuple[str, str], ...]
 
 
 def parse(text: str, linear: str = "", reduces: Options = (), moves: str = "") -> RuleText:
-    """Read a rule that has one case. `linear`: `"0 | 1"` is linear in each of two inputs, `"0+1"` in both together.
+    """Parse a rule with one case. `linear`: `"0 | 1"` is linear in each of two inputs, `"0+1"` in both together.
 
     Raises:
-        RuleError: the text breaks the grammar or an invariant; says where.
+        RuleError: the text breaks the grammar or an invariant; with the position.
     """
     (rule,) = cases(text, linear, reduces, moves)
     return rule
@@ -156,10 +157,10 @@ def parse(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
 
 @lru_cache(maxsize=8192)
 def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -> tuple[RuleText, ...]:
-    """Read a rule: each of its cases, in order.
+    """Parse a rule: each of its cases, in order.
 
     Raises:
-        RuleError: the text breaks the grammar or an invariant; says where.
+        RuleError: the text breaks the grammar or an invariant; with the position.
     """
     found = tuple(_Reader(text).cases())
     known = {f for case in found for f in case.factors}
@@ -178,14 +179,14 @@ def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
     )
 
 
-def _sets(option: str, said: str, case: RuleText, text: str) -> Iterator[frozenset[int]]:
+def _sets(option: str, value: str, case: RuleText, text: str) -> Iterator[frozenset[int]]:
     """Sets of inputs, as in `0 | 1+2`."""
-    for part in filter(None, (p.strip() for p in said.split("|"))):
+    for part in filter(None, (p.strip() for p in value.split("|"))):
         try:
             found = frozenset(int(i) for i in part.split("+"))
         except ValueError as error:
             needed = "input numbers, as in '0 | 1' or '0+1'"
-            raise RuleError(f"rule {text!r}: {option}={said!r}", needed, "correct it") from error
+            raise RuleError(f"rule {text!r}: {option}={value!r}", needed, "correct it") from error
         if max(found) >= len(case.inputs) and not (case.inputs and case.inputs[-1].repeats):
             needed = f"inputs 0 to {len(case.inputs) - 1}"
             raise RuleError(f"rule {text!r}: {option} in input {max(found)}", needed, f"correct {option}=")
@@ -193,7 +194,7 @@ def _sets(option: str, said: str, case: RuleText, text: str) -> Iterator[frozens
 
 
 class _Reader:
-    """Reads the text of a rule from left to right."""
+    """Parses the text of a rule from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -209,7 +210,7 @@ class _Reader:
         self.tokens.append((_END, len(text.rstrip())))
 
     def cases(self) -> Iterator[RuleText]:
-        """All of the text."""
+        """All cases of the text."""
         if "->" not in (token for token, _ in self.tokens):
             self._refuse("no '->'", len(self.text), "inputs -> outputs, as in 'm k, k n -> m n'", "add the outputs")
         while True:
@@ -255,11 +256,11 @@ class _Reader:
         names = [f for d in term.dims for f in d.names]
         twice = [n for n in names if names.count(n) > 1]
         if twice:
-            needed, mend = "each factor at most once in a term", "give the second dim a name of its own, mark both '!'"
-            self._refuse(f"{twice[0]!r} stands twice in '{term}'", start, needed, mend)
+            needed, fix = "each factor at most once in a term", "give the second dim another name, mark both '!'"
+            self._refuse(f"{twice[0]!r} stands twice in '{term}'", start, needed, fix)
         rests = sum(d.rest for d in term.dims)
         if rests > 1 or any(d.argument and d.argument[0] != "#" and not rests for d in term.dims):
-            needed = "one '...' at most, and one beside a dim that an argument names"
+            needed = "at most one '...', and one in a term with name[argument]"
             self._refuse(f"'{term}' has {rests} '...'", start, needed)
         return replace(term, optional=self._skip("*"), repeats=self._skip("+"))
 
@@ -318,9 +319,9 @@ class _Reader:
 
 
 def spread(term: Term, shape: Sequence[int], arguments: Mapping[str, object]) -> list[Dim] | None:
-    """A dim of `term` for each dim of `shape`; None where it does not fit. `arguments` are those that the rule names.
+    """A dim of `term` for each dim of `shape`; None if it does not fit. `arguments`: values of `RuleText.arguments`.
 
-    Dims of `...` are named `.1`, `.2` from the right, those of `s...` and of an `x` that stands for several `s.1`.
+    Dims of `...` are named `.1`, `.2` from the right; dims of `s...`, or of an `s` for several dims, `s.1`.
     """
     dims = [one for d in term.dims for one in _counted(d, arguments)]
     if term.broadcasts:
@@ -349,7 +350,7 @@ def _counted(dim: Dim, arguments: Mapping[str, object]) -> Iterable[Dim]:
 
 
 def _placed(dims: Iterable[Dim], free: int, arguments: Mapping[str, object]) -> Iterator[tuple[int, Dim]]:
-    """Which of so many dims arguments name. None and an empty list name all of them; dims of size one, if kept."""
+    """Positions among `free` dims that arguments list; None and an empty list mean all. Dims `1` only with keepdim."""
     for dim in dims:
         if not dim.factors and not arguments["keepdim"]:
             continue

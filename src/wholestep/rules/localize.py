@@ -1,7 +1,8 @@
-"""What a rank calls for a call on global shapes: shape arguments from the rule's factors, not by matching sizes."""
+"""Turns a call on global shapes into the call of one rank; shape arguments follow from factors, not from sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 @shares("view")
 def as_complex(x: Tensor) -> Tensor:
-    """`view_as_complex` of a tensor that lies anyhow: torch's refuses an odd offset, and strides that are odd."""
+    """`view_as_complex` of a tensor with any strides: that of torch refuses odd offsets and strides."""
     odd = x.stride(-1) != 1 or any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1]))
     return aten.view_as_complex.default(x.clone(memory_format=torch.contiguous_format) if odd else x)
 
@@ -30,12 +31,12 @@ VIEWS_OF_PIECES: dict[Any, Any] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.view_as_complex.default: as_complex,
 }
-"""What a rank calls for a view that torch refuses of pieces that are not laid out in memory as the whole is."""
+"""Replacements for views that torch refuses if the strides of a piece differ from those of the whole."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A factor that is cut: by which axes (outermost first), its global size, and where this rank's piece starts."""
+    """A sharded factor: its axes (outermost first), its global size, and this rank's piece."""
 
     factor: str
     axes: tuple[str, ...]
@@ -54,7 +55,7 @@ class Cut:
 
 
 class Local(NamedTuple):
-    """What a rank calls: `args` and `kwargs` may hold `Extent`s."""
+    """The call of a rank; `args` and `kwargs` may hold `Extent`s."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -65,16 +66,17 @@ def localize(
     rule: BoundRule | None, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh,
     args: tuple[Any, ...], kwargs: Mapping[str, Any],
 ) -> Local:  # fmt: skip
-    """`call` for one rank: operands laid out as `takes`, outputs as `gives`; `args` hold what to call it with."""
+    """`call` for one rank, with operands in the layouts `takes` and outputs in `gives`; `args` are the local ones."""
     if rule is None or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
     cuts = {c.factor: c for group in rule.groups for c in _cuts(group, call, takes, gives, mesh)}
     values: dict[str, Any] = {}
     for name, source in rule.sizes.items():
-        if source.startswith(("out", "in")) and source.lstrip("outin").isdigit():
-            number = int(source.lstrip("outin"))
-            layout = gives[number] if source.startswith("out") else takes[number]
-            shape = call.made(number) if source.startswith("out") else call.shape(number)
+        if found := re.fullmatch(r"(out|in)(\d+)", source):
+            number = int(found[2])
+            layout, shape = (
+                (gives[number], call.made(number)) if found[1] == "out" else (takes[number], call.shape(number))
+            )
             values[name] = [extent(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
         elif source in cuts:
             values[name] = cuts[source].length

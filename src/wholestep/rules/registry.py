@@ -1,4 +1,4 @@
-"""The table of rules, and the one place that finds the rule of a call."""
+"""The table of rules, and the search for the rule of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT_IN = "built in"
 
 @dataclass(frozen=True)
 class Bind:
-    """What a rule that looks at shapes returns: text and the options of `rule`."""
+    """Text and options of `rule`; a function of a call returns this."""
 
     text: str
     linear: str = ""
@@ -40,19 +40,19 @@ class Bind:
         return cases(self.text, self.linear, tuple(sorted(self.reduces.items())), self.moves)
 
     def on(self, call: Call) -> BoundRule:
-        """These words about `call`."""
-        case, said = choose(self.cases(), call), self
+        """This rule bound to `call`."""
+        case, bind = choose(self.cases(), call), self
         if call.reword:
-            said: Bind = call.reword(replace(self, text=str(replace(case, when=None)), reduces=case.reduces))
-            (case,) = said.cases()
-        bound = apply(case, call, said.sizes, said.local, said.by_shape)
-        return bound if not said.filled else replace(bound, groups=tuple(said._fill(g, call) for g in bound.groups))
+            bind: Bind = call.reword(replace(self, text=str(replace(case, when=None)), reduces=case.reduces))
+            (case,) = bind.cases()
+        bound = apply(case, call, bind.sizes, bind.local, bind.by_shape)
+        return bound if not bind.filled else replace(bound, groups=tuple(bind._fill(g, call) for g in bound.groups))
 
     def _fill(self, group: Group, call: Call) -> Group:
         terms = [(term, call.shape(i)) for i, term in group.operands.items()]
         sizes = {f: n for term, shape in terms for f, n in zip(term, shape, strict=True) if f}
-        mine = {f: n for f, n in sizes.items() if f in self.filled or base(f) in self.filled}
-        return replace(group, filled={**group.filled, **mine})
+        filled = {f: n for f, n in sizes.items() if f in self.filled or base(f) in self.filled}
+        return replace(group, filled={**group.filled, **filled})
 
 
 Function = Callable[[Call], "Bind | BoundRule | str | None"]
@@ -67,7 +67,7 @@ class Rule:
     origin: str = BUILT_IN
 
     def bind(self, call: Call) -> BoundRule | None:
-        """What the rule says about `call`; None when it has nothing to say."""
+        """The rule bound to `call`; None if it does not apply."""
         body = self.body(call) if callable(self.body) else self.body
         body = Bind(body) if isinstance(body, str) else body
         bound = body.on(call) if isinstance(body, Bind) else body
@@ -75,11 +75,11 @@ class Rule:
 
 
 RULES: dict[Any, Rule] = {}
-"""By op; by name where the op is of a library that may not be imported."""
+"""By op; by name for ops of libraries that may not be imported."""
 SAMPLES: dict[Any, Samples] = {}
-"""What makes sample arguments of an op, for the check of its rule."""
+"""Functions that make sample arguments of an op, for the check of its rule."""
 FAMILIES: list[Callable[[Any], Function | None]] = []
-"""Each says the rule of every op of a family, by its tag or its name; None for an op that is not of the family."""
+"""Each returns the rule of an op of its family (by tag or name), or None for other ops."""
 
 
 def rule(
@@ -96,31 +96,31 @@ def rule(
     samples: Samples | None = None,
     origin: str = "yours",
 ) -> Callable[[Function], Function]:
-    """Say how an op may be cut: which dims of its tensors go together. Goes before built-in rules and discovery.
+    """Register which dims of an op's tensors are sharded together. Precedes built-in rules and discovery.
 
-    One term for each tensor argument, then one for each tensor it returns; a factor that is missing in a result is
-    summed there. `docs/rules.md` has the grammar. Used as a decorator, without `text`, on a function that is given the
-    call (`rules.call.Call`: shapes and arguments) and returns the text, or None for no rule.
+    The text has one term for each tensor argument, then one for each tensor result; results that lack a factor are
+    sums over it. `docs/rules.md` has the grammar. Without `text` it decorates a function that takes the call
+    (`rules.call.Call`: shapes and arguments) and returns the text, or None for no rule.
 
     Args:
-        op: an op or a list of them: a custom op, a `torch.ops` overload or packet, or a plain function in a graph; or
+        op: an op or a list of ops: a custom op, a `torch.ops` overload or packet, or a plain function in a graph; or
             names of ATen overloads, `"sum.dim_IntList relu"`, and of ops of libraries that are imported later,
             `"library::op.default"`.
         text: the rule, `"m k, k n -> m n"`.
         linear: inputs the op is linear in: `"0 | 1"` in each alone, `"0+1"` in both together.
         moves: inputs whose values the op only moves, among zeros: any partial value passes.
-        reduces: by factor, what cutting it leaves in a result that lacks it: `sum`, `avg`, `max`, `min`, or `""` where
-            every rank makes the same.
-        sizes: arguments that hold sizes, and what they are on a rank: `out0`, `in1` or a factor.
-        local: by factor, a function that ranks run instead of the op where the factor is cut; it is given where the
-            rank's piece starts, how long it is, then the op's arguments.
-        by_shape: inputs whose values the op never reads.
+        reduces: by factor, how a result that lacks it is partial if it is sharded: `sum`, `avg`, `max`, `min`, or `""`
+            if all ranks compute the same.
+        sizes: arguments that hold sizes, with their value on a rank: `out0`, `in1` or a factor.
+        local: by factor, a function that ranks run instead of the op if the factor is sharded; its arguments are the
+            start and the length of the rank's piece, then those of the op.
+        by_shape: inputs of which the op reads only the shape.
         filled: factors of which no rank may get an empty piece.
         samples: makes tuples of arguments, for `wholestep check-rules`.
-        origin: whose rule it is, as plans show it.
+        origin: the author of the rule, as plans show it.
 
     Raises:
-        RuleError: the text breaks the grammar (says where), or names an argument that the op does not have.
+        RuleError: the text breaks the grammar (with the position), or names an argument that the op does not have.
 
     Example:
         >>> import torch, wholestep as ws
@@ -155,7 +155,7 @@ def rule(
 
 
 def _check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
-    """What a rule names as an argument must be one, of some of its ops: those that lack it have its default."""
+    """Raise RuleError if none of the ops has an argument that the rule names; ops that lack it use the default."""
     named = {case.when.argument for case in bind.cases() if case.when}
     named |= {name for case in bind.cases() for name in case.arguments if name != "keepdim"}
     ops = [target for target in targets if _torch.is_op(target)]
@@ -167,7 +167,7 @@ def _check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
 
 
 def targets_of(op: Any) -> list[Any]:
-    """Overloads that `op` stands for: itself, those in a list, or those named, of which this torch may lack some."""
+    """The overloads of `op`: itself, a list, or names, without those that this torch lacks."""
     if isinstance(op, str):
         return [target for name in op.split() if (target := _named(name)) is not None]
     given: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
@@ -175,7 +175,7 @@ def targets_of(op: Any) -> list[Any]:
 
 
 def _named(name: str) -> Any:
-    """`sum.dim_IntList`, `relu` for the default overload; `library::op.default` stays a name."""
+    """The ATen overload with a name (`relu` is its default overload); a name with a library stays a name."""
     if "::" in name:
         return name.replace("::", ".")
     packet, _, overload = name.partition(".")
@@ -183,7 +183,7 @@ def _named(name: str) -> Any:
 
 
 def find(target: Any) -> Rule | None:
-    """The row of `target`, of the op it is the in-place or out form of, or of its family."""
+    """The row of `target`, of the functional form of an in-place or out op, or of its family."""
     if target in RULES:
         return RULES[target]
     if not _torch.is_op(target):
@@ -198,9 +198,9 @@ def find(target: Any) -> Rule | None:
 
 
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `call` on its shapes, or None when there is none: its inputs are then made whole.
+    """The rule of `call` on its shapes; None if there is none: its inputs are then gathered.
 
-    `fallback` is asked where the table has no rule, as `rules.testing.discover` that runs the op on small inputs.
+    `fallback` provides the rule if the table has none; `rules.testing.discover` runs the op on small inputs.
     """
     found = find(call.target)
     if found is None:
@@ -209,7 +209,7 @@ def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = 
 
 
 def rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `node` on its global shapes. Calls that look alike share one."""
+    """The rule of `node` on its global shapes, cached by its arguments."""
     known = meta.known_rule(node)
     now = _bound, node.args, node.kwargs, fallback
     if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
@@ -221,7 +221,7 @@ def rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None = N
 
 def _rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None) -> BoundRule | None:
     call = Call.of(node)
-    key = (call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs, fallback)
+    key = (call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, fallback)
     try:
         return _bound[key]
     except KeyError:
@@ -231,16 +231,16 @@ def _rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None) -
 
 
 _bound: dict[Any, BoundRule | None] = {}
-"""By what a call looks like. Another table for each set of rules: what nodes know is of one of them."""
+"""Bound rules by op and arguments. A new rule replaces the dict, which invalidates the rules that nodes cache."""
 
 
-def _frozen(value: Any) -> Any:
-    """A key for an argument: numbers of different types differ (sum over dim 1 or True)."""
+def frozen(value: Any) -> Any:
+    """A hashable key of an argument that distinguishes numbers of different types (dim 1 and True)."""
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in cast(Sequence[Any], value))
+        return tuple(frozen(v) for v in cast(Sequence[Any], value))
     return value if isinstance(value, TensorMeta) else (type(value), value)
 
 
 def is_random(node: Node) -> bool:
-    """True for an op that draws from the random number generator."""
+    """True for an op that draws random numbers."""
     return _torch.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags

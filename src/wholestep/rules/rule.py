@@ -1,4 +1,4 @@
-"""A rule applied to one call of an op: which dims of which operands are cut together, what may pass unreduced."""
+"""A rule bound to one call of an op: which dims are sharded together, and which operands may stay partial."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Term = tuple[str | None, ...]
-"""For each dim of a tensor the factor that may shard it; None where it must stay whole."""
+"""For each dim of a tensor the factor that may shard it; None if it must stay whole."""
 
 LINEAR = frozenset({"sum", "avg"})
 ANY_PARTIAL = frozenset({"sum", "avg", "max", "min", "norm1", "norm2"})
@@ -15,9 +15,9 @@ ANY_PARTIAL = frozenset({"sum", "avg", "max", "min", "norm1", "norm2"})
 
 @dataclass(frozen=True)
 class PassThrough:
-    """Operands that may hold partial values of `ops`, all of them together; the outputs are then partial likewise.
+    """Operands that may be partial by `ops`, all together; the outputs are then partial by the same op.
 
-    `mixed`: some of them may be whole instead, and are taken as one rank's share of a partial value.
+    `mixed`: some of them may be whole instead, and count as one rank's share of a partial value.
     """
 
     operands: frozenset[int]
@@ -27,12 +27,12 @@ class PassThrough:
 
 @dataclass(frozen=True)
 class Group:
-    """Operands and outputs, by position, that share factors and are cut independently of every other group.
+    """Operands and outputs, by position, that share factors and are sharded independently of every other group.
 
-    Invariants: a factor stands at most once in a term; operands named in no group are shared and stay whole.
-    `reduces` maps a factor that is missing in the outputs to the partial op that sharding it leaves there. `sizes`
-    are those of factors that must be cut into equal parts (outer factors of merged dims) or into parts that are not
-    empty (`filled`); any other factor is cut as torch.chunk cuts. What `opaque` outputs hold means nothing to anyone.
+    `reduces` maps a factor that an output lacks to the partial op of that output if the factor is sharded. `even` has
+    sizes of factors that need equal parts (outer factors of merged dims), `filled` of factors that need non-empty
+    parts; other factors are split as by torch.chunk. Values of `opaque` outputs are never read.
+    Invariants: a factor stands at most once in a term; operands in no group are shared and stay whole.
     """
 
     operands: Mapping[int, Term]
@@ -54,7 +54,7 @@ class Group:
         return tuple(dict.fromkeys(f for term in self.operands.values() for f in term if f))
 
     def splits(self, factor: str, parts: int) -> bool:
-        """True when `factor` may be cut into `parts`."""
+        """True if `factor` may be split into `parts`."""
         size = self.filled.get(factor)
         return self.even.get(factor, 0) % parts == 0 and (size is None or -(-size // parts) * (parts - 1) < size)
 
@@ -63,11 +63,10 @@ class Group:
 class BoundRule:
     """Independent groups of one call.
 
-    `by_shape` names operands whose values the op never reads. `sizes` names arguments that hold shapes, and what they
-    are on a rank: `out0`, `in1` (the local shape of an output or operand) or a factor (its local size). `local` swaps
-    the op itself on a rank, where cutting takes more than smaller shapes: it is given the call and the factors that
-    are cut, and returns the function to call with more arguments (`rules.localize`). `instead` is called by a rank on
-    the first argument and the values of `sizes` alone. `origin`: `built in`, `yours` or `discovered`.
+    `by_shape`: operands of which the op reads only the shape. `sizes`: arguments that hold shapes, with their value on
+    a rank: `out0`, `in1` (local shape of an output or operand) or a factor (its local size). `local`: by factor, the
+    function that ranks call instead of the op if the factor is sharded (`rules.localize`). `instead`: ranks call this
+    with the first argument and the values of `sizes` only. `origin`: `built in`, `yours` or `discovered`.
     """
 
     groups: tuple[Group, ...]

@@ -1,6 +1,6 @@
-"""Indexing by tensors, as in x[rows, :, columns], and along one dim: picks, writes, sums.
+"""Indexing by tensors, as in x[rows, :, columns], and along one dim: reads, writes, sums.
 
-Dims of the index tensors may be cut where values are picked or summed; of the dims that are indexed, the first.
+Dims of the index tensors may be sharded if values are read or summed; of the indexed dims, only the first.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ class _Places:
         return [None if n == 1 else f"i{j}" for j, n in enumerate(self.found)]
 
     def outermost(self) -> str | None:
-        """The first dim of the indices that has entries to cut."""
+        """The first dim of the indices larger than one."""
         return next((name for name in self._names() if name), None)
 
     def first(self, shape: Sequence[int]) -> int | None:
-        """The first dim that is indexed, where there is something to cut."""
+        """The first indexed dim, if it is larger than one."""
         return self.indexed[0] if shape[self.indexed[0]] > 1 else None
 
 
 def _right(names: Sequence[str | None], shape: Sequence[int], full: Sequence[int]) -> Term:
-    """The term of a tensor that broadcasts to dims with these names."""
+    """The term of a tensor that broadcasts to dims with `names`."""
     lead = len(full) - len(shape)
     return tuple(names[lead + i] if n == full[lead + i] else None for i, n in enumerate(shape))
 
 
 def _only(names: Term, keep: str | None) -> Term:
-    """`names` with the dims of indices dropped, but for one."""
+    """`names` without the dims of indices, except `keep`."""
     return tuple(n if n is None or n.startswith("d") or n == keep else None for n in names)
 
 
 def _given(call: Call) -> Indices | None:
-    """The index tensors; None where one of them is a mask."""
+    """The index tensors; None if one of them is a mask."""
     indices: Indices = call.argument("indices")
     masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
     return None if masks or all(i is None for i in indices) else indices
 
 
 def _moved(indices: Sequence[Tensor | None], dim: int, start: int, length: int, size: int) -> list[Tensor | None]:
-    """Indices into a piece of `dim` with one more entry at its end, for all that lie elsewhere."""
+    """Indices into a piece of `dim` with one more entry at its end, for indices outside the piece."""
     index = indices[dim]
     assert index is not None, "the dim is indexed"
-    here, at = near(torch.where(index < 0, index + size, index), start, length)
-    return [torch.where(here, at, length) if d == dim else i for d, i in enumerate(indices)]
+    inside, at = near(torch.where(index < 0, index + size, index), start, length)
+    return [torch.where(inside, at, length) if d == dim else i for d, i in enumerate(indices)]
 
 
 # -- picks ----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def _picks() -> Iterator[tuple[Any, ...]]:
 
 @row("index.Tensor _unsafe_index.Tensor", samples=_picks)
 def pick(call: Call) -> BoundRule | None:
-    """x[indices]. What lies in other ranks' pieces of the first indexed dim is zero: the results sum up."""
+    """x[indices]. Entries of other ranks' pieces of the first indexed dim are zero: results are partial sums."""
     indices = _given(call)
     if indices is None:
         return None
@@ -130,7 +130,7 @@ def _puts() -> Iterator[tuple[Any, ...]]:
 
 @row("index_put _unsafe_index_put", samples=_puts)
 def put(call: Call) -> BoundRule | None:
-    """The tensor after x[indices] = values, or += values: then the values may be cut, and one rank starts from x."""
+    """The result of x[indices] = values, or += values: then values may be sharded, and one rank starts from x."""
     indices = _given(call)
     if indices is None:
         return _masked(call)
@@ -152,13 +152,13 @@ def put(call: Call) -> BoundRule | None:
 
 
 def _full(places: _Places, shape: Sequence[int]) -> list[int]:
-    """Sizes of the result of x[indices], by name; 1 where a dim has none."""
+    """Sizes of the result of x[indices]; 1 for dims without a name."""
     sizes = {f"i{j}": n for j, n in enumerate(places.found)} | {f"d{i}": n for i, n in enumerate(shape)}
     return [sizes[name] if name else 1 for name in places.out]
 
 
 def _masked(call: Call) -> BoundRule | None:
-    """One value where a mask over leading dims is true."""
+    """Writes one value where a mask over leading dims is true."""
     masks: Indices = call.argument("indices")
     mask = masks[0] if len(masks) == 1 else None
     if mask is None or mask.dtype != torch.bool or call.operands[-1].numel != 1 or call.argument("accumulate"):
@@ -170,15 +170,15 @@ def _masked(call: Call) -> BoundRule | None:
 
 # -- along one dim ---------------------------------------------------------------------------
 def _select_piece(start: int, length: int, have: Tensor, dim: int, index: Tensor) -> Tensor:
-    here, at = near(index, start, length)
-    return aten.index_select.default(with_one(have, dim), dim, torch.where(here, at, length))
+    inside, at = near(index, start, length)
+    return aten.index_select.default(with_one(have, dim), dim, torch.where(inside, at, length))
 
 
-_OF_SCALARS = "(), *+ -> ...! | *, (), *+ -> ...!"  # of a scalar, and by one, nothing is said
+_OF_SCALARS = "(), *+ -> ...! | *, (), *+ -> ...!"  # nothing is sharded of a scalar, or with a scalar index
 _WITH_SCALARS = f"{_OF_SCALARS} | *, *, () -> ...!"
 row("index_select", f"{_OF_SCALARS} | ... a[dim], i -> ... i[dim]", moves="0", local={"a": _select_piece})
 row("index_fill.int_Scalar index_fill.int_Tensor", f"{_OF_SCALARS} | ... a[dim]!, i!, () -> ... a[dim]!")
-# what is added may be cut, and one rank starts from the tensor
+# added values may be sharded, and one rank starts from the tensor
 _ADDED = {"i": from_first(aten.index_add.default)}
 row("index_add", f"{_WITH_SCALARS} | ... a[dim]!, i, ... i[dim] -> ... a[dim]!", linear="0+2", local=_ADDED)
 row("index_copy", f"{_WITH_SCALARS} | ... a[dim]!, i!, ... i[dim]! -> ... a[dim]!", linear="0+2")

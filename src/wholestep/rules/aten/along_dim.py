@@ -1,4 +1,4 @@
-"""Ops that look along one dim, which stays whole: softmax, running sums, sorting, the largest entries."""
+"""Ops along one dim, which stays whole: softmax, cumulative sums, sorting, top-k."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scaled dot product attention of every backend: batch and heads may be cut, and queries where the kernel lets them.
+"""Scaled dot product attention of all backends: batch and heads may be sharded, and queries for some kernels.
 
-Heads of keys and values may be fewer: query head i uses head i // r of them, so heads are a merged dim `(g r)`.
+With grouped queries, query head i uses key and value head i // r, so query heads are a merged dim `(g r)`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attention(call: Call) -> Bind:
 
 
 def _terms(call: Call, name: str) -> dict[str, str]:
-    """The term of each role. Queries stay whole where a kernel masks by position or pads its sums."""
+    """The term of each role. Queries stay whole if a kernel masks by position or pads its sums."""
     shapes = {slot.name: call.shape(slot.positions[0]) for slot in call.slots if slot.positions}
     sequence_first = name in _SEQUENCE_FIRST
     lead = ["b", *(f"b{i}" for i in range(1, len(shapes["query"]) - 3))] if len(shapes["query"]) > 3 else []
@@ -85,7 +85,7 @@ def _terms(call: Call, name: str) -> dict[str, str]:
 
 
 def _sums(call: Call, shapes: dict[str, tuple[int, ...]], lead: list[str], q: str) -> str:
-    """(batch, heads, queries) or padded to more; (heads, all tokens) where sequences stand end to end."""
+    """(batch, heads, queries), perhaps padded; (heads, all tokens) for packed sequences."""
     shape = shapes.get("logsumexp", call.made(1))
     if q == "q":
         return " ".join([*lead, "(g r)", q])

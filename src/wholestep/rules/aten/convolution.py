@@ -1,4 +1,4 @@
-"""Convolutions, forward and backward: rows may be cut, and channels where groups do not mix with them."""
+"""Convolutions, forward and backward: the batch may be sharded, and channels unless groups share them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILLED = frozenset("iog")
 
 
 def _channels(call: Call, inputs: int, weight: int) -> tuple[str, str, str, bool]:
-    """Channel terms of input, output and weight, and whether every channel is a group of its own."""
+    """Channel terms of input, output and weight, and whether every channel is a separate group."""
     groups, shape = int(call.argument("groups")), call.shape(weight)
     transposed = bool(call.argument("transposed", False))
     if groups == 1:
@@ -27,7 +27,7 @@ def _channels(call: Call, inputs: int, weight: int) -> tuple[str, str, str, bool
 
 @row("convolution")
 def convolution(call: Call) -> Bind:
-    """(input, weight, bias): a bias must be added once, so with one a cut sum over input channels needs it whole."""
+    """(input, weight, bias): with a bias, which must be added once, input channels stay whole."""
     i, o, weight, alone = _channels(call, 0, 1)
     biased = bool(call.slots[2].positions)
     i += "!" if biased and i == "i" else ""
@@ -37,7 +37,7 @@ def convolution(call: Call) -> Bind:
 
 @row("convolution_backward")
 def convolution_backward(call: Call) -> Bind:
-    """Gradients of input, weight and bias; that of the bias knows nothing of input channels."""
+    """Gradients of input, weight and bias; that of the bias does not depend on input channels."""
     i, o, weight, alone = _channels(call, 1, 2)
     sizes = {"groups": "g"} if alone else {}
     biased = len(call.outputs) > 2 and call.outputs[2] is not None

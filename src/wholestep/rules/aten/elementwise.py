@@ -1,4 +1,4 @@
-"""Ops that treat every element alike: ATen's pointwise ops by their tag, casts, copies, tensors shaped like others."""
+"""Pointwise ops, by their tag or by name; casts and copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base_name(target: Any) -> str:
 
 @row("complex rsub.Tensor _to_copy")
 def elementwise(call: Call) -> Bind | BoundRule | None:
-    """Every output element comes from the operand elements at its place; operands broadcast from the right."""
+    """Every output element depends on the operand elements at its position; operands broadcast from the right."""
     given = [i for i, slot in enumerate(call.slots) if slot.positions]
     if not given or None in call.outputs or any(slot.is_list for slot in call.slots):
         return None
@@ -39,19 +39,19 @@ def elementwise(call: Call) -> Bind | BoundRule | None:
 
 
 def _scalars(bind: Bind, call: Call) -> BoundRule:
-    """Sums of scalars, as of losses: a whole one may stand for one rank's share, and waits for the others."""
+    """Sums of scalars, such as losses: a whole one may count as one rank's share of a partial value."""
     (group,) = bind.on(call).groups
     return BoundRule((replace(group, partial=tuple(replace(p, mixed=True) for p in group.partial)),))
 
 
 def _rounds(call: Call) -> bool:
-    """True for results cut to whole numbers or to booleans: not linear, whatever the op."""
+    """True for results rounded to integers or booleans, which are never linear."""
     exact = any(m and not (m.dtype.is_floating_point or m.dtype.is_complex) for m in call.outputs)
     return exact or bool(call.argument("rounding_mode"))
 
 
 def linear_inputs(name: str, given: list[int]) -> str:
-    """Inputs that may stay partial; `given` are those that hold tensors (a number is never partial)."""
+    """Inputs that may stay partial; `given`: the inputs that are tensors (a number is never partial)."""
     if name in _JOINTLY_LINEAR:
         return "+".join(map(str, given)) if len(given) > 1 else ""
     if name in _EACH_LINEAR:
@@ -61,11 +61,11 @@ def linear_inputs(name: str, given: list[int]) -> str:
 
 @FAMILIES.append
 def pointwise(target: Any) -> Function | None:
-    """What ATen tags as pointwise."""
+    """Ops that ATen tags as pointwise."""
     return elementwise if _torch.is_op(target) and torch.Tag.pointwise in target.tags else None
 
 
-# -- pointwise, and ATen has not tagged them so -------------------------------------------
+# -- pointwise, without the tag -------------------------------------------------------------
 row(
     "_add_relu.Tensor _add_relu.Scalar _prelu_kernel polar floor_divide floor_divide.Scalar hardswish"
     " log_sigmoid_forward _standard_gamma_grad isin.Tensor_Scalar lerp.Tensor lerp.Scalar fill.Scalar fill.Tensor zero"

@@ -1,4 +1,4 @@
-"""New tensors: their shapes come from the dims of what they make."""
+"""New tensors: the layout of the result decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops on lists: `_foreach_*` and `_fused_*`, entry by entry; stacks of scalars."""
+"""Ops on lists, entry by entry: `_foreach_*` and `_fused_*`; `stack`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_entry(call: Call) -> Bind | None:
         linear = " | ".join(map(str, given))
     elif name in _FIRST_LINEAR:
         linear = "0"
-    same = {"...": ""}  # a count is the same everywhere
+    same = {"...": ""}  # counts are the same on all ranks
     return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear, reduces=same)
 
 
@@ -51,7 +51,7 @@ def _name(call: Call) -> str:
 
 
 def _one_for_each(call: Call, lists: Sequence[Slot]) -> bool:
-    """True when every output has the shape that the entries at its place broadcast to (fused ops: or counts)."""
+    """True if every output has the shape to which the entries at its index broadcast (fused ops: or is a count)."""
     count = len(lists[0].positions)
     if any(len(slot.positions) not in (0, count) for slot in call.slots if slot.is_list):
         return False
@@ -93,7 +93,7 @@ def norm_group(operand: int, output: int, shape: Sequence[int], op: str) -> Grou
 
 @row("stack")
 def stack(call: Call) -> BoundRule:
-    """Tensors side by side along a new dim: cut alike, and whatever they are partial in, the result is."""
+    """Stacks tensors along a new dim: they are sharded together, and partial results follow from partial operands."""
     ndim = len(call.made()) - 1
     at = call.argument("dim", 0) % (ndim + 1)
     term: Term = tuple(f"d{i}" if size > 1 else None for i, size in enumerate(call.shape(0)))

@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms: matrices and transformed dims are whole, what is before them is a batch."""
+"""Linear algebra and Fourier transforms: matrices and transformed dims stay whole, dims before them are a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ..call import Call
 from ..dsl import rand, row, sample
 
-# Outputs that an op was not asked for are empty.
+# Outputs that a call did not request are empty.
 row("_linalg_det", "... a! b! -> ...*, ... c d*, ... e*")
 row("_linalg_slogdet", "... a! b! -> ...*, ...*, ... c d*, ... e*")
 row("_linalg_eigh linalg_eig", "... a! b! -> ... c*, ... d e*")

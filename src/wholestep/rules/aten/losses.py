@@ -1,7 +1,7 @@
 """Losses, forward and backward.
 
-Without a reduction and with sums, the batch may be cut; a mean divides by how many there are in all, so its operands
-stay whole. A class dim may be cut where losses sum: each rank counts the targets in its piece and ignores the others.
+Without a reduction and with sums, the batch may be sharded; a mean divides by the total count, so its operands stay
+whole. A class dim may be sharded for sums: each rank counts the targets in its piece and ignores the others.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _OUTSIDE = -100
 
 # -- negative log likelihood -----------------------------------------------------------------
 def _classes(call: Call, operand: int) -> tuple[list[str], list[str]]:
-    """Dims of the scores, and of the targets: rows, classes, places."""
+    """Dims of the scores and of the targets: batch, classes, positions."""
     ndim = len(call.shape(operand))
     places = [f"s{i}" for i in range(ndim - 2)]
     return (["n", "c", *places], ["n", *places]) if ndim > 1 else (["c"], [])
 
 
 def _near(target: Tensor, start: int, length: int, ignored: int) -> Tensor:
-    here = (target >= start) & (target < start + length) & (target != ignored)
-    return torch.where(here, target - start, _OUTSIDE)
+    inside = (target >= start) & (target < start + length) & (target != ignored)
+    return torch.where(inside, target - start, _OUTSIDE)
 
 
 def _padded(scores: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """With one class more where a rank has none: losses refuse that."""
+    """Add a class if the rank has none, which losses refuse."""
     dim = min(1, scores.dim() - 1)
     if scores.shape[dim]:
         return scores, weight
@@ -66,7 +66,7 @@ def _backward_piece(op: Any) -> Any:
 
 
 def _labels(high: int, *shape: int) -> Tensor:
-    """Targets with one that is ignored."""
+    """Targets of which one is ignored."""
     out = ints(high, *shape)
     out.view(-1)[0] = 3
     return out
@@ -103,7 +103,7 @@ def _nll_gradients(forward: Any, samples: Any) -> Iterator[tuple[Any, ...]]:
 
 @row("nll_loss_backward nll_loss2d_backward")
 def nll_loss_backward(call: Call) -> Bind:
-    """The total weight is that of all targets, so rows may be cut whatever the reduction."""
+    """The total weight is an operand, so the batch may be sharded with any reduction."""
     scores, targets = _classes(call, 1)
     grad = " ".join(targets) if call.argument("reduction") == NONE else ""
     inputs = [grad or "()", " ".join(scores), " ".join(targets) or "()", "c", "()"]
@@ -128,7 +128,7 @@ row(
     " binary_cross_entropy_backward"
 )
 def each_backward(call: Call) -> Bind:
-    """The gradient of a loss of each element; that of a reduced loss is one number, in any number of dims."""
+    """The gradient of a pointwise loss; that of a reduced loss is one number, with any number of dims."""
     kind = call.argument("reduction", MEAN)
     if kind != NONE and call.operands[0].numel != 1:
         return Bind(WHOLE)
@@ -137,7 +137,7 @@ def each_backward(call: Call) -> Bind:
 
 
 def _pairs(*weights: int, **more: float) -> Callable[[], Iterator[tuple[Any, ...]]]:
-    """Samples for every reduction; so many weights, of 7 entries or None for 0, and more arguments."""
+    """Samples for every reduction, with a weight for each of `weights` (None for 0) and further arguments."""
 
     def samples() -> Iterator[tuple[Any, ...]]:
         for reduction in (NONE, SUM, MEAN):
@@ -213,7 +213,7 @@ row(
 
 # -- connectionist temporal classification ----------------------------------------------------------
 def _ctc() -> Iterator[tuple[Any, ...]]:
-    """All of full length: what an op leaves past the end of a row is not set."""
+    """Rows of full length: ops leave values past the end of a row unset."""
     inputs, lengths = torch.full((5,), 6), torch.full((5,), 2)
     yield rand(6, 5, 4).log_softmax(-1), ints(3, 5, 2) + 1, inputs, lengths, 0, False
 

@@ -1,4 +1,4 @@
-"""Matrix products. A contracted factor that is cut leaves partial sums."""
+"""Matrix products. A sharded contracted factor makes partial sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..rule import BoundRule
 
 row("mm mm.dtype _int_mm", "m k, k n -> m n", linear="0 | 1")
 row("bmm bmm.dtype", "b m k, b k n -> b m n", linear="0 | 1")
-row("matmul", f"... m k, ... k n -> ... m n | {WHOLE}", linear="0 | 1")  # of vectors nothing is said
+row("matmul", f"... m k, ... k n -> ... m n | {WHOLE}", linear="0 | 1")  # vectors stay whole
 row("mv", "m k, k -> m", linear="0 | 1")
 row("dot vdot", "k, k -> ()", linear="0 | 1")
 row("ger", "m, n -> m n", linear="0 | 1", samples=lambda: [(torch.randn(5), torch.randn(4))])
 sample("matmul", lambda: [(rand(2, 3, 5, 4), rand(2, 3, 4, 6)), (rand(3, 5, 4), rand(2, 1, 4, 6))])
 sample("_int_mm", lambda: [((3 * rand(5, 4)).to(torch.int8), (3 * rand(4, 6)).to(torch.int8))])
 
-# A bias is added once: with one, what is contracted stays whole.
+# With a bias, which must be added once, the contracted factor stays whole.
 row("addmm addmm.dtype _addmm_activation", "{m n}, m k!, k! n -> m n")
 row("baddbmm baddbmm.dtype", "{b m n}, b m k!, b k! n -> b m n")
 row("addbmm", "{m n}, b! m k!, b! k! n -> m n")

@@ -1,4 +1,4 @@
-"""Layer, group, RMS and batch norm, forward and backward: whole over what they normalize."""
+"""Layer, group, RMS and batch norm, forward and backward: normalized dims stay whole."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ sample("native_group_norm", lambda: [(rand(5, 6, 3, 2), rand(6), rand(6, seed=1)
 sample("native_group_norm_backward", _group_norm_gradients)
 
 # -- over the batch ------------------------------------------------------------------------
-# (input, weights, statistics) -> output, statistics. Where it trains, they are over the batch and all places: both stay
-# whole. Where it does not, it makes no statistics, or each rank makes the same.
+# (input, weights, statistics) -> output, statistics. In training, statistics are over batch and positions, which stay
+# whole. Otherwise there are none, or all ranks compute the same.
 _TRAINS, _TESTS = "n! c ...!, c+ -> n! c ...!, c*+", "n c ..., c+ -> n c ..., c*+"
 _SAME, _FILLED = {"n": "", "...": ""}, ["n", "c", "..."]
 row(

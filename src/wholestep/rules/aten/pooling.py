@@ -1,4 +1,4 @@
-"""Pooling, resampling and padding of planes: rows and channels may be cut, places stay whole."""
+"""Pooling, resampling and padding of planes: batch and channels may be sharded, positions stay whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLANES = {1: ("... c x!", "... c u!"), 2: ("... c y! x!", "... c v! u!"), 3: ("
 
 
 def _planes(names: str, text: str, *dims: int, linear: str = "0", moves: str = "", **sizes: str) -> None:
-    """A row for planes of each number of dims. No rank may have no channels."""
+    """A row for planes of each number of dims. Every rank needs some channels."""
     for n in dims:
         given = names.replace("#", str(n))
         row(given, text.format(*_PLANES[n]), linear=linear, moves=moves, sizes=sizes, filled=["c"])
@@ -101,12 +101,12 @@ row(
 
 @row("col2im", samples=lambda: [(rand(5, 12, 30), [6, 7], [2, 2], [1, 1], [0, 0], [1, 1])])
 def col2im(call: Call) -> Bind:
-    """Sums of windows that overlap."""
+    """Sums overlapping windows."""
     return Bind(f"... {_merged('c', 'k', call.made()[-3])} l! -> ... c y x", "0")
 
 
 def _merged(outer: str, inner: str, size: int) -> str:
-    """A merged dim, of which the inner factor alone is never cut."""
+    """A merged dim; its inner factor cannot be sharded."""
     return f"({outer} {inner})" if size > 1 else f"{inner}!"
 
 
@@ -124,13 +124,13 @@ sample("channel_shuffle native_channel_shuffle", lambda: [(rand(5, 6, 3, 2), 2)]
 
 @row("pixel_shuffle", samples=lambda: [(rand(5, 12, 3, 2), 2)])
 def pixel_shuffle(call: Call) -> Bind:
-    """Channels become places inside each place."""
+    """Moves channels to positions."""
     channels = _merged("c", "r", call.made()[-3])
     return Bind(f"... {channels} y x -> ... c (y i) (x j)", moves="0", filled=frozenset({"..."}))
 
 
 @row("pixel_unshuffle", samples=lambda: [(rand(5, 3, 6, 4), 2)])
 def pixel_unshuffle(call: Call) -> Bind:
-    """Places become channels."""
+    """Moves positions to channels."""
     rows, columns = _merged("y", "i", call.made()[-2]), _merged("x", "j", call.made()[-1])
     return Bind(f"... c {rows} {columns} -> ... (c r) y x", moves="0", filled=frozenset({"...", "c"}))

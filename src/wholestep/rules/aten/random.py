@@ -1,4 +1,4 @@
-"""Random numbers: every rank draws those of its own piece."""
+"""Random numbers: every rank draws the numbers of its piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..dsl import rand, row, sample
 from ..registry import Samples
 
 _NO_GENERATOR: dict[str, Any] = {"generator": None}
-# More arguments of ops that look at the shape of their first operand alone, and draw for each of its elements.
+# Further arguments of ops that draw for each element of their first operand, of which they read only the shape.
 _LIKE: dict[str, tuple[Any, ...]] = {
     "rand_like": (), "rand_like.generator": (_NO_GENERATOR,), "randn_like": (),
     "randn_like.generator": (_NO_GENERATOR,),
@@ -19,7 +19,7 @@ _LIKE: dict[str, tuple[Any, ...]] = {
     "uniform": (), "exponential": (), "geometric": (0.5,), "cauchy": (), "log_normal": (), "random": (),
     "random.from": (2, 9), "random.to": (9,),
 }  # fmt: skip
-# Arguments of ops that draw from the values there.
+# Arguments of ops whose operands are parameters of the distribution.
 _EACH: dict[str, Samples] = {
     "bernoulli": lambda: [(rand(5, 7).sigmoid(),)],
     "bernoulli.Tensor": lambda: [(rand(5, 7), rand(5, 7).sigmoid())],

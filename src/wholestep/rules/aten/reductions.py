@@ -1,4 +1,4 @@
-"""Reductions: a factor that is summed away leaves partial sums, a maximum partial maxima."""
+"""Reductions: a sharded factor of a sum makes partial sums, of a maximum partial maxima."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sample("_aminmax.dim", lambda: [(rand(5, 7), 1)])
 
 @row("histc", samples=lambda: [(rand(5, 7), 4, -2, 2), (rand(5, 7), 4)])
 def histc(call: Call) -> str:
-    """Counts in bins: sums where the range is given, else over the range of all values."""
+    """Counts in bins: partial if the range is given, else the range needs all values."""
     return "... -> k" if call.argument("min") != call.argument("max") else "...! -> k"
 
 

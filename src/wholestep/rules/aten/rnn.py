@@ -1,4 +1,4 @@
-"""Recurrent networks, their cells and layers on CUDA: rows may be cut, what is gated stays whole."""
+"""Recurrent cells and layers on CUDA: the batch may be sharded, gates stay whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ row("_thnn_fused_gru_cell_backward", "n h!, n w! -> n g, n g, n h, g, g", linear
 
 
 def _layer(call: Call) -> tuple[Term, Term]:
-    """Terms of the sequences and of the states: rows may be cut."""
+    """Terms of the sequences and of the states: the batch may be sharded."""
     return ("n", None, None) if call.argument("batch_first") else (None, "n", None), (None, "n", None)
 
 
@@ -23,7 +23,7 @@ def _is_packed(call: Call) -> bool:
 
 @row("_cudnn_rnn")
 def cudnn_rnn(call: Call) -> BoundRule | None:
-    """(sequences, weights, states) -> sequences, states; the reserve is each rank's own."""
+    """(sequences, weights, states) -> sequences, states; the reserve differs between ranks."""
     if _is_packed(call):
         return None
     sequence, state = _layer(call)
@@ -35,7 +35,7 @@ def cudnn_rnn(call: Call) -> BoundRule | None:
 
 @row("_cudnn_rnn_backward")
 def cudnn_rnn_backward(call: Call) -> BoundRule | None:
-    """Gradients of sequences and states, and of the weights, which sum over rows."""
+    """Gradients of sequences, states and weights; the latter are sums over the batch."""
     if _is_packed(call):
         return None
     sequence, state = _layer(call)

@@ -1,8 +1,8 @@
-"""Looking values up by index, and adding or writing them there.
+"""Reads, writes and sums by index: embedding, gather, scatter.
 
-A dim that is indexed may be cut: each rank looks up what lies in its piece and zeros for the rest, and the sum over
-ranks is the result. Where values are added at indices, the values may be cut: one rank alone starts from the tensor
-that is added to, the others from zeros.
+An indexed dim may be sharded: each rank reads the entries of its piece and zeros for all others, and the result is the
+sum over ranks. For sums at indices the added values may be sharded: only one rank starts from the tensor, the others
+start from zeros.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..registry import Bind, Function
 
 
 def near(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which indices lie in this rank's piece, and where in it; 0 for the others."""
-    here = (index >= start) & (index < start + length)
-    return here, torch.where(here, index - start, 0)
+    """A mask of the indices in this rank's piece, and their positions in it; 0 for the others."""
+    inside = (index >= start) & (index < start + length)
+    return inside, torch.where(inside, index - start, 0)
 
 
 def with_one(piece: Tensor, dim: int) -> Tensor:
-    """`piece` with one more entry of zeros along `dim`: what lies elsewhere is looked up there."""
+    """`piece` with one more entry of zeros along `dim`, for indices outside the piece."""
     shape = list(piece.shape)
     shape[dim] = 1
     return torch.cat([piece, piece.new_zeros(shape)], dim)
@@ -33,17 +33,17 @@ def with_one(piece: Tensor, dim: int) -> Tensor:
 
 # -- embedding ---------------------------------------------------------------------------
 def _vocabulary_piece(start: int, length: int, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
-    here, at = near(indices, start, length)
-    return aten.embedding.default(with_one(weight, 0), torch.where(here, at, length))
+    inside, at = near(indices, start, length)
+    return aten.embedding.default(with_one(weight, 0), torch.where(inside, at, length))
 
 
 def _vocabulary_gradient(
     start: int, length: int, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
 ) -> Tensor:
-    here, at = near(indices, start, length)
+    inside, at = near(indices, start, length)
     unread = padding - start if start <= padding < start + length else -1
-    made = aten.embedding_dense_backward.default(grad, torch.where(here, at, length), length + 1, unread, by_frequency)
-    return made.narrow(0, 0, length)
+    index = torch.where(inside, at, length)
+    return aten.embedding_dense_backward.default(grad, index, length + 1, unread, by_frequency).narrow(0, 0, length)
 
 
 row("embedding", "v d, ... -> ... d", linear="0", local={"v": _vocabulary_piece})
@@ -61,29 +61,29 @@ sample(
 
 # -- gather and scatter --------------------------------------------------------------------
 def _along(rule: str, **options: Any) -> Function:
-    """`rule`; all whole where an index without elements, or of a scalar, has another number of dims."""
+    """`rule`; nothing is sharded if the index is empty or of a scalar, with another number of dims."""
     words = Bind(rule, **options)
     return lambda call: words if len({len(found.shape) for found in call.operands}) == 1 else Bind(WHOLE)
 
 
 def _gather_piece(start: int, length: int, have: Tensor, dim: int, index: Tensor, **rest: Any) -> Tensor:
-    here, at = near(index, start, length)
-    return aten.gather.default(with_one(have, dim), dim, torch.where(here, at, length))
+    inside, at = near(index, start, length)
+    return aten.gather.default(with_one(have, dim), dim, torch.where(inside, at, length))
 
 
 def _on_piece(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`op` on this rank's piece of a cut dim: what is written elsewhere goes to an entry that is dropped."""
+    """`op` on this rank's piece of a sharded dim; writes outside the piece go to an entry that is dropped."""
 
     def run(start: int, length: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **more: Any) -> Tensor:
-        here, at = near(index, start, length)
-        made = op(with_one(have, dim), dim, torch.where(here, at, length), *rest, **more)
+        inside, at = near(index, start, length)
+        made = op(with_one(have, dim), dim, torch.where(inside, at, length), *rest, **more)
         return made.narrow(dim, 0, length)
 
     return called(run, op, "in_piece")
 
 
 def from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`op` on this rank's piece of what is added; the first rank alone starts from `have`."""
+    """`op` on this rank's piece of the added values; only the first rank starts from `have`, others from zeros."""
 
     def run(start: int, length: int, have: Tensor, *rest: Any, **more: Any) -> Tensor:
         return op(have if start == 0 else torch.zeros_like(have), *rest, **more)
@@ -91,7 +91,7 @@ def from_first(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return called(run, op, "from_first")
 
 
-# Dims that are not of one size everywhere are cut off: they stay whole. Along `dim`, `a` is indexed.
+# Dims with different sizes in tensor and index stay whole. `a` is the indexed dim.
 row("gather")(_along("...? a[dim], ...? j[dim] -> ...? j[dim]", moves="0", local={"a": _gather_piece}))
 _WRITES = "...? a[dim], ...? j[dim]!, ...? k[dim]! -> ...? a[dim]"
 row("scatter.src")(_along(_WRITES, moves="0+2", local={"a": _on_piece(aten.scatter.src)}))
@@ -103,12 +103,12 @@ row("scatter.value_reduce")(_along(_WRITES_NUMBER, local={"a": _on_piece(aten.sc
 
 @row("scatter.value")
 def scatter(call: Call) -> Any:
-    """Writes a number along one dim; zeros among what is there already."""
+    """Writes a number along one dim."""
     moves = "0" if call.argument("value") == 0 else ""
     return _along(_WRITES_NUMBER, moves=moves, local={"a": _on_piece(call.target)})(call)
 
 
-# what is added may be cut along it, or else the result
+# along the indexed dim, the added values may be sharded
 row("scatter_add")(
     _along(
         "...? a[dim]!, ...? j[dim]?, ...? j[dim]? -> ...? a[dim]!",

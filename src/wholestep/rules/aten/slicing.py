@@ -1,6 +1,6 @@
-"""Parts of tensors and tensors from parts: slice, select, split, cat, repeat, flip, diagonal, windows.
+"""Slices and concatenations: slice, select, split, cat, repeat, flip, diagonal, windows.
 
-All of them move values, and zeros: any partial value passes.
+All of these only move values, or add zeros: any partial value passes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ sample("split_with_sizes unsafe_split_with_sizes", lambda: [(rand(5, 7, 6), [3, 
     samples=lambda: [([rand(5, 2, 6), rand(5, 3, 6)], 1), ([rand(0), rand(5, 3)], -1), ([rand(5, 3), rand(5, 3)],)],
 )
 def cat(call: Call) -> BoundRule:
-    """Tensors end to end along one dim, which stays whole; cut alike along others. Empty 1-d tensors add nothing."""
+    """Concatenates along one dim, which stays whole; other dims are sharded together. Empty 1-d tensors are ignored."""
     made = call.made()
     at = call.argument("dim") % max(len(made), 1)
     line: Term = tuple(None if i == at or size == 1 else f"d{i}" for i, size in enumerate(made))
@@ -83,7 +83,7 @@ sample("unfold_backward", lambda: [(rand(5, 3, 6, 3), [5, 7, 6], 1, 3, 2)])
 
 @row("constant_pad_nd", samples=lambda: [(rand(5, 7, 6), [1, 2]), (rand(5, 7, 6), [0, 0, 1, -2], 1.5)])
 def constant_pad(call: Call) -> Bind:
-    """Dims that are padded stay whole."""
+    """Padded dims stay whole."""
     dims, pad = dims_of(call), call.argument("pad")
     padded = [d for i, d in enumerate(reversed(dims)) if any(pad[2 * i : 2 * i + 2])]
     out = [f"p{i}" if d in padded else d for i, d in enumerate(dims)]
@@ -106,7 +106,7 @@ def _written_piece(start: int, length: int, have: Tensor, new: Tensor, *rest: An
 
 
 def _stays_inside(call: Call) -> bool:
-    """True where strides count from the first element and read what lies in the tensor, which has no gaps."""
+    """True if the view starts at the first element and stays inside the tensor, which has no gaps."""
     have, size, stride = call.operands[0], call.argument("size"), call.argument("stride")
     reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     filled = 1 + sum((n - 1) * step for n, step in zip(have.shape, have.stride, strict=True)) == have.numel
@@ -114,7 +114,7 @@ def _stays_inside(call: Call) -> bool:
 
 
 def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
-    """True where strides read each row of a tensor by itself, as it lies in memory."""
+    """True if the view reads each row of a tensor separately."""
     size, stride = call.argument("size"), call.argument("stride")
     have = call.operands[0]
     if not have.is_contiguous or not size or not shape or size[0] != shape[0]:
@@ -125,7 +125,7 @@ def _rows_apart(call: Call, shape: Sequence[int]) -> bool:
 
 
 def _in_order(call: Call) -> tuple[str, str] | None:
-    """Terms of a tensor and of a view of all of it in memory order, whose rows may be cut; None for other strides."""
+    """Terms of a tensor and of a view of all of it in memory order, with sharded rows; None for other strides."""
     have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
     plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
     whole_of_it = plain and have.is_contiguous and prod(size) == have.numel
@@ -146,9 +146,9 @@ def _in_order(call: Call) -> tuple[str, str] | None:
     ],
 )  # fmt: skip
 def as_strided(call: Call) -> Bind | None:
-    """Reads memory, not dims: whole, but for rows that are read apart or in order.
+    """Reads memory, not dims: whole, unless rows are read separately or in order.
 
-    Captured steps have none that leave their tensor or count from the start of memory (`capture.strides`).
+    Capture replaces views that leave their tensor or start elsewhere in memory (`capture.strides`).
     """
     if not _stays_inside(call):
         return None
@@ -171,7 +171,7 @@ def as_strided(call: Call) -> Bind | None:
     ],
 )  # fmt: skip
 def as_strided_scatter(call: Call) -> Bind | None:
-    """Writes memory, not dims: whole, but where all of it is written in order."""
+    """Writes memory, not dims: whole, unless all of it is written in order."""
     if not _stays_inside(call):
         return None
     in_order = _in_order(call)

@@ -1,4 +1,4 @@
-"""Ops that are not cut: what they do to one entry depends on all others, or the size of their result on values."""
+"""Ops that cannot be sharded: each entry depends on all others, or the size of the result on values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views: how the dims of the result come from the dims of the operand."""
+"""Views: dims of the result from dims of the operand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..rule import BoundRule
 
 
 def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
-    """Terms of a view from one shape to another: the finest dims that both are made of.
+    """Terms of a view from one shape to another, with the finest dims of which both consist.
 
-    Dims are matched from the left; a run of dims that only agree together becomes merged dims, where one side is one
-    dim, and stays whole where both sides are several.
+    Dims are matched from the left. A run of dims with equal products becomes a merged dim if one side is one dim, and
+    stays whole otherwise.
     """
     left: list[str] = []
     right: list[str] = []
@@ -48,7 +48,7 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
 
 
 def _run(have: list[int], want: list[int], number: int, left: list[str], right: list[str]) -> int:
-    """One run of dims that agree as a whole."""
+    """One run of dims with equal products."""
     if len(have) == 1 or len(want) == 1:
         many = want if len(have) == 1 else have
         names = [f"f{number + k}" if size != 1 else "1" for k, size in enumerate(many)]
@@ -80,7 +80,7 @@ def _reshapes() -> list[tuple[Any, ...]]:
 
 @row("view _unsafe_view reshape", samples=_reshapes)
 def view(call: Call) -> Bind:
-    """The outer factor of a merged or split dim may be cut, where it divides evenly."""
+    """The outer factor of a merged or split dim may be sharded evenly."""
     left, right = regroup(call.shape(0), call.made())
     name = "shape" if call.target is aten.reshape.default else "size"
     return Bind(f"{left} -> {right}", moves="0", sizes={name: "out0"})
@@ -95,7 +95,7 @@ sample(
 
 @row("t transpose.int permute numpy_T")
 def permute(call: Call) -> Bind:
-    """Dims in another order."""
+    """Reorders dims."""
     names = dims_of(call)
     order = list(range(len(names)))
     if call.target is aten.permute.default:
@@ -110,14 +110,14 @@ def permute(call: Call) -> Bind:
 
 @row("unsqueeze")
 def unsqueeze(call: Call) -> Bind:
-    """A dim of size one comes."""
+    """Inserts a dim of size one."""
     left, right = regroup(call.shape(0), call.made())
     return Bind(f"{left} -> {right}", moves="0")
 
 
 @row("squeeze squeeze.dim squeeze.dims")
 def squeeze(call: Call) -> BoundRule:
-    """Dims of size one go. A rank's piece of size one must not, so a rank views its shape."""
+    """Removes dims of size one; ranks call a view with a shape, for a local size of one must stay."""
     left, right = regroup(call.shape(0), call.made())
     bound = Bind(f"{left} -> {right}", moves="0", sizes={"size": "out0"}).on(call)
     return replace(bound, instead=aten.view.default)

@@ -1,4 +1,4 @@
-"""Checks a rule against the real op: cut real tensors by hand, run every piece, put the results together, compare."""
+"""Checks a rule against the real op: splits real tensors, runs every piece, assembles the results, compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..call import Call
 from ..localize import VIEWS_OF_PIECES, localize
 from ..registry import bind_rule
 from ..rule import BoundRule, Group, PassThrough
-from .harness import FORMS, assemble, differs, laid, other_values, parts_of, piece, with_tensors
+from .harness import FORMS, assemble, differs, laid, other_values, parts_of, piece, tensors_in, with_tensors
 
 ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
 TWO_AXES = Mesh("a=2,b=2")
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """A place where the rule and the op disagree. `factor` may be a set of partial operands."""
+    """A disagreement of rule and op. `factor` may be a set of partial operands."""
 
     op: str
     factor: str
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check covered: (op, factor) pairs, partial values that pass, samples; `shapes_only` for random ops.
+    """Coverage and failures of a check: factors, partial values that pass, samples; `shapes_only` for random ops.
 
     Example:
         >>> found = ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5))
@@ -73,12 +73,12 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """True when nothing failed."""
+        """True if nothing failed."""
         return not self.failures
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(op, factor) for each factor that was cut."""
+        """(op, factor) for each factor that was sharded."""
         return tuple((self.op, factor) for factor in self.factors)
 
     def __add__(self, other: CheckResult) -> CheckResult:
@@ -100,12 +100,12 @@ class CheckResult:
 def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
     """Check the rule of `op` on one set of arguments.
 
-    Each factor is cut into 2, 3 and 4 parts (uneven and empty ones included) and into 2 x 2; operands that may hold
-    partial values are split into parts. Pieces are views: at an offset in more memory, and, for ops of torch, with
-    gaps and in another order. Use small float64 tensors with dims greater than one.
+    Each factor is split into 2, 3 and 4 parts (uneven and empty ones included) and into 2 x 2; operands that may be
+    partial are split into terms. Pieces are views: at an offset in larger memory, and, for ops of torch, with gaps and
+    in another order. Use small float64 tensors with dims greater than one.
 
     Raises:
-        RuleError: `op` has no rule, or the rule is wrong: names the factor and the difference.
+        RuleError: `op` has no rule, or the rule is wrong; names the factor and the difference.
 
     Example:
         >>> import torch, wholestep as ws
@@ -125,21 +125,21 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         raise RuleError(
             f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
             f"{first.expected}; {first.place} {first.found}",
-            "correct the rule: " + _mend(first),
+            "correct the rule: " + _fix(first),
         )
     return result
 
 
-def _mend(failure: Failure) -> str:
+def _fix(failure: Failure) -> str:
     if failure.factor == _MEMORY or failure.cut.endswith(_AS_VIEWS):
-        return "read operands by index, not by their place in memory: a piece is a view of more"
+        return "read operands by index, not by their place in memory: a piece is a view of a larger tensor"
     if failure.factor.startswith("factor"):
         return "mark a factor that must stay whole with '!'"
     return "linear= names inputs that may stay partial, by_shape= those that are never read"
 
 
 def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
-    """Everything the rule says about one call; None where it says nothing.
+    """Check all claims of the rule about one call; None if it does not apply.
 
     Raises:
         RuleError: the rule cannot be bound to this call.
@@ -148,7 +148,7 @@ def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes
 
 
 def check_case(case: OpCase, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
-    """The same, for a call that has been run as a whole.
+    """`check_sample` of a call that has run already.
 
     Raises:
         RuleError: the rule cannot be bound to this call.
@@ -173,7 +173,7 @@ def check_case(case: OpCase, bind: Binder = bind_rule, two_axes: bool = True) ->
 
 @dataclass(frozen=True)
 class OpCase:
-    """An op, its arguments, what it makes of them as a whole."""
+    """An op, its arguments, and its results on one device."""
 
     target: Any
     sample: Sample
@@ -181,7 +181,7 @@ class OpCase:
     tensors: tuple[Tensor, ...]
     whole: tuple[Tensor | None, ...]
     draws: bool = False
-    """True where the op gave other values when it was run again."""
+    """True if a second run of the op gave other values."""
 
     @property
     def name(self) -> str:
@@ -190,17 +190,17 @@ class OpCase:
 
     @property
     def random(self) -> bool:
-        """True where the op's values mean nothing: random numbers and memory that nobody wrote."""
+        """True if values cannot be compared: random numbers and uninitialized memory."""
         return self.draws or "empty" in str(self.target)
 
     def run(self, tensors: Sequence[Tensor], form: int = 0) -> tuple[Tensor | None, ...]:
-        """The outputs on other tensors in the places of the operands, which lie in memory as `laid_out` says."""
+        """The outputs for other operands, in memory layouts by `laid_out`."""
         args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, laid_out(self.target, tensors, form))
         return outputs_of(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
 
 
 def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
-    """The op run as a whole on each sample; those it refuses (made for another overload) are left out."""
+    """The op run on each sample, without samples that it refuses (they are for another overload)."""
     found: list[OpCase] = []
     for sample in samples:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
@@ -209,8 +209,8 @@ def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
 
 
 def case_of(target: Any, sample: Sample) -> OpCase:
-    """Run the op as a whole."""
-    tensors = tuple(_tensors([*sample.args, *sample.kwargs.values()]))
+    """Run the op on one device."""
+    tensors = tuple(tensors_in([*sample.args, *sample.kwargs.values()]))
     args, kwargs = with_tensors(sample.args, sample.kwargs, laid_out(target, tensors))
     with torch.no_grad():
         made = target(*args, **kwargs)
@@ -223,18 +223,18 @@ def case_of(target: Any, sample: Sample) -> OpCase:
 
 
 def laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tensor]:
-    """Copies that an op may write into: the first in memory as `FORMS[form]` says, the others in the next forms.
+    """Writable copies: the first in the memory layout `FORMS[form]`, the others in the next ones.
 
-    With 0 all are as they are. What goes by memory, and an op that is not torch's own, is given tensors that lie as
-    they do on one device, at an offset: partitioning sees to that.
+    Form 0 leaves all as they are. Ops that depend on strides, and ops of other libraries, only get an offset:
+    partitioning keeps the strides of one device for them.
     """
     forms = _forms(target)
     return [laid(t, (form + i) % forms if form else 0) for i, t in enumerate(tensors)]
 
 
 def _forms(target: Any) -> int:
-    torchs = _torch.is_op(target) and target.namespace == "aten"
-    return len(FORMS) if torchs and not goes_by_memory(target) else 2
+    is_aten = _torch.is_op(target) and target.namespace == "aten"
+    return len(FORMS) if is_aten and not goes_by_memory(target) else 2
 
 
 def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -245,7 +245,7 @@ def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]
 
 @contextlib.contextmanager
 def _unwritten_is_nan() -> Generator[None]:
-    """Memory that an op returns unwritten holds NaN instead of what was there: it differs on every run, not on some."""
+    """Fills uninitialized memory with NaN, so that an op that returns some fails the check on every run."""
     before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -257,30 +257,19 @@ def _unwritten_is_nan() -> Generator[None]:
 
 
 def _flat(made: Any) -> tuple[Tensor | None, ...]:
-    opened: list[Any] = [x for item in _items(made) for x in _items(item)]
-    return tuple(torch.tensor(x) if isinstance(x, (bool, int, float)) else _tensor(x) for x in opened)
-
-
-def _tensor(value: Any) -> Tensor | None:
-    return value if isinstance(value, Tensor) else None
+    flat: list[Any] = [x for item in _items(made) for x in _items(item)]
+    tensors = (torch.tensor(x) if isinstance(x, (bool, int, float)) else x for x in flat)
+    return tuple(x if isinstance(x, Tensor) else None for x in tensors)
 
 
 def _items(value: Any) -> Sequence[Any]:
     return cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(cast(Sequence[Any], value))
-
-
-# -- cutting a factor --------------------------------------------------------------------
+# -- factors -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ShardedFactor:
-    """One thing a rule claims: a factor of a group may be cut by the axes of a mesh."""
+    """One claim of a rule: a factor of a group may be sharded by the axes of a mesh."""
 
     number: int
     factor: str
@@ -290,7 +279,7 @@ class ShardedFactor:
 
 
 def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[ShardedFactor]:
-    """Everything a rule claims may be cut."""
+    """All claims of a rule about factors."""
     for number, group in enumerate(bound.groups):
         for factor in claimed_factors(bound, group):
             for mesh in (*ONE_AXIS, TWO_AXES) if two_axes else ONE_AXIS:
@@ -299,13 +288,13 @@ def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[Shar
 
 
 def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
-    """Factors of operands. Those of outputs alone where there are no operands, or an op of its own for ranks."""
+    """Factors of operands; factors of outputs alone too if there are no operands, or ranks call another function."""
     made = dict.fromkeys(f for term in group.outputs.values() for f in term if f)
     return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
 
 
 def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = True) -> Failure | None:
-    """Cut, run every rank, put together, compare: the first difference. With `views`, pieces lie anyhow in memory."""
+    """The first difference between one device and ranks. With `views`, pieces have other memory layouts."""
     problem = _cut(case, bound, way, views)
     if problem is None:
         return None
@@ -314,7 +303,7 @@ def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = 
 
 
 def _check_way(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Failure | None:
-    """The same; what is wrong of views alone says so."""
+    """`check_way`; a failure with views only is marked."""
     found = check_way(case, bound, way)
     if found is None:
         return None
@@ -322,7 +311,7 @@ def _check_way(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Failure | 
 
 
 def _check_memory(case: OpCase) -> list[Failure]:
-    """Whole operands that lie in memory in other ways make the same: ranks hold them as views of what they gathered."""
+    """Check that memory layouts of whole operands do not matter: on ranks they are views of gathered tensors."""
     for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
         try:
             made = case.run(case.tensors, form)
@@ -342,7 +331,7 @@ def _first_line(error: Exception) -> str:
 
 
 def layouts(case: OpCase, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """What the op takes and gives where every axis of `mesh` cuts `factor`."""
+    """Layouts of operands and outputs if every axis of `mesh` shards `factor`."""
     takes = [replicated(t.ndim) for t in case.tensors]
     gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
     left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else AxisState("R")
@@ -367,9 +356,9 @@ def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Pro
     made: list[tuple[Tensor | None, ...]] = []
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
-        own = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
-        own = laid_out(case.target, own, rank + 1 if views else 0)
-        args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, own)
+        pieces = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
+        pieces = laid_out(case.target, pieces, rank + 1 if views else 0)
+        args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, pieces)
         try:
             local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
             target = VIEWS_OF_PIECES.get(local.target, local.target)
@@ -411,10 +400,10 @@ def _pass_name(through: PassThrough, op: str) -> str:
 
 
 def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
-    """Split partial operands into two ranks' parts, run both, combine; None where they cannot be split."""
+    """Split partial operands into the terms of two ranks, run both, reduce; None if they cannot be split."""
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
     if any(parts is None for parts in splits.values()) or all(case.tensors[i].numel() < 2 for i in splits):
-        return None  # booleans, nan: not values that are partial in this way; too few to tell
+        return None  # booleans or NaN cannot be partial; single elements prove nothing
     wholes = list(case.tensors)
     both = [list(case.tensors), list(case.tensors)]
     for i, parts in splits.items():
@@ -439,7 +428,7 @@ def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> lis
 
 
 def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
-    """Other values in operands that are never read change nothing."""
+    """Check that values of `by_shape` operands do not matter."""
     tensors = [other_values(t) if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
     for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
         problem = differs(other, whole) if whole is not None and other is not None else None

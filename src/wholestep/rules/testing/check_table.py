@@ -1,4 +1,4 @@
-"""The table of rules, checked: every op that has one, against every sample."""
+"""Checks the table of rules: every op with a rule, on every sample."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .check import CheckResult, Failure, Sample, cases_of, check_case
 
 @dataclass(frozen=True)
 class Row:
-    """One op of the table. `bound`: samples that its rule says something about."""
+    """One op of the table. `bound`: number of samples to which its rule applies."""
 
     op: str
     result: CheckResult
     given: int
     bound: int
-    here: bool
+    runs: bool
     named: bool
 
     @property
@@ -28,7 +28,7 @@ class Row:
         """`holds`, `shapes hold` (random values), `wrong`, `no sample`, `not on CPU`, or `says nothing`."""
         if self.result.failures:
             return "wrong"
-        if not self.here:
+        if not self.runs:
             return "not on CPU"
         if not self.bound:
             return "says nothing" if self.given or not self.named else "no sample"
@@ -36,14 +36,14 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """False where the rule is wrong or was never tried."""
+        """False if the rule is wrong or was never tried."""
         return self.verdict not in ("wrong", "no sample") and not (self.named and self.verdict == "says nothing")
 
 
 def check_op(target: Any, samples: Sequence[Sample]) -> Row:
     """Check one op on its samples; a rule that does not fit a sample is a failure too."""
-    here = not _torch.is_op(target) or _torch.runs_on_cpu(target)
-    cases = cases_of(target, samples) if here else []
+    runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+    cases = cases_of(target, samples) if runs else []
     result, bound = CheckResult(str(target)), 0
     for case in cases:
         try:
@@ -53,7 +53,7 @@ def check_op(target: Any, samples: Sequence[Sample]) -> Row:
             found = CheckResult(case.name, 1, failures=(failure,))
         if found is not None:
             result, bound = result + found, bound + 1
-    return Row(str(target), result, len(cases), bound, here, target in RULES)
+    return Row(str(target), result, len(cases), bound, runs, target in RULES)
 
 
 def check_table(

@@ -1,4 +1,4 @@
-"""Proposes a rule for an op that nobody has written one for, by running it on pieces of small random inputs."""
+"""Discovers a rule for an op without one, by running it on pieces of small random inputs."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from torch import Tensor
 from ... import _torch
 from ...graph.meta import TensorMeta
 from ..call import Call
+from ..registry import frozen
 from ..rule import BoundRule, Group, PassThrough, Term
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
 DISCOVERED = "discovered"
-_SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that stand for sizes of the call, largest tensors first
+_SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that replace those of the call, largest tensors first
 _SEEDS = 3
 _TRIES = 512  # sets of dims tried for one size
 _LEFT = ("sum", "", "max", "min")  # what a factor missing in an output may leave there
 
 
 def discover(call: Call) -> BoundRule | None:
-    """The factors that `call` may be cut by, and the operands it is linear in; None where nothing was found.
+    """The factors of `call`, and the operands it is linear in; None if none are found. Never raises.
 
-    The op runs on inputs of the same ranks and types, small sizes in the places of large ones, random values. A set of
-    equal dims is a factor when every way to cut it recombines on several samples. Never raises.
+    The op runs on random inputs with the same numbers of dims and dtypes, and smaller sizes. A set of equal dims is a
+    factor if all ways to shard it give the result of one device on several samples.
     """
     if not callable(call.target) or not call.operands or any(0 in m.shape for m in call.operands):
         return None
     if _torch.is_op(call.target) and (call.target.namespace in ("aten", "prims") or _is_impure(call.target)):
         return None
     try:
-        key: Any = (call.target, _key(call.args), _key(tuple(call.kwargs.items())), call.outputs)
+        key: Any = (call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
         if key not in _known:
             _known[key] = _search(call)
         return _known[key]
-    except Exception:  # the op is not ours: whatever it does, the answer is that nothing is known about it
+    except Exception:  # an unknown op may raise anything
         return None
 
 
@@ -47,12 +48,6 @@ _known: dict[Any, BoundRule | None] = {}
 
 def _is_impure(target: Any) -> bool:
     return _torch.schema_of(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_key(v) for v in cast(Sequence[Any], value))
-    return value if isinstance(value, TensorMeta) else (type(value), value)
 
 
 def _search(call: Call) -> BoundRule | None:
@@ -79,7 +74,7 @@ def _search(call: Call) -> BoundRule | None:
 
 # -- small calls -------------------------------------------------------------------------
 def _cases(call: Call) -> list[OpCase]:
-    """The op on small random inputs of one shape, at least two; none where it refuses them or makes other shapes."""
+    """The op on small random inputs of one shape; empty if it refuses them or returns other shapes."""
     for sizes in _small_sizes(call):
         for wide in (True, False):
             cases = [case for seed in range(_SEEDS) if (case := _case(call, sizes, wide, seed)) is not None]
@@ -89,7 +84,7 @@ def _cases(call: Call) -> list[OpCase]:
 
 
 def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
-    """Sizes of the call to small ones: all different, then the real ones where they are small enough."""
+    """Maps from sizes of the call to small ones: all different, then the real ones if they are small enough."""
     found = dict.fromkeys(n for m in (*call.operands, *filter(None, call.outputs)) for n in m.shape if n > 1)
     for turn in range(2):
         names = _SMALL[turn:] + _SMALL[:turn]
@@ -116,7 +111,7 @@ def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> OpCase
         return None
     pairs = list(zip(case.whole, call.outputs, strict=True)) if len(case.whole) == len(call.outputs) else []
     fits = all(w is None or m is None or _shape(m, sizes) == tuple(w.shape) for w, m in pairs)
-    live = all(w is None or bool(w.any()) for w, _ in pairs)  # about zeros everything is true
+    live = all(w is None or bool(w.any()) for w, _ in pairs)  # any rule holds for zeros
     again = case.run(case.tensors)
     same = all(w is None or (a is not None and torch.equal(w, a)) for w, a in zip(case.whole, again, strict=True))
     return case if pairs and fits and live and same else None
@@ -127,7 +122,7 @@ def _shape(meta: TensorMeta, sizes: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torch.Generator) -> Tensor:
-    """Random values; whole numbers from 0 to below the smallest size, for they may be indices."""
+    """Random values; integers below the smallest size, for they may be indices."""
     shape = _shape(meta, sizes)
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         dtype = torch.float64 if wide and meta.dtype.is_floating_point else meta.dtype
@@ -141,14 +136,14 @@ def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torc
 # -- factors -------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Guess:
-    """Dims of one size that may be one factor: for each operand and output a dim or None."""
+    """A candidate for a factor: for each operand and output a dim of one size, or None."""
 
     operands: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
 
 
 def _guesses(case: OpCase) -> Iterator[_Guess]:
-    """Sets of dims of one size, larger sets and equal numbers of dims first."""
+    """Sets of dims of one size, large sets and equal positions first."""
     operands = [tuple(t.shape) for t in case.tensors]
     outputs = [tuple(w.shape) if w is not None else () for w in case.whole]
     for size in dict.fromkeys(n for shape in operands for n in shape if n > 1):
@@ -179,7 +174,7 @@ def _with(group: Group, factor: str, guess: _Guess) -> Group:
 
 
 def _accepted(cases: Sequence[OpCase], group: Group, factor: str) -> Group | None:
-    """The group with what makes `factor` hold on every sample: a reduction, equal pieces; None where nothing does."""
+    """The group with the reduction, and equal pieces if needed, for which `factor` holds on all samples; else None."""
     size = next(
         cases[0].tensors[i].shape[list(term).index(factor)] for i, term in group.operands.items() if factor in term
     )
@@ -194,12 +189,12 @@ def _accepted(cases: Sequence[OpCase], group: Group, factor: str) -> Group | Non
 
 def _holds(case: OpCase, group: Group, factor: str) -> bool:
     bound = BoundRule((group,))
-    mine: list[ShardedFactor] = [way for way in ways(case, bound) if way.factor == factor]
-    return bool(mine) and all(check_way(case, bound, way) is None for way in mine)
+    claims: list[ShardedFactor] = [way for way in ways(case, bound) if way.factor == factor]
+    return bool(claims) and all(check_way(case, bound, way) is None for way in claims)
 
 
 def _linear(cases: Sequence[OpCase], group: Group) -> Iterator[PassThrough]:
-    """Operands the op is linear in, each alone; failing that, all together."""
+    """Operands the op is linear in, each alone; if there are none, all together."""
     singles = [PassThrough(frozenset({i})) for i in group.operands]
     found = [through for through in singles if _passes(cases, group, through)]
     together = PassThrough(frozenset(group.operands))
@@ -213,7 +208,7 @@ def _passes(cases: Sequence[OpCase], group: Group, through: PassThrough) -> bool
 
 
 def _scaled(group: Group, call: Call) -> Group:
-    """The group with the sizes of the call, not those of the small ones."""
+    """The group with the sizes of the call instead of the small ones."""
     real = {
         f: n for i, term in group.operands.items() for f, n in zip(term, call.shape(i), strict=True) if f is not None
     }

@@ -1,8 +1,8 @@
-"""Real tensors cut into pieces as a layout says, and put together again."""
+"""Splits real tensors by a layout, and assembles them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,17 +13,17 @@ from ...layout import Layout, chunk_range
 from ...mesh import Mesh
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
-"""How the pieces that a rank is given lie in memory; every rule must hold in each."""
+"""Memory layouts of the operands of a rank; every rule must hold in each."""
 _BEFORE, _AFTER = 3, 2  # elements around a view
 
 
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-    """The arguments with `tensors` in the places of the tensors in them, in order, lists opened."""
-    left = iter(tensors)
+    """The arguments with their tensors replaced by `tensors`, in order, lists flattened."""
+    remaining = iter(tensors)
 
     def swap(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return next(left)
+            return next(remaining)
         if isinstance(value, (list, tuple)):
             kind = cast(Any, list if isinstance(value, list) else tuple)
             return kind(swap(v) for v in cast(Sequence[Any], value))
@@ -33,8 +33,17 @@ def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequen
     return new, {k: swap(v) for k, v in kwargs.items()}
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among values, lists flattened."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(cast(Sequence[Any], value))
+
+
 def laid(tensor: Tensor, form: int) -> Tensor:
-    """A copy that an op may write into, in memory as `FORMS[form]` says; around it and between lies what is not it."""
+    """A writable copy in the memory layout `FORMS[form]`, with junk around it and in its gaps."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if form == 0:
@@ -61,13 +70,13 @@ def _at_an_offset(tensor: Tensor) -> Tensor:
 
 
 def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory that no op may read: not a number, or a number that is no index."""
+    """Memory that no op may read: NaN, or a number that is no valid index."""
     value = float("nan") if like.is_floating_point() or like.is_complex() else 77
     return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
-    """What the rank at a position holds of a tensor that is cut as `layout` says."""
+    """The piece of a tensor with `layout` on the rank at position `at`."""
     out = whole
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
@@ -77,7 +86,7 @@ def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> T
 
 
 def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
-    """One tensor from every rank's piece: put in its place, reduced, or that of rank 0 where all are the same."""
+    """One tensor from the pieces of all ranks: concatenated, reduced, or that of rank 0 if it is replicated."""
     if layout.partial:
         return reduce_parts(pieces, layout.partial[0][1])
     if not layout.is_sharded:
@@ -94,10 +103,10 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
 
 
 def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
-    """What a reduction over ranks makes of their partial values."""
+    """The reduction of partial values by `op`."""
     stacked = torch.stack(list(parts))
     if stacked.dtype == torch.bool and op not in ("max", "min"):
-        stacked = stacked.long()  # booleans have no sums: the type tells
+        stacked = stacked.long()  # booleans have no sums: the check then finds another dtype
     if op == "sum" or op == "norm1":
         return stacked.sum(0, dtype=stacked.dtype)
     if op == "avg":
@@ -108,9 +117,9 @@ def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Two random parts and what they reduce to by `op`; None for a tensor that cannot be partial in this way.
+    """Two random parts and their reduction by `op`; None for a tensor that cannot be partial in this way.
 
-    Norms are never negative, so the third is `whole` without its signs there.
+    Norms are not negative: for these the reduction is `whole.abs()`.
     """
     exact = not whole.is_floating_point() and not whole.is_complex()
     tiny = whole.is_floating_point() and whole.dtype.itemsize == 1
@@ -144,7 +153,7 @@ def other_values(tensor: Tensor) -> Tensor:
 
 
 def differs(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
-    """(found, expected) where two tensors differ in shape, dtype or value; None where they agree."""
+    """(found, expected) if two tensors differ in shape, dtype or value; None if they agree."""
     if found.shape != expected.shape:
         return f"has shape {list(found.shape)}", f"shape {list(expected.shape)}"
     if found.dtype != expected.dtype:
@@ -159,9 +168,9 @@ def differs(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
     if bool(close.all()):
         return None
     where = [int(i) for i in (~close).nonzero()[0]]
-    here, there = found[tuple(where)].item(), expected[tuple(where)].item()
     share = f"{int((~close).sum())} of {close.numel()} values"
-    return f"differs in {share}, the first at {where}: {_number(here)}", _number(there)
+    values = [_number(t[tuple(where)].item()) for t in (found, expected)]
+    return f"differs in {share}, the first at {where}: {values[0]}", values[1]
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Changes rules in small ways: a check that is worth something fails on every one of them."""
+"""Mutates rules: a good check fails on every mutation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max"
 class Mutation:
     """A change of one rule, and whether the check failed on it.
 
-    `verdict`: `caught`; else `could be cut` for a '!', `could stay partial` for a claim of linearity and `could do
-    without` for local sizes, where the op can do more than its rule says, which costs communication and nothing else;
-    or `survived`.
+    `verdict` is `caught` or `survived`; or, where the op allows more than its rule, which costs only communication:
+    `could be cut` for a '!', `could stay partial` for a claim of linearity, `could do without` for local sizes.
     """
 
     op: str
@@ -42,7 +41,7 @@ Rebind = Callable[[BoundRule], BoundRule]
 
 @dataclass(frozen=True)
 class _Mutant:
-    """A rule changed in its words, or after it was bound."""
+    """A rule changed in its text, or after it was bound."""
 
     change: str
     rule: str
@@ -57,7 +56,7 @@ class _Mutant:
 
 
 def bind_reworded(call: Call, reword: Reword | None) -> BoundRule | None:
-    """The rule of a call, its words changed on the way."""
+    """The rule of a call with its text changed."""
     known = find(call.target)
     return known.bind(replace(call, reword=reword)) if known else None
 
@@ -69,10 +68,10 @@ Key = tuple[str, str]
 def mutate_op(
     cases: Sequence[OpCase], crashing: Collection[Key] = (), starts: Callable[[Key], None] = lambda key: None
 ) -> list[Mutation]:
-    """Every mutation of the rule of one op, on the samples in `cases`; those that change nothing are left out.
+    """Every mutation of the rule of one op that changes a claim about the samples in `cases`.
 
-    Ops that trust their shapes may end the process on a changed rule: `starts` is told before each try, and what is
-    known as `crashing` counts as caught.
+    Ops that trust their shapes may crash the process: `starts` is called before each try, and mutations in `crashing`
+    count as caught.
     """
     found: dict[Key, Mutation] = {}
     for case in cases:
@@ -97,13 +96,13 @@ def mutate_op(
 
 
 def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
-    """True when the check of the changed rule fails; None when it claims nothing new about this sample."""
+    """True if the check of the changed rule fails; None if it claims nothing new about this sample."""
     try:
         changed = mutant.bind(case.call)
-    except Exception:  # a rule that cannot be bound is caught before any check, however it fails
+    except Exception:  # a rule that cannot be bound is caught before any check
         return True
     if changed is None or not any(w is not None and bool(w.any()) for w in case.whole):
-        return None  # about zeros everything is true
+        return None  # any rule holds for zeros
     if mutant.partial:
         old = {(g, through) for g, group in enumerate(bound.groups) for through in group.partial}
         new = [(g, t) for g, group in enumerate(changed.groups) for t in group.partial if (g, t) not in old]
@@ -116,20 +115,20 @@ def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
 
 
 def _is_cut(case: OpCase, way: ShardedFactor) -> bool:
-    """False where all that is cut is of size one: of the pieces one has everything, whichever dim it was."""
+    """False if all sharded dims have size one: one piece is the whole tensor, whichever dim it was."""
     shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.whole]
     pairs = zip((*way.takes, *way.gives), shapes, strict=True)
     return any(size > 1 for layout, shape in pairs for axes, size in zip(layout.dims, shape, strict=True) if axes)
 
 
 def _claim(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Any:
-    """What is claimed, whatever the factor is called; where an output is all zeros, no claim about it can be wrong."""
+    """A key of a claim without the name of its factor, and without outputs that are all zeros."""
     sizes = tuple(sorted(bound.sizes.items()))
     gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.whole, way.gives, strict=True)]
     return way.mesh, way.takes, tuple(gives), sizes, bound.instead, way.factor in bound.local
 
 
-# -- what to change ---------------------------------------------------------------------------
+# -- mutations --------------------------------------------------------------------------------
 def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
     text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
     for w in words[:1]:
@@ -137,15 +136,15 @@ def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_M
         text = str(rule)
         for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
             careful = "could be cut" if "!" in change else ""
-            yield _Mutant(change, text, reword=_saying(new, names), careful=careful)
+            yield _Mutant(change, text, reword=_with_text(new, names), careful=careful)
         for change, new in _linear(rule):
             careful = "" if change.startswith("take out") else "could stay partial"
-            yield _Mutant(change, text, reword=_saying(new, names), partial=True, careful=careful)
+            yield _Mutant(change, text, reword=_with_text(new, names), partial=True, careful=careful)
     yield from _rebound(bound, text, by_hand=not words)
 
 
 def _by_hand(bound: BoundRule) -> str:
-    """Text of a rule that was made without any."""
+    """Text of a rule that a function made without text."""
 
     def show(terms: Mapping[int, tuple[str | None, ...]]) -> str:
         return ", ".join(" ".join(f or "1" for f in term) or "()" for _, term in sorted(terms.items()))
@@ -153,7 +152,7 @@ def _by_hand(bound: BoundRule) -> str:
     return "; ".join(f"{show(g.operands)} -> {show(g.outputs)}" for g in bound.groups)
 
 
-def _saying(rule: RuleText, names: Mapping[str, str]) -> Reword:
+def _with_text(rule: RuleText, names: Mapping[str, str]) -> Reword:
     def sets(found: Sequence[frozenset[int]]) -> str:
         return " | ".join("+".join(map(str, sorted(group))) for group in found)
 
@@ -169,7 +168,7 @@ def _saying(rule: RuleText, names: Mapping[str, str]) -> Reword:
 
 
 def _expanded(rule: RuleText, call: Call, bound: BoundRule) -> tuple[RuleText, dict[str, str]]:
-    """The rule with a name for every dim, and what each stands for, where that is the same in every entry of a list."""
+    """The rule with a name for every dim, and the factor of each name; `rule` itself if entries of a list differ."""
     arguments = {name: call.argument(name) for name in rule.arguments}
     names: dict[str, str] = {}
     terms: list[Term] = []
@@ -193,32 +192,32 @@ Terms = list[tuple[Term, list[TensorMeta]]]
 
 
 def _given(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
-    """A term for each tensor argument, with its tensors; one that was left out is opaque."""
+    """A term for each tensor argument, with its tensors; opaque for a missing optional one."""
     seen = {p for group in bound.groups for p in group.operands}
     places = [slot.positions for slot in call.slots]
     out: Terms = []
     for i, term in enumerate(inputs_of(rule, call)):
-        mine = places[i] if i < len(places) else ()
-        lost = term.optional and not seen.issuperset(mine)
-        out.append((Term(opaque=True) if lost else term, [call.operands[p] for p in mine]))
+        tensors = places[i] if i < len(places) else ()
+        lost = term.optional and not seen.issuperset(tensors)
+        out.append((Term(opaque=True) if lost else term, [call.operands[p] for p in tensors]))
     return out
 
 
 def _made(rule: RuleText, call: Call, bound: BoundRule) -> Terms:
-    """The same for the outputs."""
+    """A term for each output, with its tensors; opaque for a missing optional one."""
     unseen = {o for group in bound.groups for o in group.opaque}
     lists = entries_of(rule, call)
     at, out = 0, Terms()
     for term in repeated(rule.outputs, len(call.outputs)):
-        mine = range(at, min(at + (lists if term.is_list else 1), len(call.outputs)))
-        lost = term.optional and not unseen.isdisjoint(mine)
-        out.append((Term(opaque=True) if lost else term, [m for o in mine if (m := call.outputs[o]) is not None]))
+        tensors = range(at, min(at + (lists if term.is_list else 1), len(call.outputs)))
+        lost = term.optional and not unseen.isdisjoint(tensors)
+        out.append((Term(opaque=True) if lost else term, [m for o in tensors if (m := call.outputs[o]) is not None]))
         at += lists if term.is_list else 1
     return out
 
 
 def _plain(factor: str) -> str:
-    """A name that can be written: `e2` for `.2`, `x_1` for `x.1`."""
+    """A name that the language can parse: `e2` for `.2`, `x_1` for `x.1`."""
     return f"e{factor[1:]}" if factor.startswith(".") else factor.replace(".", "_")
 
 
@@ -253,7 +252,7 @@ def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
 
 
 def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Factors in each other's places, in a term that does not have them, in another order in a merged dim."""
+    """Factors swapped, renamed in one term, or in another order in a merged dim."""
     whole = rule.whole
     for at, term in enumerate(_terms(rule)):
         name = f"input {at}" if at < len(rule.inputs) else f"output {at - len(rule.inputs)}"
@@ -275,7 +274,7 @@ def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
 
 
 def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """What cutting a missing factor leaves: nothing, or something else."""
+    """Another reduction, or none, for a factor that an output lacks."""
     for factor in rule.factors:
         missing = any(not t.opaque and not any(factor in d.names for d in t.dims) for t in rule.outputs)
         if missing and factor not in rule.whole:
@@ -287,7 +286,7 @@ def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
 
 
 def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Inputs that are not said to be linear; sets taken apart, and put together."""
+    """Claims of linearity in other inputs; sets split and joined."""
     known = set(rule.linear)
     every = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
     singles = [single for single in every if single not in rule.moves]
@@ -303,7 +302,7 @@ def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
 
 
 def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
-    """Changes that no words can make: uneven and empty pieces allowed, local shapes and local ops forgotten."""
+    """Changes beyond the text: uneven and empty pieces allowed, local shapes and local ops dropped."""
 
     def each(change: Callable[[Group], Group]) -> Rebind:
         return lambda b: replace(b, groups=tuple(map(change, b.groups)))

@@ -1,4 +1,4 @@
-"""Mutations of the whole table, in a process that may crash: some ops write past their tensors on wrong shapes."""
+"""Mutates the whole table in a process that may crash: some ops write past their tensors on wrong shapes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ Samples = Callable[[Any], Sequence[Sample]]
 
 
 def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any, list[Mutation]]]:
-    """Every op with the mutations of its rule. A mutation that ends the process is caught.
+    """Every op with the mutations of its rule. A mutation that crashes the process counts as caught.
 
-    Memory that one op damaged may end the process at a later one, so an op is blamed only where a new process ends at
-    it too.
+    Memory that one op damages may crash the process at a later op, so an op is blamed only if it crashes a new process
+    too.
     """
     context = multiprocessing.get_context("fork")
-    left = list(targets)
+    remaining = list(targets)
     crashing: set[Key] = set()
-    while left:
+    while remaining:
         receive, send = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(left, samples, frozenset(crashing), send))
+        worker = context.Process(target=_work, args=(remaining, samples, frozenset(crashing), send))
         worker.start()
         send.close()
         last: Key | None = None
         new = True
         while (message := _next(receive, worker)) is not None:
             if isinstance(message, list):
-                yield left.pop(0), cast(list[Mutation], message)
+                yield remaining.pop(0), cast(list[Mutation], message)
                 crashing.clear()
                 last, new = None, False
             else:
                 last = cast(Key, message)
         worker.join()
-        if left and new and last is None:
-            op = left.pop(0)
+        if remaining and new and last is None:
+            op = remaining.pop(0)
             yield op, [Mutation(str(op), "", f"none: the process ended with {worker.exitcode}", False, "survived")]
             crashing.clear()
         elif new and last is not None:
@@ -54,7 +54,7 @@ def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any
 
 
 def _next(receive: Connection, worker: BaseProcess) -> Any:
-    """What the worker sends next; None when it is dead, or hangs as damaged memory makes it."""
+    """The next message of the worker; None if it crashed or hangs."""
     if not receive.poll(_PATIENCE_SECONDS):
         worker.kill()
     try:
@@ -68,9 +68,9 @@ def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], se
     faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for number, target in enumerate(targets):
-        here = not _torch.is_op(target) or _torch.runs_on_cpu(target)
-        cases = cases_of(target, samples(target)) if here else []
+        runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+        cases = cases_of(target, samples(target)) if runs else []
         try:
             send.send(mutate_op(cases, crashing if number == 0 else (), send.send))
-        except Exception as error:  # a defect of the check itself must not pass for a caught mutation
+        except Exception as error:  # a bug in the check itself must not count as a caught mutation
             send.send([Mutation(str(target), "", f"none: {type(error).__name__}: {error}", False, "survived")])

@@ -1,4 +1,4 @@
-"""Arguments to check rules on: recorded from PyTorch's own test samples, the rules' own, or made from a schema."""
+"""Arguments to check rules on: from the rules, recorded from PyTorch's test samples, or made from a schema."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from ... import _torch
 from ..registry import RULES, SAMPLES, find
 from .check import Sample
-from .harness import with_tensors
+from .harness import tensors_in, with_tensors
 
 EACH_OP = 10  # samples kept for an op
-_EACH_INFO = 16  # samples taken of one entry of PyTorch's database
+_EACH_INFO = 16  # samples of one entry of PyTorch's database
 _LARGEST = 2500  # elements of all tensors of a sample
 _KINDS = 40
 
@@ -28,7 +28,7 @@ Progress = Callable[[float], None]
 
 
 def table(pattern: str = "*") -> list[Any]:
-    """Ops that have a rule: those in the table, and ATen's members of whole families; `pattern` is a glob."""
+    """Ops with a rule, from the table and from families of ATen; `pattern` is a glob."""
     found = dict.fromkeys(target for target in RULES if not isinstance(target, str))
     for target in _torch.overloads("aten"):
         if not _torch.schema_of(target).is_mutable and find(target):
@@ -38,13 +38,13 @@ def table(pattern: str = "*") -> list[Any]:
 
 
 def samples_of(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
-    """Samples for each op: its rule's own, then what PyTorch's samples call it with, else some made from its schema."""
+    """Samples for each op: of its rule, then recorded from PyTorch's, else made from its schema."""
     targets = list(targets)
     out: dict[Any, list[Sample]] = {}
     recorded = record(targets, progress)
     for target in targets:
-        own = [as_sample(given) for given in SAMPLES[target]()] if target in SAMPLES else []
-        out[target] = [*own, *recorded.get(target, [])][: max(EACH_OP, len(own))]
+        listed = [as_sample(given) for given in SAMPLES[target]()] if target in SAMPLES else []
+        out[target] = [*listed, *recorded.get(target, [])][: max(EACH_OP, len(listed))]
         if not out[target] and target not in RULES:
             out[target] = from_schema(target)
     return out
@@ -60,13 +60,13 @@ def as_sample(given: Sequence[Any]) -> Sample:
 # -- recording ----------------------------------------------------------------------------
 @dataclass
 class _Recording:
-    """The best sample of each kind of call: the same ranks, types and other arguments."""
+    """The best sample of each kind of call: the same numbers of dims, dtypes and other arguments."""
 
     wanted: frozenset[Any]
     kinds: dict[Any, dict[Any, tuple[int, Sample]]] = field(default_factory=dict[Any, "dict[Any, tuple[int, Sample]]"])
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call; keep its arguments where they are a sample of a wanted op."""
+        """Make a call; keep its arguments if they are a sample of a wanted op."""
         found = self._sample(target, args, kwargs)
         made = target(*args, **kwargs)
         if found and all(_torch.is_plain(t) and bool(t.isfinite().all()) for t in tensors_in([made])):
@@ -98,14 +98,14 @@ class _Recording:
 
 
 def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
-    """What PyTorch's sample functions call `targets` with, forward and backward, on small tensors in float64.
+    """Arguments with which PyTorch's sample functions call `targets`, forward and backward, small and in float64.
 
     Raises:
         RuleError: PyTorch's database cannot be imported.
     """
     recording = _Recording(frozenset(t for t in targets if _torch.is_op(t) and t.namespace == "aten"))
     if recording.wanted:
-        # each entry of the database looks at the whole stack: that of a new thread is short
+        # each entry of the database inspects the whole stack, which is short in a new thread
         with ThreadPoolExecutor(1) as short:
             short.submit(_record, recording, progress).result()
     return recording.best()
@@ -150,15 +150,6 @@ def _run(info: Any, sample: Any, recording: _Recording) -> None:
             torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among values, lists opened."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(cast(Sequence[Any], value))
-
-
 def _others(value: Any) -> str:
     if isinstance(value, Tensor):
         return "T"
@@ -172,7 +163,7 @@ _SHAPES = ([(4, 5), (3,), ()], [(5, 3), (6, 5)])
 
 
 def from_schema(target: Any) -> list[Sample]:
-    """Samples of an op that treats elements alike: tensors of one shape, lists of tensors of several ranks."""
+    """Samples of a pointwise op: tensors of one shape, lists of tensors with several numbers of dims."""
     found: list[Sample] = []
     for shapes in _SHAPES:
         singles: list[tuple[int, ...]] = [shapes[0], (), (len(shapes),)]
@@ -185,7 +176,7 @@ def from_schema(target: Any) -> list[Sample]:
 def _filled(
     target: Any, shapes: Sequence[tuple[int, ...]], single: tuple[int, ...], dtype: torch.dtype, every: bool
 ) -> Sample | None:
-    """Values for the arguments of the schema, `every`: also for those that have a default; None for unknown types."""
+    """Values for the arguments of the schema, with `every` also for those with a default; None for unknown types."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for number, given in enumerate(_torch.schema_of(target).arguments):
