@@ -44,7 +44,7 @@ def trained(rank: int, rows: int = 16, layers: int = 1, **options: Any) -> tuple
 def _same_bits(rank: int, world: int, auto: ws.Auto) -> dict[str, Any]:
     schedule = ws.Schedule(FAST)
     step, found = trained(rank, parallel=auto, schedule=schedule)
-    chosen = step.options.parallel
+    chosen = step.strategies
     assert step.plan is not None
     _, expected = trained(rank, parallel=chosen, schedule=schedule)
     return {

@@ -48,7 +48,7 @@ def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int,
         finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = refuse
         found = planning.solved
         planning.solved = lambda strategies, *rest: (
-            refuse() if choose_strategy.is_open(strategies) else found(strategies, *rest)
+            refuse() if choose_strategy.has_open_layouts(strategies) else found(strategies, *rest)
         )
     case = CASES["tokens"]
     model = case.build(torch.float32)

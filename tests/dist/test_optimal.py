@@ -123,7 +123,7 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
     step = ws.compile(train, parallel=ws.TensorParallel("auto"), mesh="tp=2")
     for number in range(2):
         step(model, optimizer, rows(0, number).float())
-    (part,) = step.options.parallel.parts
+    (part,) = step.strategies.parts
     assert isinstance(part, ws.TensorParallel)
     return {"hardware": part.hardware, "used": step.schedule.hardware if step.schedule else None}
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.backend.cudagraphs import WARM_CALLS, CudaGraphs, CudaRecorder
-from wholestep.runtime.compile_options import StepOptions
-from wholestep.runtime.step import CompiledStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,9 +62,7 @@ def test_ten_steps_equal_those_of_eager(recipe: str) -> None:
     models.append(copy.deepcopy(models[0]))
     optimizers = [OPTIMIZERS[recipe](m.parameters()) for m in models]
     counting = Counting()
-    on = ws.CaptureOptions(device="cuda:0")
-    options = [StepOptions(capture=on), StepOptions(capture=on, backend=CudaGraphs(counting))]
-    steps = [CompiledStep(train_step, o) for o in options]
+    steps = [ws.compile(train_step, device="cuda:0", backend=backend) for backend in ("eager", CudaGraphs(counting))]
     found: list[list[dict[str, Tensor]]] = [[], []]
     saved: list[Any] = []
     with warnings.catch_warnings():

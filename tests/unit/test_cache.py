@@ -19,7 +19,7 @@ import wholestep as ws
 from tests.backends import Interpreted
 from wholestep.cache import folder as files
 from wholestep.cache import key as cache_key
-from wholestep.cache.choices import Choices
+from wholestep.cache.choices import AutoChoice, Choices
 from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
 from wholestep.distributed.launch import World
@@ -27,6 +27,7 @@ from wholestep.graph.graph import LocalGraph, copy_graph
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.plan import Objective
 from wholestep.plan.strategy import Pins, Strategies
 from wholestep.runtime import choose_strategy, finalize
 
@@ -120,7 +121,7 @@ def test_a_second_start_measures_and_searches_nothing(
 def test_values_are_made_again_as_before(kept: Path) -> None:
     """The tests of this file fit a step that would not fit by itself."""
     (file,) = kept.iterdir()
-    assert len(json.loads(file.read_text())["choices"]["again"]) > 5
+    assert len(json.loads(file.read_text())["choices"]["fitting"]["names"]) > 5
     step, _ = Start().run(kept)
     assert step.local_graph is not None
     assert ws.peak_memory(step.local_graph).size_bytes <= BUDGET
@@ -338,7 +339,8 @@ def test_an_entry_is_what_was_written(tmp_path: Path) -> None:
     hardware = ws.Hardware.measured(
         collectives=(CollectiveCost("all_reduce", 0.1, 1 / 3, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
     )
-    choices = Choices(hardware, ("0", "{}", "a note"), solved, ("1", "gelu:0"), "of this program")
+    auto = AutoChoice(Objective(0.1, 0.05, 1000, 2000, ("gelu:0",)), solved=solved, notes=("a note",))
+    choices = Choices(hardware, auto, solved, fit_memory.Fitting(1, ("gelu:0",)), "of this program")
     key = Key.of({"mesh": "dp=2,tp=2"})
     files.write(tmp_path, key, choices)
     assert files.read(tmp_path, key) == choices

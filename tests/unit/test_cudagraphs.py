@@ -21,8 +21,6 @@ from wholestep.graph.graph import Input, Role
 from wholestep.partition.rank_ops import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
-from wholestep.runtime.compile_options import StepOptions
-from wholestep.runtime.step import CompiledStep
 
 aten = torch.ops.aten
 
@@ -69,6 +67,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     return loss.detach(), out.detach()
 
 
+def recorded_by(again: Again, fn: Callable[..., Any], **options: Any) -> ws.CompiledStep:
+    """`fn` under `cudagraphs`, with another recorder."""
+    return ws.compile(fn, backend=CudaGraphs(again), **options)
+
+
 @dataclass
 class Twins:
     """The same training twice: under `eager`, and under `cudagraphs` with the recorder `again`."""
@@ -82,10 +85,8 @@ class Twins:
         self.models = [Net(), Net()]
         self.models[1].load_state_dict(self.models[0].state_dict())
         self.optimizers = [self.make(m.parameters()) for m in self.models]
-        self.plain = CompiledStep(train, StepOptions(capture=ws.CaptureOptions(keep_grads=self.keep_grads)))
-        capture = ws.CaptureOptions(keep_grads=self.keep_grads)
-        options = StepOptions(backend=CudaGraphs(self.again), capture=capture)
-        self.step = CompiledStep(train, options)
+        self.plain = ws.compile(train, keep_grads=self.keep_grads)
+        self.step = recorded_by(self.again, train, keep_grads=self.keep_grads)
         self.results: list[tuple[Any, Any]] = []
 
     def run(self, first: int, count: int, rows: int = 6) -> None:
@@ -182,7 +183,7 @@ def test_scheduled_numbers_reach_a_recording(recipe: str) -> None:
     case, again = CASES["mlp-mean"], Again()
     models = [case.build(torch.float32) for _ in range(2)]
     optimizers = [OPTIMIZERS[recipe].make(m.parameters()) for m in models]
-    step = CompiledStep(case.step, StepOptions(backend=CudaGraphs(again)))
+    step = recorded_by(again, case.step)
     for i in range(8):
         batch = case.batches(i, torch.float32)
         found, expected = step(models[0], optimizers[0], batch), case.step(models[1], optimizers[1], batch)

@@ -1,1 +1,1 @@
-"""What the first call of a step measured and searched for, kept in a folder under a key of all that it follows from."""
+"""The compile cache: measurements and choices of a first call, under a key of everything they depend on."""

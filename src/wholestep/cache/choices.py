@@ -1,15 +1,55 @@
-"""What a first call finds out by measuring and searching, as a value that JSON holds."""
+"""The measurements and choices of a first call, as a JSON value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
+from ..passes.fit_memory import Fitting
 from ..plan import strategy_file
+from ..plan.plan import Objective
 from ..plan.strategy import Strategies
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `Auto` chose on the first rank: a template by its number among the candidates, or strategies that were
+    solved for; what it was chosen for, and why.
+
+    Example:
+        >>> AutoChoice.from_json(AutoChoice(Objective(0.1, 0.1, 1), template=2).to_json()).template
+        2
+    """
+
+    objective: Objective
+    template: int | None = None
+    solved: Strategies | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "objective": asdict(self.objective),
+            "template": self.template,
+            "solved": strategy_file.encode(self.solved),
+            "notes": list(self.notes),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> AutoChoice:
+        """Inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError, ValueError: not what `to_json` writes.
+        """
+        template, solved = data["template"], strategy_file.decode(data["solved"])
+        if (template is None) is (solved is None):
+            raise ValueError("neither a template nor strategies, or both")
+        number = None if template is None else int(template)
+        return AutoChoice(Objective.of(data["objective"]), number, solved, tuple(map(str, data["notes"])))
 
 
 @dataclass(frozen=True)
@@ -19,29 +59,29 @@ class Choices:
 
     Args:
         hardware: how fast the job computes and communicates, as it was measured.
-        auto: what `Auto` chose, as the first rank says it (`runtime.choose_strategy`).
+        auto: what `Auto` chose.
         solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
-        again: how the step was fitted into its budget, as the first rank says it (`runtime.memory_budget`).
-        fitted: a fingerprint of the program that `again` is for; names of its nodes mean nothing in another one.
+        fitting: how the step was fitted into its budget.
+        fitted: a fingerprint of the program that `fitting` is for; names of its nodes mean nothing in another one.
 
     Example:
-        >>> Choices.from_json(Choices(auto=("0", "{}")).to_json()).auto
-        ('0', '{}')
+        >>> Choices.from_json(Choices(fitting=Fitting(0, ("gelu",))).to_json()).fitting
+        Fitting(way=0, names=('gelu',))
     """
 
     hardware: Hardware | None = None
-    auto: tuple[str, ...] = ()
+    auto: AutoChoice | None = None
     solved: Strategies | None = None
-    again: tuple[str, ...] = ()
+    fitting: Fitting | None = None
     fitted: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""
         return {
             "hardware": None if self.hardware is None else to_json(self.hardware),
-            "auto": list(self.auto),
+            "auto": None if self.auto is None else self.auto.to_json(),
             "solved": strategy_file.encode(self.solved),
-            "again": list(self.again),
+            "fitting": None if self.fitting is None else asdict(self.fitting),
             "fitted": self.fitted,
         }
 
@@ -52,10 +92,11 @@ class Choices:
         Raises:
             TypeError, KeyError, ValueError: not what `to_json` writes.
         """
+        fitting = data["fitting"]
         return Choices(
             None if data["hardware"] is None else from_json(data["hardware"]),
-            tuple(map(str, data["auto"])),
+            None if data["auto"] is None else AutoChoice.from_json(data["auto"]),
             strategy_file.decode(data["solved"]),
-            tuple(map(str, data["again"])),
+            None if fitting is None else Fitting(int(fitting["way"]), tuple(map(str, fitting["names"]))),
             str(data["fitted"]),
         )

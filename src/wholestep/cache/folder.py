@@ -1,4 +1,4 @@
-"""The folder of the compile cache: a JSON file for each key, written aside and renamed, with a checksum of its own.
+"""The folder of the compile cache: a JSON file for each key, written aside and renamed, with a checksum.
 
 Several ranks and jobs may use one folder at once; it may be deleted at any time.
 """

@@ -103,7 +103,7 @@ def metas_of(graph: TrainGraph) -> Iterator[str]:
 
 
 def hardware(device: str) -> list[Any]:
-    """What computes here: the processor, how many, the device, and how many ranks share the host."""
+    """The hardware: processor, number of cores, device, and ranks on this host."""
     kind = torch.device(device).type
     lines = _CPUS.read_text(errors="replace").splitlines() if _CPUS.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,8 +1,7 @@
-"""The compile cache of one step: the first rank looks up what an earlier start chose, and tells the others."""
+"""The compile cache of one step: the first rank looks up what an earlier start chose, and broadcasts it."""
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,15 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..cache import folder as files
-from ..cache.choices import Choices
-from ..cache.folder import DamagedError
-from ..cache.key import Key, UnknownValueError, digest
-from ..distributed.agree import from_first_rank
+from ..distributed.rendezvous import Rendezvous
 from ..errors import CacheError
 from ..graph.graph import LocalGraph
+from ..passes.fit_memory import Fitting
+from . import folder as files
+from .choices import Choices
+from .folder import DamagedError
+from .key import Key, UnknownValueError, digest
 
-HIT = "hit"
+
+@dataclass(frozen=True)
+class _Found:
+    """What a look-up logs, and whether there was an entry."""
+
+    text: str
+    hit: bool = False
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
@@ -38,7 +44,7 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass
 class StepCache:
-    """The entries of one step in `folder`. `log` says what happened at each compile, `say` tells it as it happens."""
+    """The entries of one step in `folder`. `log` holds an event for each compile; `say` is called with each event."""
 
     folder: Path
     say: Callable[[str], None]
@@ -50,23 +56,23 @@ class StepCache:
         self.log.append(text)
         self.say(text)
 
-    def find(self, key: Key) -> tuple[str, Choices, str]:
-        """What to log, the choices of an earlier start (empty without an entry), and what to warn of."""
+    def find(self, key: Key) -> tuple[_Found, Choices, str]:
+        """The event to log, the choices of an earlier start (empty without an entry), and a warning."""
         try:
             found = files.read(self.folder, key)
         except DamagedError as error:
             path = files.path_of(self.folder, key)
             warning = f"compile cache: {path} {error}: it is not used, and written again"
-            return "miss: the entry cannot be read", Choices(), warning
+            return _Found("miss: the entry cannot be read"), Choices(), warning
         except OSError as error:
-            return f"miss: the entry cannot be read: {error}", Choices(), ""
+            return _Found(f"miss: the entry cannot be read: {error}"), Choices(), ""
         if found is not None:
-            return HIT, found, ""
+            return _Found("hit", hit=True), found, ""
         *others, last = files.nearest(self.folder, key) or [""]
         names = f"{', '.join(others)} and {last}" if others else last
-        return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
+        return _Found(f"miss: other {names}" if names else "miss: no entry"), Choices(), ""
 
-    def keep(self, key: Key, choices: Choices) -> None:
+    def store(self, key: Key, choices: Choices) -> None:
         """Write an entry."""
         try:
             files.write(self.folder, key, choices)
@@ -82,17 +88,16 @@ class StepCache:
 
 @dataclass
 class CachedChoices:
-    """What is chosen during one compile. `earlier` is what an earlier start of the same step chose, `now` what this one
-    did. Without `kept`, nothing is looked up.
+    """The choices of one compile. `earlier` are those of an earlier start of the same step, `now` those of this one.
+    Without `cache`, nothing is looked up.
 
-    All ranks call `look_up` at the same point, before they measure or search: the first one reads the entry.
+    All ranks call `look_up` at the same point, before they measure or search: the first rank reads the entry.
     """
 
-    kept: StepCache | None = None
+    rendezvous: Rendezvous
+    cache: StepCache | None = None
     values: Callable[[], Mapping[str, object]] = dict[str, object]
     label: str = ""
-    rank: int = 0
-    timeout_s: float = 0.0
     earlier: Choices = field(default_factory=Choices)
     now: Choices = field(default_factory=Choices)
     _looked: bool = False
@@ -102,51 +107,52 @@ class CachedChoices:
         """Know `earlier` from now on.
 
         Raises:
-            RankMismatchError: the first rank does not say in time what it found.
+            RankMismatchError: the first rank does not broadcast in time what it found.
         """
-        if self.kept is None or self._looked:
+        if self.cache is None or self._looked:
             return
         self._looked = True
-        log, warning, own = "", "", list[str]()
-        if self.rank == 0:
-            log, self.earlier, warning = self._found(self.kept)
-            own = [log, json.dumps(self.earlier.to_json())]
-        said = from_first_rank(f"{self.label}/choices", own, self.timeout_s, "what an earlier start chose (cache=)")
-        if self.rank != 0:
-            log = "from rank 0" if said[0] == HIT else said[0]
-            self.earlier = Choices.from_json(json.loads(said[1]))
-        self.kept.tell(log)
-        self.kept.warn(warning)
+        own, warning = _Found(""), ""
+        if self.rendezvous.rank == 0:
+            own, self.earlier, warning = self._find(self.cache)
+        what = "what an earlier start chose (cache=)"
+        found, choices = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier.to_json()), what)
+        if self.rendezvous.rank != 0:
+            self.earlier = Choices.from_json(choices)
+            found = replace(found, text="from rank 0") if found.hit else found
+        self.cache.tell(found.text)
+        self.cache.warn(warning)
 
-    def _found(self, kept: StepCache) -> tuple[str, Choices, str]:
+    def _find(self, cache: StepCache) -> tuple[_Found, Choices, str]:
         try:
             self._key = Key.of(self.values())
         except UnknownValueError as error:
-            return f"off: {error}", Choices(), f"nothing of this step is kept in the compile cache: {error}"
-        return kept.find(self._key)
+            text = f"nothing of this step is kept in the compile cache: {error}"
+            return _Found(f"off: {error}"), Choices(), text
+        return cache.find(self._key)
 
     def note(self, **chosen: Any) -> None:
         """Remember fields of `Choices` for a later start."""
         self.now = replace(self.now, **chosen)
 
-    def again_for(self, local: LocalGraph) -> list[str]:
-        """How an earlier start fitted this program into its budget; empty where it fitted another one."""
-        if not self.earlier.again or self.earlier.fitted == digest([str(local)]):
-            return list(self.earlier.again)
-        if self.kept is not None:
-            self.kept.tell("miss: what is made again was chosen for another program")
-        return []
+    def fitting_for(self, local: LocalGraph) -> Fitting | None:
+        """How an earlier start fitted this program into its budget; None where it fitted another one."""
+        if self.earlier.fitting is None or self.earlier.fitted == digest([str(local)]):
+            return self.earlier.fitting
+        if self.cache is not None:
+            self.cache.tell("miss: what is made again was chosen for another program")
+        return None
 
-    def note_again(self, local: LocalGraph, said: list[str]) -> None:
+    def note_fitting(self, local: LocalGraph, fitting: Fitting) -> None:
         """Remember how `local` is fitted into its budget."""
-        if self.kept is not None:
-            self.note(again=tuple(said), fitted=digest([str(local)]))
+        if self.cache is not None:
+            self.note(fitting=fitting, fitted=digest([str(local)]))
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Write what was chosen, where an earlier start chose something else, or there was none."""
-        if self.kept is None:
+        if self.cache is None:
             return
         if not self._looked:
-            self.kept.tell("nothing to choose")
+            self.cache.tell("nothing to choose")
         elif self._key is not None and self.now.to_json() != self.earlier.to_json():
-            self.kept.keep(self._key, self.now)
+            self.cache.store(self._key, self.now)

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, made durable, renamed; checked before they are loaded; resharded to whatever loads them.
+"""Checkpoints: written aside, synced to disk, renamed; checked before they are loaded; resharded on load.
 
 A folder `step-00000120` holds torch.distributed.checkpoint files (tensors, named as in `state_dict()`; optimizer state
 as `parameter/key`), `values.pt` (plain values) and `manifest.json`; next to it the file `latest` names the newest.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,14 +22,14 @@ from ..capture.call_structure import by_name
 from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState, collect
 from ..distributed.launch import join
-from ..distributed.together import connected, everyone, first
 from ..errors import CheckpointError
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.cross_step_runner import flush_pending
 from ..runtime.step import CompiledStep
 from . import durable, manifest, snapshot
-from .manifest import Manifest
+from .collective_calls import gather_from_ranks, on_every_rank, on_first_rank, rank_and_size
+from .manifest import Manifest, SavedTensor
 
 VALUES = "values.pt"
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -96,16 +95,22 @@ def save(
         "extra": dict(extra or {}), "options": now.options, "values": now.values,
         "scheduled": to_save(state.optimizers),
     }  # fmt: skip
-    aside = first(lambda: _new_aside(root, number))
-    everyone(lambda: _write_own(aside, now.tensors, content))
-    sums = everyone(lambda: _own_files(aside))
-    names = everyone(lambda: now.saved)
+    aside = on_first_rank(lambda: _new_aside(root, number))
+    on_every_rank(lambda: _write_own(aside, now.tensors, content))
+    sums = gather_from_ranks(lambda: _own_files(aside))
     files = {name: found for part in sums for name, found in part.items()}
-    tensors = {name: found for part in names for name, found in part.items()}
+    tensors = _saved_of_all(now.saved)
     mesh = str(step.world.mesh) if step is not None and step.world is not None else ""
     calls = step.calls if step is not None else number
     written = Manifest(number, calls, len(sums), mesh, time.time(), tensors, now.optimizers, files)
-    return first(lambda: _publish(root, aside, written, keep))
+    return on_first_rank(lambda: _publish(root, aside, written, keep))
+
+
+def _saved_of_all(own: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """What all ranks saved, by name: the first rank's, and what other ranks have beside it."""
+    first = on_first_rank(lambda: own)
+    beside = gather_from_ranks(lambda: {name: saved for name, saved in own.items() if first.get(name) != saved})
+    return first | {name: saved for part in beside for name, saved in part.items()}
 
 
 def _new_aside(root: Path, number: int) -> Path:
@@ -121,9 +126,10 @@ def _new_aside(root: Path, number: int) -> Path:
 def _write_own(aside: Path, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
     from . import dcp
 
-    if not connected() or dist.get_rank() == 0:
+    rank, size = rank_and_size()
+    if rank == 0:
         durable.write(aside / VALUES, _plain_bytes(content))
-    dcp.write(aside, tensors, alone=not connected())
+    dcp.write(aside, tensors, alone=size == 1)
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
@@ -149,7 +155,7 @@ def _plain_bytes(content: dict[str, Any]) -> bytes:
 
 def _own_files(aside: Path) -> dict[str, tuple[int, int]]:
     """Size and checksum of the files this rank wrote; the first rank wrote those that belong to no rank."""
-    rank = dist.get_rank() if connected() else 0
+    rank, _ = rank_and_size()
     names = [path.name for path in aside.iterdir()]
     own = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
     return {name: durable.checksum(aside / name) for name in sorted(own)}
@@ -213,14 +219,14 @@ def _open(root: Path) -> tuple[Path, Manifest, dict[str, Any]]:
     """Find a checkpoint and check every file of it; the ranks share the work."""
     folder: Path | None = None
     try:
-        folder = place = first(lambda: manifest.locate(root))
-        found = everyone(lambda: manifest.read(place))[0]
-        size, rank = (dist.get_world_size(), dist.get_rank()) if connected() else (1, 0)
-        everyone(lambda: manifest.check_files(place, found, sorted(found.files)[rank::size]), name_rank=False)
-        return place, found, everyone(lambda: torch.load(place / VALUES, weights_only=True))[0]
+        folder = place = on_first_rank(lambda: manifest.locate(root))
+        found = on_every_rank(lambda: manifest.read(place))
+        rank, size = rank_and_size()
+        on_every_rank(lambda: manifest.check_files(place, found, sorted(found.files)[rank::size]), name_rank=False)
+        return place, found, on_every_rank(lambda: torch.load(place / VALUES, weights_only=True))
     except CheckpointError as error:
         damage = error
-    raise first(lambda: manifest.with_alternative(damage, root, folder)) from damage
+    raise on_first_rank(lambda: manifest.with_alternative(damage, root, folder)) from damage
 
 
 @dataclass(frozen=True)
@@ -245,16 +251,16 @@ def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], state: S
             advice = "load it into what it was saved from; several models or optimizers by the names they had then"
             raise CheckpointError(text, "the same model and optimizer", advice)
 
-    everyone(check)
+    on_every_rank(check)
     restore = snapshot.Restore(found, state)
-    everyone(lambda: _read(folder, restore.staged))
+    on_every_rank(lambda: _read(folder, restore.staged))
     restore.commit(content, keep_primed)
 
 
 def _restore_random(folder: Path, found: Manifest) -> None:
     names = {n: full for n, full in snapshot.own_names(found).items() if n.startswith("random/")}
     staged = {full: torch.empty(found.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
-    everyone(lambda: _read(folder, staged))
+    on_every_rank(lambda: _read(folder, staged))
     if names:
         random_state.put({name.removeprefix("random/"): staged[full] for name, full in names.items()})
 
@@ -267,7 +273,7 @@ def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optimizers | None) -> StepState | None:
-    """What there is to save or to load into; None for a step that was not called, and for nothing."""
+    """The state to save or to load into; None for a step that was not called, or where nothing is given."""
     if step is not None:
         if model is not None or optimizer is not None:
             raise CheckpointError("both a step and model= or optimizer= were given", "one of them", "leave one out")

@@ -1,4 +1,4 @@
-"""Files and folders that survive a crash: what returned is on disk, what is renamed is there whole or not at all."""
+"""Files and folders that survive a crash: written data is on disk on return, a rename is atomic."""
 
 from __future__ import annotations
 

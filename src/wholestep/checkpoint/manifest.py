@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, what its files must look like; and the folder of all checkpoints."""
+"""The manifest of a checkpoint: its tensors, the size and checksum of each file; and the folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ from .. import _torch
 from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
 from ..distributed.launch import job
-from ..distributed.together import everyone
 from ..runtime import random_state
+from .collective_calls import on_first_rank
 from .manifest import Manifest, SavedOptimizer, SavedTensor
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Options of a parameter group that say how to compute, not what."""
+"""Options of a parameter group that select an implementation."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a step holds now. `options` are those of each optimizer's groups, `values` its state that is no tensor, by
-    parameter ("" for state of the optimizer as a whole).
+    """The state of a step now. `options` are those of each optimizer's groups, `values` its state that is not a tensor,
+    by parameter ("" for state of the optimizer itself).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -82,12 +82,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def add_own(snapshot: Snapshot) -> None:
-    """Add what this rank alone has: its random state, and buffers that differ from the first rank's (collective)."""
+    """Add the state of this rank alone: random state, and buffers that differ from the first rank's (collective)."""
     rank = job()[0]
     own = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
     names = [name for name, saved in snapshot.saved.items() if saved.role == "buffer"]
     sums = {name: _checksum(snapshot.tensors[name]) for name in names}
-    leader = everyone(lambda: sums)[0]
+    leader = on_first_rank(lambda: sums)
     for name in names:
         if sums[name] != leader.get(name):
             own[name] = snapshot.tensors.pop(name)
@@ -113,7 +113,7 @@ def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[s
 
 
 def differences(manifest: Manifest, state: StepState) -> list[str]:
-    """What keeps a checkpoint from being loaded into `state`, line by line; optimizers only when `state` has some."""
+    """Why a checkpoint cannot be loaded into `state`, line by line; optimizers only when `state` has some."""
     now = take(state)
     lines = list(_different_names(manifest, now.saved))
     if not state.optimizers:

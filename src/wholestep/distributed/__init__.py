@@ -1,1 +1,1 @@
-"""Joining the job, and what ranks tell each other through its store."""
+"""Joining the job, and exchanges of ranks through its store."""

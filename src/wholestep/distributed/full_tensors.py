@@ -1,4 +1,4 @@
-"""From pieces to whole tensors and back, many at a time: one all-gather for all that an axis cuts."""
+"""From shards to whole tensors and back, many at a time: one all-gather for all tensors sharded along an axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..collectives.mesh_position import MeshPosition, place
 from ..layout import Layout, chunk_range
 from ..mesh import Mesh
 
-MOST_BYTES = 64 << 20  # of what one all-gather makes: it is held beside the whole tensors
+MOST_BYTES = 64 << 20  # the result of one all-gather, which is live beside the gathered tensors
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
@@ -45,22 +45,22 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 @dataclass
 class _Part:
-    """A tensor on its way: what this rank has of it, and how that is laid out."""
+    """A tensor that is being gathered: this rank's part so far, and its layout."""
 
     piece: Tensor
     layout: Layout
     shape: tuple[int, ...]
 
     def next(self) -> tuple[str, int] | None:
-        """The axis that is joined next, and the dim that it cuts: the innermost axis of a dim comes first."""
+        """The axis to gather along next, and the dim that it shards: the innermost axis of a dim comes first."""
         return next(((axes[-1], dim) for dim, axes in enumerate(self.layout.dims) if axes), None)
 
 
 @torch.no_grad()
 def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
-    """The whole of each tensor in memory of its own, on the device of its mesh, or where its piece rests.
+    """Each tensor, gathered, in memory of its own: on the device of its mesh, or with `at_home` on that of its shard.
 
-    All ranks call it alike.
+    All ranks call it with the same tensors.
     """
     places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
     out: list[Tensor] = []
@@ -101,7 +101,7 @@ def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:
 
 
 def _join(parts: Sequence[_Part], axis: str, here: MeshPosition) -> None:
-    """Join the pieces that `axis` cuts. Each is padded to the length of the largest, which is that of the first."""
+    """All-gather the shards along `axis`, each padded to the length of the first, which is the longest."""
     ranks, flat, whole = here.mesh.axis_size(axis), list[Tensor](), list[tuple[_Part, int, int, Layout]]()
     for part in parts:
         dim = cast(tuple[str, int], part.next())[1]

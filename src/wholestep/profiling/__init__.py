@@ -1,1 +1,1 @@
-"""Measurements of the machine: compute, links, collectives."""
+"""Measurements: compute, links, collectives, and the nodes of a step."""

@@ -1,4 +1,4 @@
-"""What collectives of a job take: time on the link, and time of the processors that compute."""
+"""Measures collectives: time on the link, and time taken from the processors that compute."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ Typical = Callable[[Iterable[float]], float]
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one collective: until its result is there, of the thread that calls it, and what computing lacks
-    beside it.
-    """
+    """Microseconds of one collective: until its result is there, on the calling thread, and taken from compute."""
 
     us: float
     own_us: float
@@ -49,8 +47,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Link:
-    """What each kind of collective takes along an axis, and a copy of what they carry, for each byte that it reads and
-    writes; 0 where that is as any other.
+    """The cost of each kind of collective along an axis, and of a copy of its payload for each byte read and written;
+    0 where that is as fast as any copy.
     """
 
     wires: tuple[CollectiveCost, ...]
@@ -58,12 +56,12 @@ class Link:
 
 
 def measure_link(world: World, axis: str) -> Link:
-    """What collectives take along `axis`.
+    """The cost of collectives along `axis`.
 
-    Each is timed with few bytes and with many: their difference is the rate. Those of many are on their way together,
-    so that no rank counts a time in which it came late to what others had sent before, and enough that what a link
-    lets through at once before it keeps to its rate is little of them. Many are 4 MiB, or as much less as a slow link
-    sends in a bucket.
+    Each kind is timed with small and with large messages; the difference gives the bandwidth. Large messages are in
+    flight together, so that no rank counts time in which it was late for data that others had sent, and enough of
+    them that the burst which a link passes before it limits the rate counts little. Large is 4 MiB, or less on a slow
+    link: as much as it sends in a bucket.
     """
     group, ranks = world.groups[axis], world.mesh.axis_size(axis)
     trial = _runner("all_reduce", _LEAST, ranks, group, world.device)
@@ -81,8 +79,8 @@ def measure_link(world: World, axis: str) -> Link:
 
 
 def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
-    """Microseconds for each byte that a copy of what was gathered reads and writes, and for each that was sent to add
-    up what was exchanged. Other threads received it, and then the rank computed: it is in no cache of this processor's.
+    """Microseconds a byte: of a copy of gathered data, for each byte read and written, and of the local reduction, for
+    each byte sent. Other threads received the data and the rank computed since, so it is in no cache of this core.
     """
     kept, wait = Buffers(), funcol.wait_tensor.default
     whole = torch.full((max(_LEAST // 4 // ranks, 2) * ranks,), 0.5, dtype=torch.float32)
@@ -102,8 +100,10 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
 def _wire(
     kind: str, most: int, often: tuple[int, int], ranks: int, group: str, device: str, share: float
 ) -> CollectiveCost:
-    """From few bytes and many, and many beside products. What processors do for few varies tenfold: their time for many
-    is what is kept to, and bytes are at least half of that; of the time that few take, starting is.
+    """Fit from small messages, large messages, and large messages beside matrix products.
+
+    CPU time of small messages varies tenfold, so the CPU time of large messages counts, at least half of it for bytes;
+    at least half of the time of small messages counts for the start.
     """
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
     short = _timed(_runner(kind, _FEW, ranks, group, device), device, _SHORT, share, min)
@@ -119,8 +119,8 @@ def _wire(
 
 
 def crowded(world: World) -> float:
-    """The share of a processor's time for communication that ranks of this machine lack for computing: 1 where every
-    processor computes, 0 where each rank has one to spare.
+    """The share of the CPU time of communication that is taken from compute: 1 where every core computes, 0 where each
+    rank has a spare core.
     """
     if world.device.startswith("cuda"):
         return 0.0
@@ -133,7 +133,7 @@ def crowded(world: World) -> float:
 
 
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
-    """As many collectives of `size` bytes in the whole as are asked for, at once, as a step calls them."""
+    """Starts the given number of collectives of `size` bytes at once, then waits for each, as a step does."""
     length, kept = max(size // 4 // ranks, 1) * ranks, Buffers()
     wholes = [torch.zeros(length, dtype=torch.float32, device=device)]
 

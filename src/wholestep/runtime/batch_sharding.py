@@ -1,7 +1,7 @@
-"""Batches that ranks share: what each holds of the batch that one device would be given.
+"""Batches that ranks share: each rank computes on its part of the batch that one device would be given.
 
-Ranks tell each other the sizes of their parts at every call, a few bytes: one that has fewer samples would otherwise
-run another program. Parts that are not cut as layouts are (`torch.chunk`) are dealt out anew.
+At every call ranks gather the sizes of their parts, a few bytes: a rank with fewer samples would otherwise run another
+program. Parts that are not sharded as layouts are (as `torch.chunk` does) are gathered and sharded again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..plan.strategy import Strategies
 
 MOST_TENSORS = 63
 BatchSizes = tuple[tuple[int, ...], ...]
-"""For each dim that is cut, the sizes of its parts in order."""
+"""For each sharded dim, the sizes of its parts in order."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class ShardedDim:
 
 @dataclass(frozen=True)
 class BatchSharder:
-    """Turns what a rank is given into its part of the batch. Ranks apart along `own` have nothing in common.
+    """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches.
 
-    `whole`: a rank is given all of it. `exchange`: parts may differ in size.
+    `whole`: each rank is given the whole batch. `exchange`: parts may differ in size.
     """
 
     shared: tuple[ShardedDim, ...]
@@ -53,7 +53,7 @@ class BatchSharder:
         return prod(self.world.mesh.axis_size(a) for a in cut.axes)
 
     def part_of(self, rank: int, cut: ShardedDim) -> int:
-        """The part that `rank` holds; ranks along other axes hold the same."""
+        """The number of the part that `rank` holds; ranks along other axes hold the same part."""
         coordinate = self.world.mesh.coordinate(rank)
         number = 0
         for axis in cut.axes:
@@ -149,7 +149,7 @@ class BatchSharder:
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
 
     def _together(self, rank: int) -> bool:
-        """True for a rank that computes on one batch with this one."""
+        """True for a rank that shares its batch with this one."""
         theirs = self.world.mesh.coordinate(rank)
         return all(theirs[axis] == self.world.coordinate[axis] for axis in self.own)
 
@@ -163,10 +163,10 @@ class BatchSharder:
 def batch_sharder(
     strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World
 ) -> BatchSharder | None:
-    """How batches of this kind are dealt; None where each rank runs on what it is given.
+    """How batches of this kind are sharded; None where each rank runs on its own batch.
 
     Raises:
-        PlanError: the batch has more tensors than ranks tell each other about.
+        PlanError: the batch has more tensors than one exchange of sizes holds.
     """
     options, mesh = strategies.options, world.mesh
     shared = tuple(

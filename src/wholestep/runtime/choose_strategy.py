@@ -1,20 +1,21 @@
-"""What `Auto` chooses for a job: the first rank searches, on the machine as it was measured, and tells the others."""
+"""What `Auto` chooses for a job: the first rank searches, on the hardware as it was measured, and broadcasts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ..auto.auto import Auto, Candidates
 from ..auto.fit import Finish
 from ..auto.report import explained
 from ..backend.pipeline import pipeline
 from ..backend.protocol import Backend
-from ..distributed.agree import from_first_rank
+from ..cache.choices import AutoChoice
+from ..cache.step_cache import CachedChoices
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -24,18 +25,15 @@ from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
 from ..plan.strategy import Strategies, Strategy, compose
-from ..plan.strategy_file import decode, encode
 from ..plan.tensor_parallel import TensorParallel
-from .finalize import Finalizer
 
 _SEARCH_SECONDS = 0.02  # for each node and candidate, at most: what the first rank takes to choose
-_FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """The strategies that the first rank chose, and what it said of them. `gathers` is true where parameters that are
-    kept gathered may be gathered again to fit. `hardware` is what plans were compared on.
+    """The strategies that the first rank chose, and why. `gathers` is true where parameters that are kept gathered may
+    be gathered again to fit. `hardware` is what plans were compared on.
     """
 
     strategies: Strategies
@@ -70,51 +68,59 @@ def _lacks_machine(part: Strategy) -> TypeGuard[TensorParallel]:
 
 
 def choose_strategy(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], finisher: Finalizer, label: str,
-    timeout_s: float,
+    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], choices: CachedChoices,
+    measured: Hardware, schedule: Schedule | None, backend: Backend, label: str, rendezvous: Rendezvous,
 ) -> StrategyChoice:  # fmt: skip
-    """The choice of the first rank, on every rank. What is placed already stays where it is.
+    """The choice of the first rank, on every rank. State that is placed already keeps its layout.
 
     Raises:
         PlanError: nothing fits, by the first rank's search.
         RankMismatchError: the first rank did not choose in time.
     """
-    finisher.choosing.look_up()
     candidates = auto.candidates(world.mesh, same_batches=True)
-    measured, schedule = finisher.finish_of(world)
-    said = list(finisher.choosing.earlier.auto)
-    if not said:
-        search = partial(_chosen, auto, graph, world, placed, measured, schedule, finisher.backend)
-        said = _searched(search, world, label, timeout_s + _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates))
-    finisher.choosing.note(auto=tuple(said))
-    strategies, told = _strategies(said[0], candidates), json.loads(said[1])
+    chosen = choices.earlier.auto
+    if chosen is None:
+        search = partial(_chosen, auto, graph, world, placed, measured, schedule, backend)
+        timeout_s = rendezvous.timeout_s + _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates)
+        chosen = _searched(search, label, rendezvous.waiting_for(timeout_s))
+    choices.note(auto=chosen)
+    strategies = _strategies(chosen, candidates)
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
-    return StrategyChoice(strategies, keeps, auto.hardware or measured, Objective.of(told), tuple(said[2:]))
+    return StrategyChoice(strategies, keeps, auto.hardware or measured, chosen.objective, chosen.notes)
 
 
-def _searched(search: Callable[[], list[str]], world: World, label: str, timeout_s: float) -> list[str]:
-    """What the first rank's `search` says, on every rank."""
-    own: list[str] = []
-    if world.rank == 0:
+@dataclass(frozen=True)
+class _Search:
+    """What the first rank broadcasts: its choice as JSON, or the parts of its error."""
+
+    chosen: dict[str, Any] | None = None
+    failure: tuple[str, ...] = ()
+
+
+def _searched(search: Callable[[], AutoChoice], label: str, rendezvous: Rendezvous) -> AutoChoice:
+    """What the first rank's `search` returns, on every rank."""
+    own, what = _Search(), "which plan it chose"
+    if rendezvous.rank == 0:
         try:
-            own = search()
+            own = _Search(search().to_json())
+        except PlanError as error:
+            own = _Search(failure=(error.found, error.needed, error.next_step))
         except Exception as error:
-            from_first_rank(label, [_FAILED, f"rank 0 could not choose: {error}"], timeout_s)
+            rendezvous.broadcast(label, _Search(failure=(f"rank 0 could not choose: {error}",)), what)
             raise
-    said = from_first_rank(label, own, timeout_s, "which plan it chose")
-    if said[0] == _FAILED:
-        raise PlanError(*said[1:])
-    return said
+    found: _Search = rendezvous.broadcast(label, own, what)
+    if found.chosen is None:
+        raise PlanError(*found.failure)
+    return AutoChoice.from_json(found.chosen)
 
 
-def _strategies(said: str, candidates: Candidates) -> Strategies:
-    """Those of the candidate with that number, or what the first rank solved for."""
-    if not said.isdecimal():
-        found = decode(json.loads(said))
-        assert found is not None, "what is solved for can be written"
-        return found
-    template = candidates[int(said)][1]
+def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
+    """Those that were solved for, or of the candidate with the number."""
+    if chosen.solved is not None:
+        return chosen.solved
+    assert chosen.template is not None, "a template where nothing was solved for"
+    template = candidates[chosen.template][1]
     assert isinstance(template.strategies, tuple), "a plan was made with them"
     return compose(template.strategies)
 
@@ -122,27 +128,26 @@ def _strategies(said: str, candidates: Candidates) -> Strategies:
 def _chosen(
     auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Hardware,
     schedule: Schedule | None, backend: Backend,
-) -> list[str]:  # fmt: skip
-    """The number of the candidate, or what was solved for, what it was chosen for, and why; or why there is none."""
-    speeds = auto.hardware or measured
-    try:
-        found = auto.search(
-            graph,
-            world.mesh,
-            placed,
-            same_batches=True,
-            hardware=speeds,
-            finish=Finish(pipeline(schedule=schedule, backend=backend)),
-        )
-    except PlanError as error:
-        return [_FAILED, error.found, error.needed, error.next_step]
+) -> AutoChoice:  # fmt: skip
+    """What `Auto` chooses on this rank.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    found = auto.search(
+        graph,
+        world.mesh,
+        placed,
+        same_batches=True,
+        hardware=auto.hardware or measured,
+        finish=Finish(pipeline(schedule=schedule, backend=backend)),
+    )
     best = found.best.strategies
     assert best is not None, "it has a plan"
-    made, before = explained(found), len(found.plan.notes)
+    made = explained(found)
     assert made.objective is not None, "it was chosen for one"
+    notes = tuple(made.notes[len(found.plan.notes) :])
     if any(isinstance(part, (Cuts, Mixed)) for part in best.parts):
-        which = json.dumps(encode(best))
-    else:
-        names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
-        which = str(names.index(found.best.name))
-    return [which, json.dumps(asdict(made.objective)), *made.notes[before:]]
+        return AutoChoice(made.objective, solved=best, notes=notes)
+    names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
+    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)

@@ -1,4 +1,4 @@
-"""A conjunction of many small comparisons, compiled into one function: what each call of a step checks."""
+"""A conjunction of many small comparisons, compiled into one function, because every call of a step checks it."""
 
 from __future__ import annotations
 

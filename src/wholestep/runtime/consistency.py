@@ -1,7 +1,7 @@
-"""What the ranks of one step have agreed on, program by program, and how they compare the next one.
+"""Compares the program of each compile with those of the other ranks.
 
-Graphs follow from batches, and under per-rank semantics ranks may be given batches of other sizes. Then each captures
-the step once more, for the first rank's call, so that what is compared is the function and not the batch.
+A graph depends on the sizes of the batch, which may differ between ranks under per-rank semantics. Then each rank
+captures the step once more, for the first rank's call, so that ranks compare functions and not batches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, cast
 
@@ -20,24 +19,27 @@ from torch.optim import Optimizer
 from .. import _torch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
-from ..distributed.agree import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section, agree, wait_for
+from ..distributed.launch import World
+from ..distributed.rendezvous import Calls, Rendezvous
+from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section
 from . import fingerprints
 from .compile_options import StepOptions
-from .fingerprints import CallInputs, GraphFingerprint, graph_fingerprint
+from .fingerprints import GraphFingerprint, graph_fingerprint
+from .progress import Stages
 from .rank_program import RankProgram
+from .step_inputs import StepInputs
 
 _MOST_BYTES = 4 << 20  # of a call's integers, which another rank may need to capture the step for it
 _CANNOT = b"?"
 
 
 @dataclass
-class Agreement:
-    """`label` is the same on all ranks for one step, `round` the number of comparisons so far."""
+class ConsistencyCheck:
+    """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons."""
 
-    timeout_s: float
-    stage: Callable[[str], AbstractContextManager[None]]
-    waiting: Callable[[list[int]], None]
-    label: str = ""
+    rendezvous: Rendezvous
+    stages: Stages
+    label: str
     round: int = 0
     _agreed: set[str] = field(default_factory=set[str])
     _options: set[str] = field(default_factory=set[str])
@@ -47,29 +49,30 @@ class Agreement:
         """True until ranks have agreed on something."""
         return not self._agreed
 
+    @property
+    def round_label(self) -> str:
+        """The label of what ranks exchange in this round."""
+        return f"{self.label}/{self.round}"
+
     def fail(self, failure: str) -> None:
-        """Tell the others that this rank has no program."""
+        """Stop the other ranks: this rank has no program."""
         self._compare({}, failure)
 
     def lines(self, lines: list[str]) -> None:
         """Compare a few lines, once."""
         section = Section.of(lines)
-        if section.print not in self._agreed:
-            self._compare({LAYOUTS: section}, "")
-            self._agreed.add(section.print)
+        if section.fingerprint not in self._agreed:
+            self._compare({LAYOUTS: section})
+            self._agreed.add(section.fingerprint)
 
     def program(
-        self,
-        made: RankProgram,
-        given: CallInputs,
-        options: StepOptions,
-        cached: bool,
+        self, made: RankProgram, inputs: StepInputs, world: World, options: StepOptions,
         recapture: Callable[[Any, Any], Capture],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
-        For a rank whose batch has another size captures alone, while the others run what they have. `recapture`
-        captures the step for other arguments.
+        A program that differs only in the batch is not compared: the other ranks do not compile when one rank gets a
+        batch of another size. `recapture` captures the step for other arguments.
 
         Raises:
             RankMismatchError: on every rank, naming what differs.
@@ -78,53 +81,51 @@ class Agreement:
         baked, numbers = fingerprints.option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
             fingerprints.VERSIONS: Section.of(fingerprints.versions()),
-            fingerprints.STEP: Section.of(fingerprints.step_lines(options, cached)),
+            fingerprints.STEP: Section.of(fingerprints.step_lines(options)),
             LAYOUTS: Section.of(made.lines),
             fingerprints.MEMBERS: Section.of(fingerprints.member_lines(state)),
         }
-        key = " ".join(section.print for section in lasting.values())
+        key = " ".join(section.fingerprint for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        told = graph_fingerprint(made.capture, given)
-        said = {
+        own = graph_fingerprint(made.capture, inputs, world)
+        sections = {
             **lasting,
             fingerprints.OPTIMIZERS: Section.of(baked),
             fingerprints.NUMBERS: Section.of([*numbers, *fingerprints.state_lines(state)]),
-            **told.sections,
+            **own.sections,
         }
-        others = self._compare({name: said[name] for name in fingerprints.ORDER}, "", told.call)
-        if others.first:
-            self._for_one_call(told, others.is_alike, given, made, recapture)
+        calls = self._compare({name: sections[name] for name in fingerprints.ORDER}, call=own.call)
+        if calls.first_other:
+            reads = bool(made.capture.values and made.capture.values.reads)
+            self._for_first_call(own if calls.same else None, inputs, world, reads, recapture)
         self._agreed.add(key)
         self._options.update(baked)
 
-    def _compare(self, said: Mapping[str, Section], failure: str, call: str = "") -> Any:
-        with self.stage("agree"):
+    def _compare(self, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
+        with self.stages.stage("agree"):
             self.round += 1
-            return agree(f"{self.label}/{self.round}", said, failure, self.timeout_s, self.waiting, call)
+            return self.rendezvous.all_equal(self.round_label, sections, failure, call)
 
-    def _for_one_call(
-        self,
-        told: GraphFingerprint,
-        is_alike: bool,
-        given: CallInputs,
-        made: RankProgram,
+    def _for_first_call(
+        self, own: GraphFingerprint | None, inputs: StepInputs, world: World, reads: bool,
         recapture: Callable[[Any, Any], Capture],
-    ) -> None:
-        """Compare the graphs that all ranks have for the first rank's call."""
-        key, store = f"{self.label}/{self.round}/call", _torch.default_store()
-        if given.rank == 0:
-            store.set(key, _written(given, bool(made.capture.values and made.capture.values.reads)))
-        said = told.sections
-        if not is_alike:
-            wait_for(store, key, self.timeout_s)
-            with self.stage("capture for the first rank's batch"):
-                said = _recaptured(store.get(key), given, recapture)
-        self._compare(said, "")
+    ) -> None:  # fmt: skip
+        """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
+        call = _written(inputs, reads) if world.rank == 0 else b""
+        if world.rank == 0 or own is None:
+            what = "for which call it compiled its step"
+            call = self.rendezvous.broadcast(f"{self.round_label}/call", call, what)
+        if own is None:
+            with self.stages.stage("capture for the first rank's batch"):
+                sections = _recaptured(call, inputs, world, recapture)
+        else:
+            sections = own.sections
+        self._compare(sections)
 
 
-def _written(given: CallInputs, reads: bool) -> bytes:
-    """A call for other ranks: shapes, Python values, and integers where the step `reads` some."""
+def _written(given: StepInputs, reads: bool) -> bytes:
+    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some."""
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -148,20 +149,22 @@ def _written(given: CallInputs, reads: bool) -> bytes:
     return data.getvalue() if data.tell() <= _MOST_BYTES else _CANNOT
 
 
-def _recaptured(call: bytes, given: CallInputs, recapture: Callable[[Any, Any], Capture]) -> dict[str, Section]:
-    """What this rank's step is for another rank's call; unknown where it cannot be captured for it."""
+def _recaptured(
+    call: bytes, given: StepInputs, world: World, recapture: Callable[[Any, Any], Capture]
+) -> dict[str, Section]:
+    """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
     unknown = {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
     if call == _CANNOT:
         return unknown
     try:
         said = torch.load(io.BytesIO(call), weights_only=True)
         own = dict(zip(given.names, given.leaves, strict=True))
-        leaves = [_leaf(one, own, given.device) for one in said["leaves"]]
+        leaves = [_leaf(one, own, world.device) for one in said["leaves"]]
         args, kwargs = put_together(_read_structure(said["structure"]), leaves)
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return unknown
-    return graph_fingerprint(capture, given).sections
+    return graph_fingerprint(capture, given, world).sections
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:

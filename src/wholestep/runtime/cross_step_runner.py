@@ -1,4 +1,4 @@
-"""Runs a step that ends in the next call, and ends it sooner where something else is about to look."""
+"""Runs a step whose last reductions and updates complete in the next call, or when the step is flushed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..backend.protocol import Run
 
 
 class CrossStepRunner:
-    """A Run in three: the first call, those after it, and what completes the last.
+    """Runs the first call, each later call, and the completion of the last call as three programs.
 
-    `lasting` gives the inputs of `finish` but for what is carried: parameters, state and constants.
+    `count` values are carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters,
+    state and constants.
     """
 
     def __init__(self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]) -> None:
@@ -24,7 +25,7 @@ class CrossStepRunner:
         self._carried: list[Any] = []
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Complete the last call, and all but the end of this one."""
+        """Complete the last call, and run this one up to the part that is left to the next."""
         carried, self._carried = self._carried, []
         out = self._steady([*inputs, *carried]) if carried else self._first(inputs)
         self._carried = out[len(out) - self._count :]
@@ -45,8 +46,8 @@ class CrossStepRunner:
         _pending.discard(self)
 
 
-# Which steps of this process have something to complete. Any other use of their model has to find them, and nothing
-# leads from a model, or from another step that uses it, to them.
+# The steps of this process with a call to complete. Any other use of their model has to find them, and no reference
+# leads to them from the model, or from another step that uses it.
 _pending = WeakSet[CrossStepRunner]()
 
 
@@ -59,14 +60,14 @@ def flush_pending(but: object = None) -> None:
 
 
 def has_pending() -> bool:
-    """True where a step of this process has something to complete."""
+    """True where a step of this process has a call to complete."""
     return bool(_pending)
 
 
 def flush_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-    """From now on steps are completed before an eager update, and before state is read or loaded.
+    """From now on pending steps are flushed before an eager update, and before state is read or loaded.
 
-    Before an eager forward they are by what gathers for it (`between`).
+    Before an eager forward, `EagerGather` flushes them.
     """
     for module in modules:
         module.register_state_dict_pre_hook(_flush)

@@ -1,6 +1,6 @@
-"""Calls of a model between steps: what its parameters are cut into is whole for the time of the call.
+"""Eager calls of a model between steps: its sharded parameters are gathered for the time of the call.
 
-Every module of a model that a step has placed gets these hooks; the outermost call gathers for all below it.
+Every module of a model that a step has placed gets these hooks; the outermost call gathers for all modules below it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .. import _torch
 from ..capture.call_structure import walk
 from ..capture.state import WHOLE
 from ..distributed.full_tensors import gather
-from ..distributed.meet import meet
+from ..distributed.rendezvous import Rendezvous
 from ..errors import StateError
 from .cross_step_runner import flush_pending, has_pending
 
@@ -27,10 +27,11 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 @dataclass
 class EagerGather:
-    """What gathers for the calls of one module.
+    """Gathers parameters for the calls of one module.
 
-    `device` is where to move what rests elsewhere. `inside` has, for each call that runs of any module, the modules
-    that it has gathered for; `running` has, for each call of this one, what it has replaced, None inside such a call.
+    Parameters stored elsewhere move to `device`. `inside` holds, for each running call of any module, the modules it
+    has gathered for. `running` holds, for each running call of this module, the parameters it has replaced; None for
+    a call inside another one.
     """
 
     path: str
@@ -40,7 +41,7 @@ class EagerGather:
     running: list[list[_Place] | None] = field(default_factory=list[list[_Place] | None])
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Put whole parameters where cut ones are; nothing to do inside another call, or while a step is captured."""
+        """Replace sharded parameters by gathered ones, except inside another call or a capture."""
         if any(id(module) in known for known in self.inside):
             self.running.append(None)
             return
@@ -53,7 +54,7 @@ class EagerGather:
             return
         name = f"{type(module).__name__} {self.path!r}" if self.path else type(module).__name__
         if cut or has_pending():
-            meet(f"a call of {name} outside of a compiled step", self.timeout_s)
+            Rendezvous.of_job(self.timeout_s).barrier(f"a call of {name} outside of a compiled step")
             flush_pending()
         whole = dict(zip(map(id, cut), gather(cut), strict=True))
         if self.device is not None:
@@ -67,7 +68,7 @@ class EagerGather:
                 container[key] = made[id(tensor)]
 
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Put the parameters themselves back; also after a call that failed."""
+        """Put the sharded parameters back, also after a call that failed."""
         put = self.running.pop() if self.running else None
         if put is not None:
             self.inside.pop()
@@ -78,7 +79,7 @@ class EagerGather:
 def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
     """From now on these modules and all below them can be called outside of a step, on all ranks.
 
-    `device` is given where whole parameters rest elsewhere (`offload`): that is where they are called.
+    `device` is where they compute, given where parameters are stored elsewhere (`offload`).
     """
     inside: list[set[int]] = []
     for path, module in walk(modules):
@@ -103,7 +104,7 @@ def _needs_grad(param: Tensor) -> bool:
 
 
 def _plain(param: Tensor, whole: Tensor, name: str) -> nn.Parameter:
-    """A parameter that stands for `param` during one call; a backward may not end in it, as it is gone then."""
+    """A parameter in place of `param` during one call. A backward must not reach it: it is gone after the call."""
     made = nn.Parameter(whole, requires_grad=_needs_grad(param))
     vars(made).update({key: value for key, value in vars(param).items() if key not in vars(made)})
     vars(made)[WHOLE] = f"a call of {name}"

@@ -1,19 +1,15 @@
-"""The last stage of a compile: what ranks do once they know that all have a program, and the same collectives in it."""
+"""The last stage of a compile: the passes, once all ranks know that they have the same collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
 
-from ..backend.pipeline import Edit, edited, in_order_of, pipeline
-from ..backend.protocol import Backend
+from ..backend.pipeline import edited, in_order_of, pipeline
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
-from ..distributed.agree import agree, from_first_rank
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
@@ -22,126 +18,149 @@ from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.schedule import Schedule
 from ..profiling.measure_compute import measure_hardware
+from .compile_options import StepOptions
 from .memory_budget import FirstRankFitting, bound_to_rank, refuse_larger
+from .progress import Stages
 from .rank_program import RankProgram
 
 _SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
 
 
 @dataclass
-class Finalizer:
-    """Schedules the programs of one step; ranks have collectives in the order of the first one.
-
-    `edit` is what the user makes of the list of passes. `budget` is what a rank's tensors may take in bytes, and
-    whether gathering again is a way to keep to it. `stage` is told of each stage, and what `watch` returns of each
-    pass. `machine` is what was measured, `measured` the schedule for `hardware`, or for what was measured. `choosing`
-    knows what an earlier start chose.
+class Measured:
+    """What the compiles of one step share: the measured hardware, the schedule for it, and what the first rank chose
+    for the programs with certain collectives (fitting into memory, order of collectives).
     """
 
-    schedule: Schedule | Literal["auto", "across_steps"] | None
-    backend: Backend
-    hardware: Hardware | None
-    edit: Edit | None
-    budget: tuple[int, bool] | None
-    timeout_s: float
-    watch: Callable[[], Watch | None]
-    stage: Callable[[str], AbstractContextManager[None]]
-    waiting: Callable[[list[int]], None]
-    measured: Schedule | None = None
-    machine: Hardware | None = None
-    choosing: CachedChoices = field(default_factory=CachedChoices)
-    _fits: dict[str, FirstRankFitting] = field(default_factory=dict[str, FirstRankFitting])
-    _orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    hardware: Hardware | None = None
+    schedule: Schedule | None = None
+    fits: dict[str, FirstRankFitting] = field(default_factory=dict[str, FirstRankFitting])
+    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    def finish(self, made: RankProgram, world: World, label: str) -> RankProgram:
-        """The program that this rank runs. What was chosen on the way is kept in the compile cache."""
-        made = self._passed(made, world, label, self._schedule(world))
-        self.choosing.keep()
-        return made
 
-    def _schedule(self, world: World) -> Schedule | None:
-        """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
-        if not isinstance(self.schedule, str):
-            return self.schedule
-        if world.mesh.size > 1:
-            machine = self.hardware or self._measure(world)
-            self.measured = self.measured or Schedule(machine, across_steps=self.schedule == "across_steps")
-        return self.measured
+@dataclass(frozen=True)
+class Finalizer:
+    """Schedules the program of one compile; ranks run collectives in the order of the first rank.
 
-    def _measure(self, world: World) -> Hardware:
-        """How fast the machine is, as an earlier start measured it, or as all ranks measure it now: once."""
-        if self.machine is None:
-            self.choosing.look_up()
-            with self.stage("measure"):
-                self.machine = self.choosing.earlier.hardware or measure_hardware(world)
-        self.choosing.note(hardware=self.machine)
-        return self.machine
+    `gathers_again` is true where parameters that are kept gathered may be gathered again to fit into memory.
+    """
 
-    def finish_of(self, world: World) -> tuple[Hardware, Schedule | None]:
-        """How fast the machine is, measured where nobody says, and how programs are scheduled on it."""
-        schedule = self._schedule(world)
-        if schedule is not None:
-            return schedule.hardware, schedule
-        return self.hardware or self._measure(world), None
+    options: StepOptions
+    world: World
+    rendezvous: Rendezvous
+    stages: Stages
+    measured: Measured
+    choices: CachedChoices
+    label: str
 
-    def _passed(self, made: RankProgram, world: World, label: str, schedule: Schedule | None) -> RankProgram:
+    def finish(self, made: RankProgram, gathers_again: bool, watch: Watch | None) -> RankProgram:
+        """The program that this rank runs. The compile cache keeps what was chosen."""
+        schedule = self._schedule()
         key = "\n".join(made.lines)
-        if self.budget is None:
-            passes = edited(pipeline(schedule=schedule, backend=self.backend), self.edit)
-            passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
-            with self.stage("schedule"):
-                local = run_passes(made.local, passes, self.watch())
+        if self.options.memory_bytes is None:
+            local = self._scheduled(made.local, schedule, key, watch)
         else:
-            machine = schedule.hardware if schedule else self.hardware or self._measure(world)
-            local = self._fitted(made.local, schedule, machine, world, label, key)
+            local = self._fitted(made.local, schedule, key, self.options.memory_bytes, gathers_again, watch)
+        self.choices.store()
         return replace(made, local=local)
 
+    def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
+        """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""
+        schedule = self._schedule()
+        if schedule is not None:
+            return schedule.hardware, schedule
+        return self.options.given.hardware or self._measure(), None
+
+    def _schedule(self) -> Schedule | None:
+        """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
+        given = self.options.given.schedule
+        if not isinstance(given, str):
+            return given
+        if self.world.mesh.size > 1:
+            hardware = self.options.given.hardware or self._measure()
+            across = given == "across_steps"
+            self.measured.schedule = self.measured.schedule or Schedule(hardware, across_steps=across)
+        return self.measured.schedule
+
+    def _measure(self) -> Hardware:
+        """The hardware as measured by all ranks once, or by an earlier start."""
+        measured = self.measured.hardware
+        if measured is None:
+            self.choices.look_up()
+            with self.stages.stage("measure"):
+                measured = self.choices.earlier.hardware or measure_hardware(self.world)
+        self.measured.hardware = measured
+        self.choices.note(hardware=measured)
+        return measured
+
+    def _scheduled(self, local: LocalGraph, schedule: Schedule | None, key: str, watch: Watch | None) -> LocalGraph:
+        passes = edited(pipeline(schedule=schedule, backend=self.options.backend), self.options.given.passes)
+        passes = in_order_of(passes, lambda local: self._order(local, key))
+        with self.stages.stage("schedule"):
+            return run_passes(local, passes, watch)
+
     def _fitted(
-        self, local: LocalGraph, schedule: Schedule | None, machine: Hardware, world: World, label: str, key: str
+        self,
+        local: LocalGraph,
+        schedule: Schedule | None,
+        key: str,
+        budget_bytes: int,
+        gathers_again: bool,
+        watch: Watch | None,
     ) -> LocalGraph:
-        """Finished under the budget of memory. Ranks gather the same again, and one that does not fit stops all."""
-        assert self.budget is not None, "asked where there is one"
-        (budget_bytes, gathers), failure, known = self.budget, "", key in self._fits
-        timeout_s = self.timeout_s + _SEARCH_SECONDS * len(local.graph.nodes)
-        label_of_fit = f"{label}/memory/{len(self._fits)}"
-        tell = partial(from_first_rank, label_of_fit, timeout_s=timeout_s, what="what it rematerializes")
-        first = self._fits.setdefault(key, FirstRankFitting(world, tell))
+        """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
+        hardware = schedule.hardware if schedule else self.options.given.hardware or self._measure()
+        known = key in self.measured.fits
+        label = f"{self.label}/memory/{len(self.measured.fits)}"
+        search_s = _SEARCH_SECONDS * len(local.graph.nodes)
+        rendezvous = self.rendezvous.waiting_for(self.rendezvous.timeout_s + search_s)
+        first = self.measured.fits.setdefault(key, FirstRankFitting(rendezvous, label))
 
         def peak(made: LocalGraph) -> PeakMemory:
-            return peak_memory(bound_to_rank(made, world))
+            return peak_memory(bound_to_rank(made, self.world))
+
+        def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
+            return self._fitting(first, choose, local)
 
         plain = pipeline(
-            machine, schedule=schedule, backend=self.backend, memory_bytes=budget_bytes, gathers_again=gathers
+            hardware,
+            schedule=schedule,
+            backend=self.options.backend,
+            memory_bytes=budget_bytes,
+            gathers_again=gathers_again,
         )
-        passes = fitted_with(edited(plain, self.edit), peak, partial(self._agreed, first))  # it tries orders of its own
-        passes = in_order_of(passes, partial(self._order, world=world, label=label, key=key))
+        passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
+        passes = in_order_of(passes, lambda local: self._order(local, key))
+        failure = ""
         try:
-            with self.stage("memory"):
-                made = run_passes(local, passes, self.watch())
-            refuse_larger(made, budget_bytes, world)
+            with self.stages.stage("memory"):
+                made = run_passes(local, passes, watch)
+            refuse_larger(made, budget_bytes, self.world)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
             if not known:
-                agree(f"{label_of_fit}/fits", {}, failure, timeout_s, self.waiting)
+                rendezvous.all_equal(f"{label}/fits", {}, failure)
         return made
 
-    def _agreed(self, first: FirstRankFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
+    def _fitting(self, first: FirstRankFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
         """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
         if first.known is not None:
             return first.known
-        self.choosing.look_up()
-        said = self.choosing.again_for(local)
-        found = first(lambda: Fitting(int(said[0]), tuple(said[1:])) if said else choose())
-        self.choosing.note_again(local, [str(found.way), *found.names])
+        self.choices.look_up()
+        earlier = self.choices.fitting_for(local)
+        found = first(choose if earlier is None else lambda: earlier)
+        self.choices.note_fitting(local, found)
         return found
 
-    def _order(self, local: LocalGraph, world: World, label: str, key: str) -> list[str]:
-        """The collectives, by name, in the order of the first rank, for ranks' batches may differ in size."""
+    def _order(self, local: LocalGraph, key: str) -> list[str]:
+        """The collectives by name in the order of the first rank, whose batch may have another size."""
         own = collectives_of(local)
-        if world.mesh.size == 1 or self.schedule is None:
+        if self.world.mesh.size == 1 or self.options.given.schedule is None:
             return own
-        if key not in self._orders:
-            self._orders[key] = from_first_rank(f"{label}/order/{len(self._orders)}", own, self.timeout_s)
-        return self._orders[key]
+        orders = self.measured.orders
+        if key not in orders:
+            what = "in which order collectives run"
+            orders[key] = self.rendezvous.broadcast(f"{self.label}/order/{len(orders)}", own, what)
+        return orders[key]

@@ -1,15 +1,15 @@
-"""What must be the same on all ranks of a step, as lines by section: versions, options, numbers, the captured graph."""
+"""Everything that must be equal on all ranks of a step, as sections of lines: versions, options, numbers, graph."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from ..cache.key import own_source
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState
-from ..distributed.agree import CONSTANTS, GRAPH, LAYOUTS, SAYS, Section
+from ..distributed.launch import World
+from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, Section
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph, node_at
 from ..graph.text import short_dtype, show_call
 from ..graph.verify import is_collective
 from ..plan.plan import Plan
+from .compile_options import StepOptions
 from .placement import local
-
-if TYPE_CHECKING:
-    from .compile_options import StepOptions
+from .step_inputs import StepInputs
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
@@ -41,48 +41,48 @@ ORDER = (
     MEMBERS,
     CONSTANTS,
     GRAPH,
-)  # causes before what follows from them
+)  # causes before their effects
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 4
 
 
 def versions() -> list[str]:
-    """What is installed on this rank."""
+    """Versions of the packages on this rank."""
     try:
         own = metadata.version("wholestep")
     except metadata.PackageNotFoundError:  # run from a folder of sources
         own = "not installed"
     return [
-        f"torch{SAYS}{torch.__version__}",
-        f"wholestep{SAYS}{own}",
-        f"Python{SAYS}{platform.python_version()}",
-        f"source of wholestep{SAYS}{own_source()[:12]}",
+        f"torch{SEPARATOR}{torch.__version__}",
+        f"wholestep{SEPARATOR}{own}",
+        f"Python{SEPARATOR}{platform.python_version()}",
+        f"source of wholestep{SEPARATOR}{own_source()[:12]}",
     ]
 
 
-def step_lines(options: StepOptions, cached: bool) -> list[str]:
+def step_lines(options: StepOptions) -> list[str]:
     """Options of the step that shape what it computes."""
-    schedule = options.schedule
+    given, schedule = options.given, options.given.schedule
     return [
-        f"backend{SAYS}{options.backend.name}",
-        f"keep_grads{SAYS}{options.capture.keep_grads}",
-        f"schedule{SAYS}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
-        f"check_every{SAYS}{options.check_every}",
-        f"mixed_precision{SAYS}{options.capture.mixed_precision}",
-        f"module_overrides{SAYS}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
-        f"passes{SAYS}{_name(options.passes)}",
-        said_of_cache(cached),
+        f"backend{SEPARATOR}{options.backend.name}",
+        f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
+        f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
+        f"check_every{SEPARATOR}{given.check_every}",
+        f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
+        f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
+        f"passes{SEPARATOR}{_name(given.passes)}",
+        cache_line(options),
     ]
 
 
-def said_of_cache(cached: bool) -> str:
+def cache_line(options: StepOptions) -> str:
     """Whether the compile cache is on."""
-    return f"compile cache{SAYS}{'compile cache on' if cached else 'off'}"
+    return f"compile cache{SEPARATOR}{'compile cache on' if options.cache else 'off'}"
 
 
 def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
-    """What must be the same on all ranks: where state rests, and every collective in order. Batch sizes may differ."""
+    """Storage layouts of the state, and every collective in order. They do not depend on the size of the batch."""
     lines = [f"mesh {plan.mesh}; {plan.strategy}"]
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
@@ -101,30 +101,30 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
 def option_lines(
     state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Every option of every parameter group: those of the optimizer that a program holds, and those that may change.
+    """Every option of every parameter group: first the constants of the program, then those that may change.
 
-    What others put into a group, as schedulers do, may come later. Options that the step itself changes are `carried`:
-    the identity of the optimizer, the number of the group, the key.
+    Options that schedulers add to a group may appear later. `carried` are options that the step itself changes:
+    identity of the optimizer, number of the group, key.
     """
     numbers_of = {id(optimizer): o for o, optimizer in enumerate(state.optimizers.values())}
     changing = {(h.optimizer, h.group, h.key) for h in live} | {(numbers_of.get(i), g, key) for i, g, key in carried}
-    baked, numbers = [f"number of optimizers{SAYS}{len(state.optimizers)}"], list[str]()
+    baked, numbers = [f"number of optimizers{SEPARATOR}{len(state.optimizers)}"], list[str]()
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         of = f" of {label}" if len(state.optimizers) > 1 else ""
         own = cast(dict[str, object], getattr(optimizer, "defaults", {}))
-        baked.append(f"kind of {label}{SAYS}{_name(type(optimizer))}")
+        baked.append(f"kind of {label}{SEPARATOR}{_name(type(optimizer))}")
         for g, group in enumerate(optimizer.param_groups):
             for key in sorted(map(str, group)):
                 if key != "params":
                     into = numbers if (o, g, key) in changing or key not in own else baked
-                    into.append(f"{key} of group {g}{of}{SAYS}{show(group[key])}")
+                    into.append(f"{key} of group {g}{of}{SEPARATOR}{show(group[key])}")
     return baked, numbers
 
 
 def state_lines(state: StepState) -> list[str]:
     """Python numbers in the state of optimizers."""
     return [
-        f"{key} of {name} in the state of {label}{SAYS}{value!r}"
+        f"{key} of {name} in the state of {label}{SEPARATOR}{value!r}"
         for label, optimizer in state.optimizers.items()
         for name, held in state.params.items()
         for key, value in optimizer.state.get(held.tensor, {}).items()
@@ -136,7 +136,7 @@ def member_lines(state: StepState) -> list[str]:
     """Which parameters each group has."""
     names = {id(held.tensor): name for name, held in state.params.items()}
     return [
-        f"parameter {i} of group {g} of {label}{SAYS}{names.get(id(param), '?')}"
+        f"parameter {i} of group {g} of {label}{SEPARATOR}{names.get(id(param), '?')}"
         for label, optimizer in state.optimizers.items()
         for g, group in enumerate(optimizer.param_groups)
         for i, param in enumerate(group["params"])
@@ -171,26 +171,14 @@ def show_tensor(tensor: torch.Tensor) -> str:
 
 
 def _name(value: object) -> str:
-    """What an object is, without where it lies in memory."""
+    """The name of an object, without its address in memory."""
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     return "None" if value is None else f"{named.__module__}.{named.__qualname__}"
 
 
 @dataclass(frozen=True)
-class CallInputs:
-    """What a step was called with. `whole` has the shapes of batch tensors that leaves are parts of."""
-
-    structure: Structure
-    names: tuple[str, ...]
-    leaves: tuple[Any, ...]
-    whole: Mapping[str, tuple[int, ...]]
-    rank: int
-    device: str
-
-
-@dataclass(frozen=True)
 class GraphFingerprint:
-    """What a rank says of the graph that it captured. `call` is the fingerprint of what the graph was captured for."""
+    """The captured graph as sections; `call` is the fingerprint of the call that it was captured for."""
 
     call: str
     graph: Section
@@ -198,19 +186,19 @@ class GraphFingerprint:
 
     @property
     def sections(self) -> dict[str, Section]:
-        """As `agree` takes them."""
+        """As `Rendezvous.all_equal` takes them."""
         return {CONSTANTS: self.constants, GRAPH: self.graph}
 
 
-def graph_fingerprint(capture: Capture, given: CallInputs) -> GraphFingerprint:
-    """What this rank says of a capture."""
-    graph = Section.of(graph_lines(capture, given.device), partial(_source_of, capture.graph))
-    return GraphFingerprint(call_print(given, capture), graph, Section.of(constant_lines(capture)))
+def graph_fingerprint(capture: Capture, inputs: StepInputs, world: World) -> GraphFingerprint:
+    """The sections of a capture."""
+    graph = Section.of(graph_lines(capture, world.device), partial(_source_of, capture.graph))
+    return GraphFingerprint(call_fingerprint(inputs, world.rank, capture), graph, Section.of(constant_lines(capture)))
 
 
 def constant_lines(capture: Capture) -> list[str]:
     """Each constant of the captured graph: its type, shape, first values and a fingerprint of all."""
-    return [f"{name}{SAYS}{show_tensor(tensor)}" for name, tensor in capture.graph.constants.items()]
+    return [f"{name}{SEPARATOR}{show_tensor(tensor)}" for name, tensor in capture.graph.constants.items()]
 
 
 def _source_of(train: TrainGraph, line: str) -> str:
@@ -220,7 +208,7 @@ def _source_of(train: TrainGraph, line: str) -> str:
 
 
 def graph_lines(capture: Capture, device: str) -> list[str]:
-    """The captured graph, each rank's own device called the same."""
+    """The captured graph, with the same name for each rank's own device."""
     text = str(capture.graph)
     kind = torch.device(device).type
     if kind != "cpu":
@@ -228,10 +216,10 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
     return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
 
 
-def call_print(given: CallInputs, capture: Capture) -> str:
-    """A fingerprint of what a graph may follow from in the arguments: structure, sizes, Python values, values read.
+def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
+    """A fingerprint of all in the arguments that a graph may depend on: structure, sizes, Python values, values read.
 
-    Arguments of a kind that nothing is known of make it differ from every other rank's.
+    An argument of an unknown class makes it differ from every other rank's.
     """
     lines = _structure_lines(given.structure)
     for name, leaf in zip(given.names, given.leaves, strict=True):
@@ -245,9 +233,9 @@ def call_print(given: CallInputs, capture: Capture) -> str:
         elif isinstance(leaf, (nn.Module, Optimizer)):
             lines.append(name)
         else:
-            lines.append(f"{name} {_name(leaf)} of rank {given.rank}")
+            lines.append(f"{name} {_name(leaf)} of rank {rank}")
     lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
-    return Section.of(lines).print
+    return Section.of(lines).fingerprint
 
 
 def _structure_lines(structure: Structure) -> list[str]:

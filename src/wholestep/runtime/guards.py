@@ -1,4 +1,4 @@
-"""What a captured program took for granted, checked at each call: a miss captures again, nothing stale ever runs."""
+"""Guards: the conditions of a captured program, checked at each call. After a miss, the step is captured again."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ from .host_work import HostWork
 
 
 @dataclass(frozen=True)
-class Missed:
-    """What a call differs in, where a value that keeps changing would cost captures without end.
+class Change:
+    """A value that differs from call to call, and would cost captures without end.
 
-    `where` is a line or a path; `number` says that it is a place whose number could be carried, `replaced` that another
-    object is there.
+    `where` is a source line or a path. `number`: the value is a number that later programs can carry. `replaced`: there
+    is another object in its place.
     """
 
     what: str
     where: str
     number: bool = False
     replaced: bool = False
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a program does not fit a call, as text for a log; `change` where a value that it depends on changed."""
+
+    text: str
+    change: Change | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class TensorGuard:
 
 
 def guard_of(leaf: Any) -> Any:
-    """What a later leaf must be: such a tensor, or an equal value, or the same object."""
+    """The guard of a leaf: a later one must be such a tensor, an equal value, or the same object."""
     if isinstance(leaf, torch.Tensor):
         return TensorGuard(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
     return leaf
@@ -81,7 +89,7 @@ def ambient(device: str, sizes: object = None) -> tuple[Any, ...]:
 
 @dataclass
 class Guards:
-    """Everything a program was captured under. `check` names the first thing that differs now, or returns ''."""
+    """Everything a program was captured under. `check` finds the first difference."""
 
     structure: Structure
     leaves: Sequence[Any]
@@ -98,7 +106,6 @@ class Guards:
     scalers: Sequence[tuple[torch.amp.GradScaler, tuple[object, ...]]] = ()
     hooks: HookGuard | None = None
     host: HostWork = field(kw_only=True)
-    missed: Missed | None = None
 
     def __post_init__(self) -> None:
         self._params = [param for param, _, _ in self.trainable]
@@ -113,34 +120,36 @@ class Guards:
             condition.add("getattr({}, {}) == {}", holder, key, value)
         self._settings_hold = condition.compiled()
 
-    def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> str:
-        """The first difference as text, for a log; empty when the program may run."""
-        self.missed = None
+    def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> Miss | None:
+        """The first difference; None when the program may run."""
         if structure != self.structure:
-            return "the arguments have another structure"
+            return Miss("the arguments have another structure")
         for leaf, guard, name in zip(leaves, self.leaves, self.names, strict=True):
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
-                    return f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}"
+                    return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
             elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
-                return f"argument {name} is {_about(leaf)}, it was {_about(guard)}"
+                return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
         if now != self.ambient:
-            return "autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed"
-        return self._check_held() or self._check_host() or self._check_read(leaves)
+            return Miss("autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed")
+        why = self._check_held()
+        return Miss(why) if why else self._check_host() or self._check_read(leaves)
 
-    def _check_host(self) -> str:
+    def _check_host(self) -> Miss | None:
         why, one = self.host.difference(), self.host.missed
-        if why and one is None:
-            self.missed = Missed("makes a choice", why)
-        elif why and one is not None:
-            number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
-            self.missed = Missed("depends on a value of Python", one.place.path, number, one.kind != "equal")
-        return why
+        if not why:
+            return None
+        if one is None:
+            return Miss(why, Change("makes a choice", why))
+        number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
+        return Miss(why, Change("depends on a value of Python", one.place.path, number, one.kind != "equal"))
 
-    def _check_read(self, leaves: Sequence[Any]) -> str:
+    def _check_read(self, leaves: Sequence[Any]) -> Miss | None:
         where = self.values.changed(dict(zip(self.names, leaves, strict=True))) if self.values else ""
-        self.missed = Missed("reads a value of the batch", where) if where else None
-        return f"the value that the step reads at {where} is another one" if where else ""
+        if not where:
+            return None
+        text = f"the value that the step reads at {where} is another one"
+        return Miss(text, Change("reads a value of the batch", where))
 
     def _check_held(self) -> str:
         if [param.requires_grad for param in self._params] != self._flags:
@@ -203,7 +212,7 @@ def all_modes(state: StepState) -> list[tuple[nn.Module, bool]]:
 
 
 def guards_of(capture: Capture, call: StepCall, names: Sequence[str], now: tuple[Any, ...]) -> Guards:
-    """What the program of `call` was captured under; `names` are those of its leaves, `now` is `ambient`."""
+    """The guards of the program of `call`; `names` are those of its leaves, `now` is `ambient`."""
     state = capture.state
     params = [(h.tensor, h.tensor.requires_grad, n) for n, h in state.params.items()]
     groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]

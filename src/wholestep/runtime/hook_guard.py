@@ -1,4 +1,4 @@
-"""Hooks of modules, parameters and optimizers: a program has those that there were when it was captured."""
+"""A guard on the hooks of modules, parameters and optimizers, which a program contains as they were captured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import _torch
 
 
 class HookGuard:
-    """Whether the hooks of `holders` are the same as when this was made. Hooks that only look do not count."""
+    """Compares the hooks of `holders` with those at its creation. Hooks that only observe do not count."""
 
     def __init__(self, holders: Iterable[object]) -> None:
         self._holders = [*holders, _torch.ALL_MODULES]
@@ -21,7 +21,7 @@ class HookGuard:
         self._sizes = [(table, len(table)) for table in tables if table]
 
     def changed(self) -> bool:
-        """True if hooks came or went. Looks closely only where any were registered, anywhere, or some are gone."""
+        """True if hooks were added or removed. Compares them only if a hook was registered since, or is gone."""
         if RemovableHandle.next_id == self._registered and all(len(table) == size for table, size in self._sizes):
             return False
         self._registered = RemovableHandle.next_id

@@ -1,4 +1,4 @@
-"""What a call does on the host: checks what its program takes for granted, computes numbers, assigns, calls back."""
+"""The host side of a call: guards on Python values, numbers that Python computes, assignments, callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .condition import Condition
 
 
 class HostWork:
-    """The work of one program beside its tensors."""
+    """The host side of one program."""
 
     def __init__(self, effects: Effects, state: StepState) -> None:
         self.effects, self._state = effects, state
@@ -21,7 +21,7 @@ class HostWork:
         self.missed: Assumption | None = None
 
     def difference(self) -> str:
-        """What the program takes for granted and is otherwise now; empty if nothing is."""
+        """The first guarded Python value that is different now, as text; empty if there is none."""
         self.missed = None
         if not self._holds():
             self.missed = next((e for e in self.effects.expected if not e.holds), None)
@@ -31,7 +31,7 @@ class HostWork:
         return f"the choice made at {where} is another one" if where else ""
 
     def finish(self, numbers: Sequence[Any], extra: Sequence[Any]) -> None:
-        """Assign what the step assigns, then make its callbacks, in order."""
+        """Make the assignments of the step, then its callbacks, in order."""
         effects = self.effects
         for write in effects.writes:
             write.place.set(MISSING if write.made is None else write.made.value(numbers, extra))
@@ -43,7 +43,7 @@ class HostWork:
 
 
 def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
-    """One function that is true when all that is expected is there, object for object; false says little."""
+    """One function that is true when all expected objects are in place; where it is false, each is looked at."""
     condition = Condition()
     for one in expected:
         holder, key, value = one.place.holder, one.place.key, one.value

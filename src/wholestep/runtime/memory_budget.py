@@ -1,15 +1,14 @@
-"""Fits a step into a budget of memory, the same on all ranks."""
+"""The budget of memory of a step: the first rank chooses what to rematerialize, for all ranks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..backend.rank_binding import bind
 from ..cost.memory import peak_memory
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
@@ -19,10 +18,10 @@ from ..plan.strategy import Strategies
 
 
 def with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
-    """The same with gathered parameters kept, where nothing is said about them: the budget decides.
+    """The same with gathered parameters kept, unless `reshard_after_forward` is given: the budget decides.
 
     Raises:
-        PlanError: tensors rest in host memory, or are carried to the next step, which is not counted.
+        PlanError: offload, or a schedule across steps: their memory is not counted.
     """
     data = strategies.data
     if schedule == "across_steps" or (isinstance(schedule, Schedule) and schedule.across_steps):
@@ -35,12 +34,27 @@ def with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, o
     return Strategies(tuple(keeping if part is data else part for part in strategies.parts))
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """What the first rank broadcasts: its fitting, or the parts of its error."""
+
+    fitting: Fitting | None = None
+    failure: tuple[str, ...] = ()
+
+
+def _attempt(choose: Callable[[], Fitting]) -> _Fitted:
+    try:
+        return _Fitted(choose())
+    except PlanError as error:
+        return _Fitted(failure=(error.found, error.needed, error.next_step))
+
+
 @dataclass
 class FirstRankFitting:
-    """What the first rank's search found, for all ranks. `tell` gives every rank the first one's lines."""
+    """The first rank's fitting, for all ranks."""
 
-    world: World
-    tell: Callable[[list[str]], list[str]]
+    rendezvous: Rendezvous
+    label: str
     known: Fitting | None = None
 
     def __call__(self, choose: Callable[[], Fitting]) -> Fitting:
@@ -50,23 +64,16 @@ class FirstRankFitting:
             PlanError: that failed.
         """
         if self.known is None:
-            said = self.tell([self._chosen(choose)] if self.world.rank == 0 else [])
-            found: dict[str, Any] = json.loads(said[0])
-            if "failed" in found:
-                raise PlanError(*found["failed"])
-            self.known = Fitting(found["way"], tuple(found["names"]))
+            own = _attempt(choose) if self.rendezvous.rank == 0 else _Fitted()
+            found: _Fitted = self.rendezvous.broadcast(self.label, own, "what it rematerializes")
+            if found.fitting is None:
+                raise PlanError(*found.failure)
+            self.known = found.fitting
         return self.known
-
-    def _chosen(self, choose: Callable[[], Fitting]) -> str:
-        try:
-            found = choose()
-        except PlanError as error:
-            return json.dumps({"failed": [error.found, error.needed, error.next_step]})
-        return json.dumps({"way": found.way, "names": found.names})
 
 
 def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
-    """Raise PlanError when what runs in the end holds more than the budget."""
+    """Raise PlanError when the final program holds more than the budget."""
     found = peak_memory(bound_to_rank(final, world))
     if found.size_bytes > budget_bytes:
         raise PlanError(
@@ -78,6 +85,6 @@ def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
-    """What runs on this rank."""
+    """The program with the sizes of this rank."""
     graph = bind(local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
     return replace(local, graph=graph)

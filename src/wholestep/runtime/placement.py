@@ -1,4 +1,4 @@
-"""Puts what a step holds where its plan says, and finds the local tensors again at each call."""
+"""Moves parameters, buffers and optimizer state to their storage layouts, and finds the local tensors again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PLACED = "_wholestep_layout"
 def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     """Shard parameters and optimizer state as planned; `sync` starts from the first rank's values.
 
-    What is placed already stays. Parameters on `meta` are made here, one module at a time. Parameters and optimizer
-    state come to rest on `world.home`.
+    State that is placed already stays. Parameters on `meta` are initialized here, one module at a time. Parameters and
+    optimizer state are stored on `world.home`.
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
@@ -55,7 +55,7 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
 
 
 def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
-    """Fill `tensor` with the first rank's values; the process group may not reach the memory it lies in."""
+    """Fill `tensor` with the first rank's values, by way of the device of the process group."""
     moved = tensor.to(world.device)
     dist.broadcast(moved, 0)
     if moved is not tensor:
@@ -109,9 +109,9 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
 
 
 def gather_before_eager_step(optimizer: Optimizer) -> None:
-    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call cuts it again.
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call shards it again.
 
-    One that finds no gradients updates nothing, as in libraries that count steps by it.
+    A step without gradients updates nothing: libraries count steps by it.
     """
 
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

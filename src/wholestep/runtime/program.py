@@ -1,4 +1,4 @@
-"""One captured program with the tensors it works on: takes the leaves of a call, returns what the step returned."""
+"""One compiled program with the tensors it works on: maps the leaves of a call to the results of the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..graph.graph import Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .condition import Condition
-from .guards import Guards
+from .guards import Guards, Miss
 from .placement import find_input, local, place_entry
 from .shard_buffers import pack_buckets
 from .shared_rng import SharedRng
@@ -30,10 +30,10 @@ from .shared_rng import SharedRng
 
 @dataclass
 class Program:
-    """A compiled step for one kind of call. `shard_batch` makes this rank's part of what the call is given.
+    """A compiled step for one kind of call. `shard_batch` makes this rank's part of the batch of a call.
 
-    `run` maps the flat list from `gather_inputs` to results followed by state that the step creates; what a step
-    carries to the next is its own business (`cross_step_runner.CrossStepRunner`). `check` is told of each call.
+    `run` maps the flat list from `gather_inputs` to results, followed by state that the step creates; it keeps values
+    that are carried to the next call itself (`CrossStepRunner`). `check` is called after each call.
     """
 
     capture: Capture
@@ -139,16 +139,17 @@ class Program:
                     "leave the placing of what a compiled step holds to wholestep, or load whole tensors",
                 )
 
-    def refresh(self) -> str:
-        """Find replaced state again; says what came or went, so that the step must be captured again, or ''."""
+    def refresh(self) -> Miss | None:
+        """Find replaced state again; what came or went, so that the step must be captured again, or None."""
         rebound_hold = all(get(key) is tensor for get, key, tensor in (self._slots[i] for i in self._rebound))
         states = all(optimizer.state is entries for optimizer, entries in self._states)
         if self._others_hold() and rebound_hold and states and not self._makes:
-            return ""
+            return None
         changed = self._changed()
-        if not changed:
-            self.bind_state()
-        return changed
+        if changed:
+            return Miss(changed)
+        self.bind_state()
+        return None
 
     def _changed(self) -> str:
         state, optimizers = self.capture.state, list(self.capture.state.optimizers.values())
@@ -191,10 +192,10 @@ class Program:
         Raises:
             StateError: some were replaced meanwhile.
         """
-        why = self.refresh()
-        if why:
+        miss = self.refresh()
+        if miss is not None:
             raise StateError(
-                f"the end of the last step, which was left to the next one, cannot run: {why}",
+                f"the end of the last step, which was left to the next one, cannot run: {miss.text}",
                 "the parameters and the state that it began with",
                 "call step.flush() before replacing them",
             )

@@ -1,4 +1,4 @@
-"""What a long first call is doing, in one line of the first rank's terminal that is gone when the call goes on."""
+"""Progress of a compile: events for the user, or one line in the first rank's terminal while it lasts."""
 
 from __future__ import annotations
 
@@ -82,6 +82,42 @@ def progress_of(given: Progress | Literal["auto"] | None, name: str) -> Generato
         line = ProgressLine(name, sys.stderr, _QUIET_S)
         with line.showing():
             yield line
+
+
+@dataclass
+class Stages:
+    """Reports the stages of the compiles of a step, called `name`, to what was given as `progress=`."""
+
+    given: Progress | Literal["auto"] | None
+    name: str
+    _progress: Progress | None = None
+
+    @contextmanager
+    def reporting(self) -> Generator[None]:
+        """Stages inside are reported."""
+        with progress_of(self.given, self.name) as self._progress:
+            yield
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """The time inside is that of a stage."""
+        start = time.perf_counter()
+        self.report(name, "start", 0.0)
+        yield
+        self.report(name, "done", time.perf_counter() - start)
+
+    def report(self, stage: str, what: str, seconds: float) -> None:
+        """One event."""
+        if self._progress:
+            self._progress(stage, what, seconds)
+
+    def report_cache(self, text: str) -> None:
+        """What the compile cache did."""
+        self.report(f"cache: {text}", "done", 0.0)
+
+    def report_waiting(self, ranks: list[int]) -> None:
+        """The ranks that have not come yet."""
+        self.report(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
 
 def _is_terminal() -> bool:

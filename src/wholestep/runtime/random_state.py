@@ -1,4 +1,4 @@
-"""Takes and puts back the state of every random generator that a training loop draws from, as plain tensors."""
+"""The state of every random generator that a training loop draws from, as plain tensors, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 of_steps: dict[str, dict[str, torch.Tensor]] = {}
-"""States of the streams that steps draw from themselves (`runtime.stream`), by name of stream and kind of device."""
+"""States of `SharedRng`, by its name and the kind of device."""
 _STEP = "step-"
 
 

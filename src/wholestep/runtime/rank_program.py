@@ -11,7 +11,7 @@ from ..plan.plan import Plan
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a step was captured as, its plan, and what the rank runs. Ranks compare `lines`."""
+    """The captured step, its plan and the program of the rank. Ranks compare `lines`."""
 
     capture: Capture
     plan: Plan

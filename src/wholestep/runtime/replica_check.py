@@ -1,4 +1,4 @@
-"""Every so many calls, ranks compare what should be equal on them: a checksum of it, in one small collective."""
+"""Every few calls, ranks compare a checksum of the tensors that should be equal on them, in one small collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from ..distributed.agree import other_value, show_ranks
+from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit
-_ROUNDING = 1e-2  # of the largest value: what values that each rank computes for itself may be apart
+_ROUNDING = 1e-2  # of the largest value: the distance allowed between values that each rank computes itself
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,8 @@ def connects_all_ranks(local: LocalGraph) -> bool:
 
 @dataclass
 class ReplicaCheck:
-    """Compares after each `every` calls. Along axes of `data`, what ranks hold alike is equal to the bit; along others
-    each may have computed it for itself, and rounded otherwise.
+    """Compares replicas after each `every` calls. Along the axes of `data` they are equal to the bit; along other axes
+    each rank may have computed its own, and rounded differently.
     """
 
     every: int

@@ -1,4 +1,4 @@
-"""Says where averaging over ranks is not what one device would compute on the whole batch."""
+"""Warns where averaging over ranks differs from what one device computes on the whole batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OURS = str(Path(__file__).parent.parent)
 
 
 def warn_of_semantics(planned: Plan, world: World) -> None:
-    """Warn on the first rank, at the line of the user's that calls the step."""
+    """Warn on the first rank, at the user's line that calls the step."""
     if planned.notes and world.rank == 0 and world.mesh.size > 1:
         lines = "\n".join(f"  {note}" for note in planned.notes)
         choice = (

@@ -1,4 +1,4 @@
-"""Lays the shards that a program gathers together side by side in memory."""
+"""Stores the shards of one all-gather side by side in memory, so that no copy is needed to send them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..passes.contiguous_shards import buckets
 
 
 def pack_buckets(local: LocalGraph, held: Sequence[Tensor]) -> None:
-    """Move the pieces of each bucket into one piece of memory; `held` are the first inputs of `local`.
+    """Move the shards of each bucket into one buffer; `held` are the first inputs of `local`.
 
-    The tensors stay the same objects. Buckets with a piece that is part of something larger stay where they are, as
+    The tensors stay the same objects. A bucket with a shard that is a view of a larger buffer stays where it is, as
     after another program of the same step has moved it: `side_by_side` copies then.
     """
     for numbers in buckets(local):

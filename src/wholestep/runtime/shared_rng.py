@@ -1,7 +1,7 @@
-"""Random numbers of a step whose ranks compute one thing together: a stream of its own, the same on all ranks.
+"""The random generator of a step whose ranks compute on one batch together: the same state on all ranks.
 
-Random values of whole tensors are then alike everywhere; pieces of a cut tensor are drawn from streams derived from it,
-one for each piece (`partition.rank_ops.drawn`). The generators that the user's code draws from are left as they are.
+Random values of replicated tensors are equal on all ranks; shards of a tensor are drawn from generators derived from
+it, one for each shard (`partition.rank_ops.drawn`). Generators of user code are unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from . import random_state
 
 @dataclass
 class SharedRng:
-    """States of torch's generators that steps alone advance, kept with checkpoints (`random_state`)."""
+    """States of torch's generators that only compiled steps advance, saved with checkpoints (`random_state`)."""
 
     states: dict[str, torch.Tensor]
 
     @staticmethod
     def of(world: World, per_rank: frozenset[str]) -> SharedRng:
-        """The stream of this process for steps that compute together but along `per_rank` axes (collective)."""
+        """The generators of this process for steps that compute together except along `per_rank` axes (collective)."""
         name = "+".join(sorted(per_rank)) or "all"
         restored = name in random_state.of_steps
         states = random_state.of_steps.setdefault(name, {})
@@ -40,7 +40,7 @@ class SharedRng:
 
     @staticmethod
     def _start(world: World, per_rank: frozenset[str]) -> dict[str, torch.Tensor]:
-        """States from the first rank's generator; ranks that differ along `per_rank` axes have different ones."""
+        """States seeded by the first rank's generator; they differ between ranks along `per_rank` axes."""
         with torch.random.fork_rng(devices=[]):
             seed = torch.randint(0, 2**62, (1,)).to(world.device)
         dist.broadcast(seed, 0)
@@ -56,7 +56,7 @@ class SharedRng:
 
     @contextmanager
     def drawing(self) -> Generator[None]:
-        """Draws inside come from this stream."""
+        """Random numbers inside come from these generators."""
         outside, outside_cuda = torch.get_rng_state(), None
         if "cuda" in self.states:
             outside_cuda = torch.cuda.get_rng_state()

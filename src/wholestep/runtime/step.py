@@ -2,66 +2,55 @@
 
 from __future__ import annotations
 
-import os
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
-import torch
-from torch.optim import Optimizer
-
-from .. import _torch
-from ..backend.build import CAPABILITIES, compiled
 from ..backend.eager import WaitClock
-from ..backend.protocol import Run
-from ..backend.rank_binding import bind
-from ..cache.key import digest, hardware, metas_of, versions
-from ..cache.step_cache import CachedChoices, StepCache
+from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
-from ..capture.capture import Capture, capture_step, device_of, find_state
-from ..capture.effects import Promoted
-from ..capture.scheduled_numbers import note_changed, scheduled
+from ..capture.capture import device_of
 from ..capture.state import StepState
 from ..distributed.launch import World, join
-from ..errors import CaptureError, StateError, WholestepError
+from ..distributed.rendezvous import Rendezvous
+from ..errors import CaptureError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
-from ..partition.lower import partition
-from ..passes.base import Watch
 from ..passes.schedule import Schedule
-from ..plan.make_plan import plan
 from ..plan.plan import Plan
-from ..plan.plan_diff import refuse_other_parameters
+from ..plan.strategy import Strategies
 from . import random_state
 from .batch_sharding import BatchSharder, BatchSizes, batch_sharder
-from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
 from .compile_options import StepOptions
-from .consistency import Agreement
-from .cross_step_runner import CrossStepRunner, flush_before_use, flush_pending
-from .eager_gather import gather_before_eager_call
-from .finalize import Finalizer
-from .fingerprints import CallInputs, constant_lines, graph_lines, program_lines, said_of_cache
-from .guards import Missed, ambient, guards_of
-from .placement import gather_before_eager_step, place, placed
+from .compiler import Compiler
+from .cross_step_runner import CrossStepRunner, flush_pending
+from .guards import Miss, ambient
+from .installer import Installer
 from .program import Program
-from .progress import Progress, progress_of
-from .rank_program import RankProgram
-from .replica_check import ReplicaCheck, connects_all_ranks
-from .semantics_warning import warn_of_semantics
-from .shared_rng import SharedRng, draws_random
+from .progress import Stages
+from .step_inputs import StepInputs
 from .step_repr import step_html, step_line
 
 if TYPE_CHECKING:
     from ..profiling.profile import Profile
 
 MOST_VALUES = 16
+
+
+@dataclass(frozen=True)
+class _SharedBatch:
+    """How ranks share the batch of a call, and the sizes of its parts on all ranks. `inputs` are there on a first call,
+    which needs them to join the job.
+    """
+
+    sharder: BatchSharder | None = None
+    sizes: BatchSizes | None = None
+    inputs: StepInputs | None = None
+
+
+_OWN_BATCH = _SharedBatch()  # each rank runs on what it is given
 
 
 class CompiledStep:
@@ -80,38 +69,26 @@ class CompiledStep:
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
         self.fn, self.options = fn, options
         self.programs: list[Program] = []
-        self.calls, self.captures, self.waited_seconds = 0, 0, 0.0
+        self.calls, self.waited_seconds = 0, 0.0
         self.misses: list[str] = []
-        self.world: World | None = None
-        self.state: StepState | None = None
         self.on_placed: list[Callable[[CompiledStep], None]] = []
-        self._clock = WaitClock() if options.measure else None
-        self._carried, self._changing = Promoted(), Promoted()
-        self._missed = Counter[str]()
-        self._agreement = Agreement(options.agree_timeout_s, self._stage, self._tell_waiting)
-        self._met = WeakSet[Optimizer]()
-        self._shares_batches = options.parallel.shares_batches
-        self._sharder: tuple[Structure, BatchSharder | None] | None = None
-        self._stream: SharedRng | None = None
-        self._decided: StrategyChoice | None = None
-        self._check: ReplicaCheck | None = None
-        self._progress: Progress | None = None
-        self._hooked, self._dumped = False, 0
-        budget = (options.memory_bytes, options.gathers_again) if options.memory_bytes is not None else None
-        self._finisher = Finalizer(
-            options.schedule, options.backend, options.hardware, options.passes, budget, options.agree_timeout_s,
-            self._watch, self._stage, self._tell_waiting,
-        )  # fmt: skip
-        self._kept = StepCache(options.cache, self._say) if options.cache else None
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
+        self._clock = WaitClock() if options.given.measure else None
+        self._stages = Stages(options.given.progress, self.__name__)
+        self._cache = StepCache(options.cache, self._stages.report_cache) if options.cache else None
+        self._compiler: Compiler | None = None
+        self._installer = Installer(options, self._stages, self._clock)
+        self._shares_batches = options.strategies.shares_batches
+        self._missed = Counter[str]()
+        self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     # -- calling ----------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
-        sizes = self._batch_sizes(call, args, kwargs)
-        program = self._program(call, args, kwargs, sizes)
+        batch = self._shared_batch(call, args, kwargs) if self._shares_batches else _OWN_BATCH
+        program = self._program(call, args, kwargs, batch)
         flush_pending(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
@@ -158,67 +135,30 @@ class CompiledStep:
     @property
     def schedule(self) -> Schedule | None:
         """What orders its collectives: as it was given, or as measured at the first call; None where nothing does."""
-        given = self.options.schedule
-        return given if isinstance(given, Schedule) else self._finisher.measured
+        given = self.options.given.schedule
+        if not isinstance(given, str):
+            return given
+        return self._compiler.measured.schedule if self._compiler else None
 
-    def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
-        """Sizes of the batch on all ranks, where ranks compute on one batch together."""
-        if not self._shares_batches:
-            return None
-        world = self.world or self._join(find_state(self.fn, args, kwargs, self.options.capture.extra)[0])
-        if self._sharder is None or self._sharder[0] != call.structure:
-            names = leaf_names(self.fn, args, kwargs)
-            self._sharder = (call.structure, batch_sharder(self.options.parallel, names, call.leaves, world))
-        made = self._sharder[1]
-        return None if made is None else made.sizes(call.leaves)
+    @property
+    def strategies(self) -> Strategies:
+        """Where tensors rest: as given, or as chosen at the first call."""
+        return self._compiler.strategies if self._compiler else self.options.strategies
 
-    def _join(self, state: StepState) -> World:
-        options = self.options
-        self.world = join(options.mesh, options.capture.device or device_of(state), options.capture.offload)
-        return self.world
+    @property
+    def world(self) -> World | None:
+        """The ranks that it runs on; None before the first call."""
+        return self._compiler.world if self._compiler else None
 
-    def _program(
-        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None
-    ) -> Program:
-        if self.programs:
-            now = ambient(self.programs[-1].world.device, sizes)
-            newest, missed = "", None
-            for i in range(len(self.programs) - 1, -1, -1):
-                program = self.programs[i]
-                why = program.guards.check(call.structure, call.leaves, now) or program.refresh()
-                if not why:
-                    if i != len(self.programs) - 1:
-                        self.programs.append(self.programs.pop(i))
-                    return program
-                newest, missed = (newest, missed) if newest else (why, program.guards.missed)
-            self.misses.append(newest)
-            self._note_change(missed)
-        with progress_of(self.options.progress, self.__name__) as self._progress:
-            return self._build(args, kwargs, sizes)
+    @property
+    def state(self) -> StepState | None:
+        """The modules and optimizers of the program that was compiled last; None before the first call."""
+        return self._installer.state
 
-    def _note_change(self, missed: Missed | None) -> None:
-        """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
-        if missed is None:
-            return
-        if missed.number:
-            self._changing |= Promoted(frozenset([missed.where]))
-        self._missed[missed.where] += 1
-        count = self._missed[missed.where]
-        if missed.replaced and count >= MOST_VALUES:
-            self.programs.pop()  # what it was captured for is gone
-            if count == MOST_VALUES:
-                warnings.warn(
-                    f"{self.__name__} was captured {count} times because {missed.where} is another object, or holds "
-                    "other items, in each of these calls: change its items or attributes, or pass it to the step",
-                    stacklevel=4,
-                )
-        elif count >= MOST_VALUES:
-            raise CaptureError(
-                f"the step {missed.what} that keeps changing: {MOST_VALUES} captures so far",
-                "values that say what kind of call it is, of which there are few",
-                "compute with the tensor instead of its value, or pass the value as a Python number",
-                missed.where,
-            )
+    @property
+    def captures(self) -> int:
+        """How often it was captured."""
+        return self._compiler.captures if self._compiler else 0
 
     # -- what was made -----------------------------------------------------------------
     @property
@@ -241,279 +181,103 @@ class CompiledStep:
         """What the compile cache did at each compile: `hit`, `from rank 0`, `miss: why`, `off: why`, or
         `nothing to choose`.
         """
-        return list(self._kept.log) if self._kept else []
+        return list(self._cache.log) if self._cache else []
 
-    # -- compiling -----------------------------------------------------------------------
-    def _build(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> Program:
-        failure, made, world = "", None, None
-        flush_pending()
-        try:
-            state, *_ = find_state(self.fn, args, kwargs, self.options.capture.extra)
-            world = self.world or self._join(state)
-            self._agreement.label = self._label or _next_label(world, self.__name__)
-            made = self._compile(args, kwargs, world, sizes)
-        except WholestepError as error:
-            failure = str(error).splitlines()[0]
-            raise
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if world is not None and world.mesh.size > 1:
-                if failure:
-                    self._agreement.fail(failure)
-                elif made is not None:
-                    again = partial(self._capture, world=world, sizes=None)
-                    given = self._given(args, kwargs, world, sizes)
-                    self._agreement.program(made, given, self.options, self._kept is not None, again)
-        assert made is not None, "compiled or raised"
-        assert world is not None, "joined or raised"
-        return self._install(self._finish(made, world), args, kwargs, world, sizes)
+    # -- programs ------------------------------------------------------------------------
+    def _shared_batch(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _SharedBatch:
+        """How ranks share the batch of a call."""
+        inputs = None
+        if self._compiler is None:
+            inputs = self._inputs(args, kwargs)
+            self._start(inputs)
+        if self._sharder is None or self._sharder[0] != call.structure:
+            names = leaf_names(self.fn, args, kwargs)
+            assert self.world is not None, "joined"
+            self._sharder = (call.structure, batch_sharder(self.strategies, names, call.leaves, self.world))
+        sharder = self._sharder[1]
+        return _SharedBatch(sharder, None if sharder is None else sharder.sizes(call.leaves), inputs)
 
-    @property
-    def _label(self) -> str:
-        return self._agreement.label
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepInputs:
+        return StepInputs.of(self.fn, args, kwargs, self.options.capture.extra)
 
-    def _given(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
-    ) -> CallInputs:
-        _, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
-        return CallInputs(structure, tuple(names), leaves, self._whole(leaves, sizes) or {}, world.rank, world.device)
-
-    def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> dict[str, tuple[int, ...]] | None:
-        sharder = self._sharder[1] if self._sharder else None
-        return sharder.whole_shapes(leaves, sizes) if sharder and sizes else None
-
-    def _tell_waiting(self, ranks: list[int]) -> None:
-        self._tell(f"agree: waiting for ranks {ranks}", "start", 0.0)
-
-    def _choosing(self, captured: Capture, world: World) -> CachedChoices:
-        """What is chosen for a program, and what an earlier start chose."""
-        label = f"{self._label}/{self._agreement.round}"
-        situation = partial(self._situation, captured, world)
-        return CachedChoices(self._kept, situation, label, world.rank, self.options.agree_timeout_s)
-
-    def _situation(self, captured: Capture, world: World) -> dict[str, object]:
-        """What choices follow from."""
-        o = self.options
-        return {
-            "versions": versions(), "hardware": hardware(world.device), "mesh": str(world.mesh),
-            "measured machine": self._finisher.machine, "option schedule": o.schedule,
-            "option backend": (o.backend.name, [getattr(o.backend, flag) for flag in CAPABILITIES]),
-            "option hardware": o.hardware,
-            "option parallel": o.auto or o.parallel, "option memory_bytes": (o.memory_bytes, o.gathers_again),
-            "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, world).items()},
-            "constants": digest(constant_lines(captured)),
-            "captured graph": digest([*graph_lines(captured, world.device), *metas_of(captured.graph)]),
-        }  # fmt: skip
-
-    def _compile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
-    ) -> RankProgram:
+    def _start(self, inputs: StepInputs) -> Compiler:
+        """Join the job."""
         options = self.options
-        with self._stage("capture"):
-            captured = self._capture(args, kwargs, world, sizes)
-        self.captures += 1
-        self._carried |= captured.effects.carried
-        self._dumped = 0
-        self._dump("1-train-graph", captured.graph)
-        choosing = self._finisher.choosing = self._choosing(captured, world)
-        decided = self._decide(captured, world) if options.auto is not None else None
-        solves = world.mesh.size > 1 and has_open_layouts(self.options.parallel)
-        if solves and self._agreement.is_new:
-            self._meet(self.options.parallel.describe(world.mesh))
-            choosing.look_up()
-        if lacks_hardware(self.options.parallel) and world.mesh.size > 1:
-            parallel = with_hardware(self.options.parallel, self._finisher.finish_of(world)[0])
-            self.options = replace(self.options, parallel=parallel)
-        options = self.options
-        with self._stage("plan"):
-            on = decided.hardware if decided else options.planned_on
-            parallel = choosing.earlier.solved or options.parallel
-            planned = plan(captured.graph, world.mesh, parallel, placed(captured.state, world), on)
-        if solves:
-            choosing.note(solved=planned.strategies)
-        if options.plan is not None:
-            refuse_other_parameters(options.plan, planned)
-        if not self.programs:
-            warn_of_semantics(planned, world)
-        planned = decided.explained(planned) if decided else planned
-        self._dump("2-plan", planned)
-        with self._stage("partition"):
-            local = partition(captured.graph, planned)
-            self._dump("3-local-graph", local)
-        return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
+        world = join(options.mesh, options.capture.device or device_of(inputs.state), options.capture.offload)
+        ranks = Rendezvous.of_job(options.given.agree_timeout, self._stages.report_waiting)
+        self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache)
+        return self._compiler
 
-    def _meet(self, chooses: str) -> None:
-        """Before the first rank chooses for all, ranks that failed until here stop all."""
-        self._agreement.lines([chooses, said_of_cache(self._kept is not None)])
-
-    def _decide(self, captured: Capture, world: World) -> StrategyChoice:
-        """What `Auto` chooses: at the first compile, the first rank, for all; ranks that failed until here stop all."""
-        options = self.options
-        assert options.auto is not None, "asked where there is something to choose"
-        if self._decided is None:
-            if world.mesh.size > 1:
-                self._meet(options.auto.describe(world.mesh))
-            with self._stage("choose"):
-                self._decided = choose_strategy(
-                    options.auto, captured.graph, world, placed(captured.state, world), self._finisher,
-                    f"{self._label}/auto/{self._agreement.round}", options.agree_timeout_s,
-                )  # fmt: skip
-            self.options = replace(options, parallel=self._decided.strategies)
-            if options.memory_bytes is not None:
-                self._finisher.budget = options.memory_bytes, self._decided.gathers
-        return self._decided
-
-    def _finish(self, got: RankProgram, world: World) -> RankProgram:
-        made = self._finisher.finish(got, world, self._label)
-        self._dump("4-final-graph", made.local)
-        for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
-            self._dump(f"4-final-graph-{name}", program)
-        return made
-
-    def _capture(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], world: World, sizes: BatchSizes | None
-    ) -> Capture:
-        leaves = take_apart((args, dict(kwargs))).leaves
-        if self.programs:
-            note_changed(self.programs[-1].guards.numbers)
-        options = replace(self.options.capture, device=world.device)
-        whole = self._whole(leaves, sizes)
-        return capture_step(self.fn, args, kwargs, options, whole=whole, carried=self._carried, changing=self._changing)
-
-    def _scheduled(self, state: StepState) -> list[str]:
-        """Options of the optimizers that are inputs of the next program."""
-        if self.programs:
-            note_changed(self.programs[-1].guards.numbers)
-        return sorted(scheduled(state.optimizers.values()))
-
-    def _install(
+    def _program(
         self,
-        made: RankProgram,
+        call: StepCall,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        world: World,
-        sizes: BatchSizes | None,
+        batch: _SharedBatch,
     ) -> Program:
-        state = made.capture.state
-        call, names = take_apart((args, dict(kwargs))), leaf_names(self.fn, args, kwargs)
+        """The program that fits a call, compiled where there is none."""
+        if self.programs:
+            now = ambient(self.programs[-1].world.device, batch.sizes)
+            newest: Miss | None = None
+            for i in range(len(self.programs) - 1, -1, -1):
+                program = self.programs[i]
+                miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
+                if miss is None:
+                    if i != len(self.programs) - 1:
+                        self.programs.append(self.programs.pop(i))
+                    return program
+                newest = newest or miss
+            assert newest is not None, "no program fits"
+            self.misses.append(newest.text)
+            self._note_change(newest)
+        with self._stages.reporting():
+            flush_pending()
+            inputs = batch.inputs or self._inputs(args, kwargs)
+            return self._compile(inputs.sharing(batch.sharder, batch.sizes))
+
+    def _compile(self, inputs: StepInputs) -> Program:
+        compiler = self._compiler or self._start(inputs)
+        made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
         drawn = random_state.take() if self.on_placed else None
-        with self._stage("place"):
-            place(state, made.plan, world, self.options.parallel.options.sync_state and self.state is None)
-            offload = self.options.capture.offload
-            if world.devices is not None or offload is not None:
-                gather_before_eager_call(state.modules, self.options.agree_timeout_s, world.device if offload else None)
-            for optimizer in set(state.optimizers.values()) - set(self._met):
-                gather_before_eager_step(optimizer)
-                self._met.add(optimizer)
-        self.state = state
-        now = ambient(world.device, sizes)
-        guards = guards_of(made.capture, call, names, now)
-        sharder = self._sharder[1] if self._sharder else None
-        shard = partial(sharder.shard, sizes=sizes) if sharder and sizes else None
-        stream = self._random(made, world)
-        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, names, shard, stream)
+        placed = self._installer.place(made, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
-            live = self._scheduled(state)
-            self._tell_placed()
+            self._call_on_placed()
             random_state.put(drawn)
-            why = guards.check(call.structure, call.leaves, ambient(world.device, sizes)) or program.refresh()
-            why = why or ("other options change between calls" if self._scheduled(state) != live else "")
-            if why:
-                self.misses.append(why)
-                return self._build(args, kwargs, sizes)
-        with self._stage("backend"):
-            inputs = program.gather_inputs(call.leaves)
-            if made.local.across is not None:
-                program.run = self._carrying(made.local, program, inputs)
-            else:
-                program.run = self._run_of(made.local, world, inputs)
-        if self.options.check_every and world.mesh.size > 1 and connects_all_ranks(made.local):
-            data = self.options.parallel.data
-            axes = data.axes(world.mesh) if data else ()
-            self._check = self._check or ReplicaCheck(self.options.check_every, world, axes)
-            program.check = self._check.count
-        self.programs.append(program)
-        return program
+            miss = placed.outdated()
+            if miss is not None:
+                self.misses.append(miss.text)
+                again = self._inputs(inputs.args, inputs.kwargs)
+                return self._compile(again.sharing(inputs.sharder, inputs.sizes))
+        self.programs.append(self._installer.finish(placed))
+        return self.programs[-1]
 
-    def _run_of(self, local: LocalGraph, world: World, example_inputs: Sequence[Any]) -> Run:
-        bound = bind(local, world.coordinate, world.groups, exchange=world.device[:3] == "cpu")
-        return compiled(self.options.backend, bound, local.inputs, example_inputs, self._clock)
+    def _note_change(self, miss: Miss) -> None:
+        """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
+        change = miss.change
+        if change is None:
+            return
+        if change.number and self._compiler is not None:
+            self._compiler.note_changing(change.where)
+        self._missed[change.where] += 1
+        count = self._missed[change.where]
+        if change.replaced and count >= MOST_VALUES:
+            self.programs.pop()  # what it was captured for is gone
+            if count == MOST_VALUES:
+                warnings.warn(
+                    f"{self.__name__} was captured {count} times because {change.where} is another object, or holds "
+                    "other items, in each of these calls: change its items or attributes, or pass it to the step",
+                    stacklevel=4,
+                )
+        elif count >= MOST_VALUES:
+            raise CaptureError(
+                f"the step {change.what} that keeps changing: {MOST_VALUES} captures so far",
+                "values that say what kind of call it is, of which there are few",
+                "compute with the tensor instead of its value, or pass the value as a Python number",
+                change.where,
+            )
 
-    def _carrying(self, steady: LocalGraph, program: Program, inputs: Sequence[Any]) -> CrossStepRunner:
-        state = program.capture.state
-        if not self._hooked:
-            modules = [module for root in state.modules.values() for module in root.modules()]
-            flush_before_use(modules, state.optimizers.values())
-            gather_before_eager_call(state.modules, self.options.agree_timeout_s)
-            self._hooked = True
-        assert steady.across is not None, "the end of a step is left to the next call"
-        first, flush = steady.across
-        count = sum(out.kind == "carry" for out in steady.outputs)
-        carried, world = [None] * count, program.world  # no call has made them yet
-        return CrossStepRunner(
-            self._run_of(first, world, inputs),
-            self._run_of(steady, world, [*inputs, *carried]),
-            self._run_of(flush, world, [*program.gather_lasting(), *carried]),
-            count,
-            program.gather_lasting,
-        )
-
-    def _tell_placed(self) -> None:
-        """Those that waited for the state to be where it rests may change it now; one that raises is called again."""
+    def _call_on_placed(self) -> None:
+        """What waits until the state is placed may change it now; one that raises is called again."""
         for call_back in self.on_placed:
             call_back(self)
         self.on_placed.clear()
-
-    def _random(self, made: RankProgram, world: World) -> SharedRng | None:
-        """The stream of random numbers of ranks that compute one thing together."""
-        data = self.options.parallel.data
-        per_rank = frozenset(data.axes(world.mesh) if data and data.semantics == "per_rank" else ())
-        together = any(a.size > 1 and a.name not in per_rank for a in world.mesh.axes)
-        if not together or not draws_random(made.local):
-            return None
-        self._stream = self._stream or SharedRng.of(world, per_rank)
-        return self._stream
-
-    # -- small things ------------------------------------------------------------------------
-    @contextmanager
-    def _stage(self, name: str) -> Generator[None]:
-        start = time.perf_counter()
-        self._tell(name, "start", 0.0)
-        yield
-        self._tell(name, "done", time.perf_counter() - start)
-
-    def _tell(self, stage: str, what: str, seconds: float) -> None:
-        if self._progress:
-            self._progress(stage, what, seconds)
-
-    def _say(self, text: str) -> None:
-        self._tell(f"cache: {text}", "done", 0.0)
-
-    def _watch(self) -> Watch | None:
-        return self._dump_pass if os.environ.get("WHOLESTEP_DUMP") else None
-
-    def _dump_pass(self, name: str, local: LocalGraph) -> None:
-        self._dumped += 1
-        self._dump(f"3-pass-{self._dumped:02}-{name}", local)
-
-    def _dump(self, name: str, value: object) -> None:
-        folder = os.environ.get("WHOLESTEP_DUMP")
-        if folder:
-            rank = self.world.rank if self.world else 0
-            path = Path(folder) / f"rank{rank}" / f"{self.__name__}-{self.captures}-{name}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{value}\n")
-
-
-def _not_yet(inputs: Sequence[Any]) -> list[Any]:
-    raise StateError("the program is not compiled yet")
-
-
-def _next_label(world: World, name: str) -> str:
-    """The same on every rank for the same compiled step: ranks count their steps in the store."""
-    if world.mesh.size == 1 or not torch.distributed.is_initialized():
-        return name
-    number = _torch.default_store().add(f"wholestep/steps/{world.rank}", 1)
-    return f"wholestep/{number}"

@@ -17,7 +17,7 @@ def step_line(step: CompiledStep) -> str:
     elif options.auto is not None:
         how = "Auto"
     else:
-        how = ", ".join(str(getattr(part, "style", type(part).__name__)) for part in options.parallel.parts)
+        how = ", ".join(str(getattr(part, "style", type(part).__name__)) for part in options.strategies.parts)
         how += f"; mesh {options.mesh}" if options.mesh is not None else ""
     calls = f"{step.calls} call" + ("" if step.calls == 1 else "s")
     captures = f"{step.captures} capture" + ("" if step.captures == 1 else "s")

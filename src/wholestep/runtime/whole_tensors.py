@@ -8,16 +8,15 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..cache.key import digest
 from ..capture.call_structure import by_name
 from ..capture.state import WHOLE, StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
-from ..distributed.meet import meet
-from ..distributed.together import connected
+from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
 from .cross_step_runner import flush_pending
 
@@ -59,15 +58,16 @@ def whole(
     """
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
-    meet(f"`with ws.whole({names})`", timeout)
+    rendezvous = Rendezvous.of_job(timeout)
+    rendezvous.barrier(f"`with ws.whole({names})`")
     flush_pending()
     swap = _Swap(state)
     swap.enter()
     try:
         yield
         if writeback:
-            meet(f"the end of `with ws.whole({names})`", timeout)
-            swap.check()
+            rendezvous.barrier(f"the end of `with ws.whole({names})`")
+            swap.check(rendezvous)
             swap.keep()
     finally:
         swap.leave()
@@ -113,7 +113,7 @@ class _Swap:
             state.update(entries)
             optimizer.state = state
 
-    def check(self) -> None:
+    def check(self, rendezvous: Rendezvous) -> None:
         """What was written fits what it came from, and is the same on all ranks.
 
         Raises:
@@ -127,7 +127,7 @@ class _Swap:
                 entry = optimizer.state.get(held.tensor, {})
                 sums |= {f"{label}.state[{name}][{k!r}]": _sum_of_bits(v) for k, v in _tensors(entry)}
         try:
-            _compare(sums, failure.found if failure else "")
+            _compare(rendezvous, sums, failure.found if failure else "")
         finally:
             if failure:
                 raise failure
@@ -219,23 +219,27 @@ def _sum_of_bits(tensor: Tensor) -> int:
     return int(flat.view(number).sum(dtype=torch.int64)) if flat.numel() else 0
 
 
-def _compare(sums: Mapping[str, int], failure: str) -> None:
+def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> None:
     """All ranks have the same sums by name, and no failure.
 
     Raises:
         RankMismatchError: on every rank, naming the first that differs, or what does not fit on another rank.
     """
-    if not connected():
-        return
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (failure, dict(sums)))
-    for rank, (failed, theirs) in enumerate(said):
-        if failed and not failure:
-            raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
-        wrong = [name for name in {**said[0][1], **theirs} if said[0][1].get(name) != theirs.get(name)]
-        if wrong and not any(failed for failed, _ in said):
+    own = failure, digest([repr(dict(sums))])
+    label = rendezvous.next_label("whole")
+    said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}")
+    failures = [(rank, failed) for rank, (failed, _) in enumerate(said) if failed]
+    if failures and not failure:
+        rank, failed = failures[0]
+        raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
+    other = next((rank for rank, one in enumerate(said) if one != said[0]), 0)
+    if other and not failures:
+        by_rank: list[dict[str, int]] = rendezvous.gather(f"{label}/sums", dict(sums), f"the end of {_INSIDE}")
+        first, theirs = by_rank[0], by_rank[other]
+        wrong = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+        if wrong:
             raise RankMismatchError(
-                f"{wrong[0]} is not the same on ranks 0 and {rank} at the end of {_INSIDE}",
+                f"{wrong[0]} is not the same on ranks 0 and {other} at the end of {_INSIDE}",
                 "the same values on all ranks, each of which keeps its own part",
                 "write on every rank, not on one; draw random numbers from one seed; nothing was kept",
             )

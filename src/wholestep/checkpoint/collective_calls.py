@@ -1,0 +1,79 @@
+"""Work that every rank does at the same point: all succeed, or all raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from ..distributed.rendezvous import Rendezvous
+from ..errors import CheckpointError
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 1800.0  # that of torch's process groups: a rank may write for minutes
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What came of some work; `cause` stays on the rank that failed."""
+
+    result: Any = None
+    failure: tuple[str, ...] | None = None
+    cause: BaseException | None = None
+
+
+def on_every_rank(work: Callable[[], T], name_rank: bool = True) -> T:
+    """Call `work` on every rank; each gets its own result.
+
+    `name_rank=False` is for work that the ranks share: it does not matter which of them fails.
+
+    Raises:
+        CheckpointError: on every rank, when it failed on any; the failure of the first such rank.
+    """
+    own = _attempt(work)
+    failures = _gather(own.failure)
+    failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
+    if failed:
+        rank, (found, *others) = failed[0]
+        alone = name_rank and len(failed) < len(failures)
+        raise CheckpointError(f"on rank {rank}, {found}" if alone else found, *others) from own.cause
+    return cast(T, own.result)
+
+
+def gather_from_ranks(work: Callable[[], T]) -> list[T]:
+    """As `on_every_rank`; each rank gets the results of all, in rank order."""
+    return _gather(on_every_rank(work))
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Call `work` on the first rank only; every rank gets its result.
+
+    Raises:
+        CheckpointError: on every rank, when it failed.
+    """
+    own = _attempt(work) if rank_and_size()[0] == 0 else _Attempt()
+    result, failure = _gather((own.result, own.failure))[0]
+    if failure is not None:
+        raise CheckpointError(*failure) from own.cause
+    return cast(T, result)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    ranks = Rendezvous.of_job(_TIMEOUT_S)
+    return ranks.rank, ranks.size
+
+
+def _gather(value: T) -> list[T]:
+    ranks = Rendezvous.of_job(_TIMEOUT_S)
+    return ranks.gather(ranks.next_label("checkpoint"), value, "saving or loading a checkpoint")
+
+
+def _attempt(work: Callable[[], Any]) -> _Attempt:
+    try:
+        return _Attempt(work())
+    except CheckpointError as error:
+        return _Attempt(failure=error.args, cause=error.__cause__)
+    except Exception as error:
+        return _Attempt(failure=(f"{type(error).__name__}: {error}",), cause=error)

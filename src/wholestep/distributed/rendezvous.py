@@ -1,0 +1,326 @@
+"""How ranks compare, broadcast and gather small values and wait for each other, through the job's store.
+
+Each exchange has a timeout, and its error names the ranks. Values merge in a tree (`StoreTree`): a rank sends
+O(log ranks) requests, and polls one key.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import RankMismatchError
+from ..graph.meta import last_user_frame
+from .sections import (
+    GRAPH,
+    LAYOUTS,
+    Difference,
+    Section,
+    difference,
+    entry_of,
+    first_other_call,
+    merged,
+    other_program,
+    other_value,
+)
+from .store_tree import StoreTree, appears, get, pause_s, put
+
+_PUBLISHED_S = 10.0  # for what another rank is about to publish
+_REPORT_S = 5.0  # between two reports of missing ranks
+_PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
+_LOOK_S = 0.5  # between two looks at where the other ranks wait
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Which ranks were called alike: `first_other` is the lowest rank with another call than rank 0, or 0; `same` is
+    true on ranks with rank 0's call.
+    """
+
+    first_other: int
+    same: bool
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What ends an exchange on every rank: its value, or what went wrong."""
+
+    value: Any = None
+    failed: tuple[int, str] | None = None
+    late: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Exchanges among all ranks of a job. Every rank makes the same ones; a label is used once.
+
+    Args:
+        store: the job's key-value store.
+        rank: this rank.
+        size: the number of ranks; with one rank, nothing is sent.
+        timeout_s: seconds to wait for the other ranks.
+        on_wait: called with the missing ranks every few seconds while this rank waits.
+
+    Example:
+        >>> rendezvous = Rendezvous.of_job(timeout_s=120.0)
+        >>> path = rendezvous.broadcast("folder", path, "which folder it made")
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout_s: float
+    on_wait: Callable[[list[int]], None] | None = None
+
+    @staticmethod
+    def of_job(timeout_s: float, on_wait: Callable[[list[int]], None] | None = None) -> Rendezvous:
+        """The ranks of torch's default process group; one rank where there is none."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return Rendezvous(None, 0, 1, timeout_s, on_wait)
+        return Rendezvous(_torch.default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, on_wait)
+
+    def waiting_for(self, timeout_s: float) -> Rendezvous:
+        """The same with another timeout."""
+        return replace(self, timeout_s=timeout_s)
+
+    def next_label(self, kind: str) -> str:
+        """A new label, the same on all ranks that ask equally often; counted in the store."""
+        return f"wholestep/{kind}/{self.store.add(f'wholestep/{kind}/{self.rank}/count', 1) if self.store else 0}"
+
+    # -- exchanges -----------------------------------------------------------------------
+    def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
+        """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
+
+        Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program:
+        it stops all others, and returns at once.
+
+        Raises:
+            RankMismatchError: on every rank, with the ranks and the first difference, or the failed or missing rank.
+        """
+        if self.size == 1:
+            return Calls(0, True)
+        if failure:
+            self._publish(label, _Outcome(failed=(self.rank, failure)))
+            return Calls(0, True)
+        found = self._combine(label, {entry_of(sections, call): [(self.rank, self.rank)]}, merged, _conclude)
+        if found.failed is not None:
+            other, text = found.failed
+            raise RankMismatchError(
+                f"rank {other} could not compile its step: {text}",
+                "a step that every rank can compile",
+                f"read rank {other}'s own error",
+            )
+        if found.late is not None:
+            raise self._late_program(found.late)
+        result: Difference | tuple[str, int] = found.value
+        if isinstance(result, Difference):
+            raise self._difference(label, result, sections)
+        first_call, first_other = result
+        return Calls(first_other, call == first_call)
+
+    def broadcast(self, label: str, value: Any, what: str) -> Any:
+        """Rank 0's `value`, on every rank. `what` names the value in the error.
+
+        Raises:
+            RankMismatchError: rank 0 does not publish it in time.
+        """
+        if self.size == 1:
+            return value
+        if self.rank == 0:
+            put(self.store, label, value)
+            return value
+        if not appears(self.store, label, self.timeout_s):
+            raise RankMismatchError(
+                f"rank 0 did not say within {self.timeout_s:g} s {what}",
+                "every rank to compile its step",
+                "read rank 0's own error, or give a longer agree_timeout",
+            )
+        return get(self.store, label)
+
+    def gather(self, label: str, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error.
+
+        Raises:
+            RankMismatchError: on every rank, with the missing ranks.
+        """
+        if self.size == 1:
+            return [value]
+        found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], _Outcome)
+        if found.late is not None:
+            raise RankMismatchError(
+                f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:g} s",
+                "all ranks at the same call",
+                "call it on every rank, equally often and in the same order",
+            )
+        if self.store.add(f"{label}/read", 1) == self.size:  # nobody reads it any more
+            for key in ("read", "outcome", "outcomes"):
+                self.store.delete_key(f"{label}/{key}")
+        return found.value
+
+    def barrier(self, what: str) -> None:
+        """Wait until every rank is at the same barrier; `what` names it in errors.
+
+        Two or three requests a rank, and nothing stays in the store. After an error a rank may come again.
+
+        Raises:
+            RankMismatchError: some ranks do not come in time, or wait at another barrier.
+        """
+        if self.size == 1:
+            return
+        key = f"wholestep/barrier/{what}"
+        came = self.store.add(key, 1)
+        number = (came - 1) // self.size
+        full = (number + 1) * self.size
+        if came == full:
+            self.store.set(f"{key}/{number}", b"")
+            if number:
+                self.store.delete_key(f"{key}/{number - 1}")  # all ranks have seen it
+            return
+        if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
+            return
+        missing = self._wait_at_barrier(what, f"{key}/{number}")
+        if missing and self.store.add(key, -1) + 1 == full:
+            self.store.add(key, 1)  # the last rank came at this moment
+        elif missing:
+            raise RankMismatchError(
+                f"{what}: rank {self.rank} is there, {missing}",
+                "all ranks, as this gathers what each of them holds a part of",
+                "call it on every rank (not under `if rank == 0`), equally often and in the same order",
+                _user_line(),
+            )
+
+    # -- combining -----------------------------------------------------------------------
+    def _combine(
+        self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome]
+    ) -> _Outcome:
+        """Merge the values of all ranks; the rank that comes last concludes for all."""
+        tree = StoreTree(self.store, label, self.rank, self.size)
+        for whole in tree.contribute(value, merge):
+            self._publish(label, conclude(whole))
+        key, start = f"{label}/outcome", time.monotonic()
+        reported = start
+        while not self.store.check([key]):
+            now = time.monotonic()
+            if now - start > self.timeout_s:
+                if self._is_first(label):
+                    put(self.store, key, _Outcome(late=tuple(tree.missing())))
+                self._await(key)
+                break
+            if self.on_wait and now - reported > _REPORT_S:
+                reported = now
+                missing = self._shared_look(f"{label}/missing", _REPORT_S, tree.missing)
+                if missing:
+                    self.on_wait(missing)
+            time.sleep(pause_s(now - start))
+        return get(self.store, key)
+
+    def _publish(self, label: str, outcome: _Outcome) -> None:
+        """Publish the outcome, unless there is one."""
+        if self._is_first(label):
+            put(self.store, f"{label}/outcome", outcome)
+
+    def _is_first(self, label: str) -> bool:
+        return self.store.add(f"{label}/outcomes", 1) == 1
+
+    def _shared_look(self, key: str, period_s: float, look: Callable[[], Any]) -> Any:
+        """What `look` returned on one of the ranks that wait: one looks in each period, for all. None before that."""
+        if self.store.add(f"{key}/{int(time.time() / period_s)}", 1) == 1:
+            found = look()
+            put(self.store, key, found)
+            return found
+        return get(self.store, key) if self.store.check([key]) else None
+
+    def _await(self, key: str) -> None:
+        if not appears(self.store, key, _PUBLISHED_S):
+            raise RankMismatchError(
+                f"a rank did not say within {_PUBLISHED_S:g} s what the others have to compare with",
+                "ranks that live until all have compared their programs",
+                "read the errors of the other ranks",
+            )
+
+    # -- errors --------------------------------------------------------------------------
+    def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
+        if self.rank in ranks or not ranks:
+            return RankMismatchError(
+                f"rank {self.rank} compiled its program when others no longer waited for it ({self.timeout_s:.0f} s)",
+                "all ranks to call the step at about the same time",
+                "find out why this rank is slow, or raise agree_timeout",
+            )
+        return RankMismatchError(
+            f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s",
+            "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)",
+            "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow",
+        )
+
+    def _difference(self, label: str, found: Difference, sections: Mapping[str, Section]) -> RankMismatchError:
+        """Exchange the lines of the section that differs: the lowest rank of each group publishes the group's."""
+        section, ranks = found.section, {one: list(ranks) for one, ranks in found.groups}
+        first = found.groups[0][0]
+        own = next((one for one in ranks if self.rank in ranks[one]), first)
+        theirs = next(one for one in ranks if one != own) if own == first else first
+        held = sections.get(section, Section(""))
+        if any(members[0] == self.rank for members in ranks.values()):
+            put(self.store, f"{label}/lines/{own}", list(held.lines))
+        lines = {one: self._lines(f"{label}/lines/{one}") for one in (own, theirs)}
+        if section in (LAYOUTS, GRAPH):
+            inside = self.rank in ranks[own]
+            rank = self.rank if inside else ranks[own][0]
+            where = held.where if inside else None
+            return other_program(rank, lines[own], ranks[theirs][0], lines[theirs], section, where)
+        second = theirs if own == first else own
+        return other_value(section, ranks[first], lines[first], ranks[second], lines[second])
+
+    def _lines(self, key: str) -> list[str]:
+        self._await(key)
+        return get(self.store, key)
+
+    # -- waiting at a barrier --------------------------------------------------------------
+    def _wait_at_barrier(self, what: str, key: str) -> str:
+        """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
+        own = _at(self.rank)
+        self.store.set(own, what)
+        warnings.warn(f"rank {self.rank} waits for other ranks at {what}\n  at: {_user_line()}", stacklevel=4)
+        end = time.monotonic() + self.timeout_s
+        try:
+            while not appears(self.store, key, min(_LOOK_S, self.timeout_s / 2)):
+                at: dict[int, str] | None = self._shared_look(f"{key}/at", _LOOK_S, self._waiting_ranks)
+                elsewhere = [rank for rank, there in (at or {}).items() if there != what and self._is_at(rank, there)]
+                if at is not None and elsewhere:
+                    time.sleep(2 * _LOOK_S)  # the others look as well
+                    return "; ".join(f"rank {rank} is at {at[rank]}" for rank in elsewhere)
+                if time.monotonic() > end:
+                    at = self._waiting_ranks() if at is None else at
+                    absent = [rank for rank in range(self.size) if rank not in at and rank != self.rank]
+                    return f"ranks {absent} did not come within {self.timeout_s:g} s"
+            return ""
+        finally:
+            self.store.set(own, "")
+
+    def _waiting_ranks(self) -> dict[int, str]:
+        """Where the ranks wait that have published it."""
+        found = {rank: _at(rank) for rank in range(self.size)}
+        at = {rank: self.store.get(key).decode() for rank, key in found.items() if self.store.check([key])}
+        return {rank: what for rank, what in at.items() if what}
+
+    def _is_at(self, rank: int, what: str) -> bool:
+        key = _at(rank)
+        return self.store.check([key]) and self.store.get(key).decode() == what
+
+
+def _conclude(tally: Any) -> _Outcome:
+    return _Outcome(difference(tally) or first_other_call(tally))
+
+
+def _at(rank: int) -> str:
+    return f"wholestep/waits/{rank}"
+
+
+def _user_line() -> str:
+    return last_user_frame("".join(traceback.format_stack()))

@@ -1,0 +1,138 @@
+"""Sections of lines that ranks compare by fingerprint, and the errors that show the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import RankMismatchError
+
+LAYOUTS, GRAPH, CONSTANTS = "layouts and collectives", "graphs", "constants"
+PER_CALL = (CONSTANTS, GRAPH)  # they depend on the batch: compared among ranks of the same kind of call
+SEPARATOR = ": "  # in a line, between the name of a value and the value
+UNKNOWN = "?"
+
+_SHOWN = 8
+
+Entry = tuple[str, tuple[tuple[str, str], ...]]
+"""What one rank contributes: the fingerprint of its call, and of each section by name."""
+Tally = dict[Entry, list[tuple[int, int]]]
+"""Ranges of ranks (first, last) by the entry that they share: small where ranks agree."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines that ranks compare by their fingerprint; the fingerprint UNKNOWN equals any other.
+
+    `where` returns the user's source line behind a line.
+    """
+
+    fingerprint: str
+    lines: Sequence[str] = ()
+    where: Callable[[str], str] = field(default=lambda _: "", compare=False)
+
+    @classmethod
+    def of(cls, lines: Sequence[str], where: Callable[[str], str] = lambda _: "") -> Section:
+        """These lines."""
+        return cls(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24], lines, where)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first section that differs, and the ranks by its fingerprint."""
+
+    section: str
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def entry_of(sections: Mapping[str, Section], call: str) -> Entry:
+    """What a rank contributes for these sections."""
+    return call, tuple((name, section.fingerprint) for name, section in sections.items())
+
+
+def merged(tallies: Iterable[Tally]) -> Tally:
+    """One tally of neighbours in rank order; adjacent ranges are joined."""
+    out: Tally = {}
+    for tally in tallies:
+        for entry, ranges in tally.items():
+            into = out.setdefault(entry, [])
+            for first, last in ranges:
+                if into and into[-1][1] + 1 == first:
+                    into[-1] = into[-1][0], last
+                else:
+                    into.append((first, last))
+    return out
+
+
+def difference(tally: Tally) -> Difference | None:
+    """The first section of which ranks have different fingerprints, sections of `PER_CALL` within each kind of call."""
+    rows = sorted((ranges[0][0], entry, ranges) for entry, ranges in tally.items())
+    calls = list(dict.fromkeys(call for _, (call, _), _ in rows))
+    for section in dict.fromkeys(name for _, (_, prints), _ in rows for name, _ in prints):
+        for among in calls if section in PER_CALL else [None]:
+            groups: dict[str, list[int]] = {}
+            for _, (call, prints), ranges in rows:
+                fingerprint = dict(prints).get(section, "")
+                if fingerprint != UNKNOWN and (among is None or call == among):
+                    ranks = [rank for first, last in ranges for rank in range(first, last + 1)]
+                    groups.setdefault(fingerprint, []).extend(ranks)
+            if len(groups) > 1:
+                return Difference(section, tuple((one, tuple(sorted(ranks))) for one, ranks in groups.items()))
+    return None
+
+
+def first_other_call(tally: Tally) -> tuple[str, int]:
+    """The first rank's call, and the lowest rank of another call; 0 where there is none."""
+    rows = sorted((ranges[0][0], call) for (call, _), ranges in tally.items())
+    return rows[0][1], next((rank for rank, call in rows if call != rows[0][1]), 0)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[int, int, str, str]:
+    """The number of the first line that differs, the number of lines, and that line on both sides."""
+    length = max(len(ours), len(theirs))
+    at = next(i for i in range(length) if ours[i : i + 1] != theirs[i : i + 1])
+    here, there = ((x[at] if at < len(x) else "nothing more") for x in (ours, theirs))
+    return at + 1, length, here, there
+
+
+def other_program(
+    rank: int, ours: Sequence[str], other: int, theirs: Sequence[str], section: str,
+    where: Callable[[str], str] | None,
+) -> RankMismatchError:  # fmt: skip
+    """Shows the first line in which two programs differ, and the user's line behind it."""
+    at, length, here, there = _first_difference(ours, theirs)
+    next_step = "look for code that depends on the rank or on its data"
+    if section == GRAPH:
+        next_step += "; what may differ between ranks (a batch, its weight) is an argument of the step"
+    return RankMismatchError(
+        f"rank {rank} and rank {other} compiled different programs; the first difference is at line {at} of "
+        f"{length}:\n    rank {rank}: {here}\n    rank {other}: {there}",
+        "the same model, optimizer and options on every rank",
+        next_step,
+        where(here) if where else "",
+    )
+
+
+def other_value(
+    section: str, ranks: list[int], first: Sequence[str], others: list[int], second: Sequence[str]
+) -> RankMismatchError:
+    """`weight_decay of group 0: 0.5 on rank 1, 0.01 on rank 0`."""
+    _, _, here, there = _first_difference(first, second)
+    known = dict(line.split(SEPARATOR, 1) for line in first if SEPARATOR in line)
+    name, value = there.split(SEPARATOR, 1) if SEPARATOR in there else here.split(SEPARATOR, 1)
+    there = value if SEPARATOR in there else "nothing"
+    here = known.get(name, "nothing")
+    return RankMismatchError(
+        f"ranks differ in {section}: {name}: {there} on {show_ranks(others)}, {here} on {show_ranks(ranks)}",
+        "the same on every rank: what each one computes for itself would drift apart",
+        "look for code that depends on the rank",
+    )
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 2, 3 and 9 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

@@ -1,0 +1,124 @@
+"""A combining tree over the job's key-value store: no rank reads the values of all others."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ARITY = 16
+"""Ranks in a group. A group's last rank reads `ARITY` values; 1,024 ranks have three levels of groups."""
+
+_PIECE_BYTES = 4 << 20  # a TCPStore takes values of 8 MiB at most
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.1
+_INLINE, _PIECES = b"=", b"#"
+
+
+def put(store: Any, key: str, value: object) -> None:
+    """Pickle `value` into the store, in pieces where it is large. Ranks of one job trust each other, as in torch."""
+    data = zlib.compress(pickle.dumps(value), 1)
+    if len(data) < _PIECE_BYTES:
+        store.set(key, _INLINE + data)
+        return
+    pieces = [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, _PIECES + str(len(pieces)).encode())
+
+
+def get(store: Any, key: str) -> Any:
+    """The value that `put` wrote."""
+    return _decoded(store, key, store.get(key))
+
+
+def get_all(store: Any, keys: Sequence[str]) -> list[Any]:
+    """The values of several keys, in one request where they are small."""
+    return [_decoded(store, key, head) for key, head in zip(keys, store.multi_get(list(keys)), strict=True)]
+
+
+def _decoded(store: Any, key: str, head: bytes) -> Any:
+    data = head[1:]
+    if head[:1] == _PIECES:
+        data = b"".join(store.get(f"{key}/{number}") for number in range(int(data)))
+    return pickle.loads(zlib.decompress(data))
+
+
+def appears(store: Any, key: str, timeout_s: float) -> bool:
+    """Poll until `key` is set; False after `timeout_s`. `store.wait` would log each timeout."""
+    start = time.monotonic()
+    while not store.check([key]):
+        waited = time.monotonic() - start
+        if waited > timeout_s:
+            return False
+        time.sleep(pause_s(waited))
+    return True
+
+
+def pause_s(waited_s: float) -> float:
+    """The pause before the next poll: a tenth of the time waited so far, within bounds."""
+    return min(_FIRST_PAUSE_S + waited_s / 10, _LONGEST_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class StoreTree:
+    """One contribution of each rank under `label`, merged in groups of `ARITY` ranks, level by level.
+
+    The rank that completes a group merges its values and contributes the result to the next level, so nobody waits
+    until the last rank has come. A rank sends 2 requests; one that completes a group 2 for the next level, one to
+    read `ARITY` values and `ARITY + 1` to delete them: O(log size) a rank, O(size) in all.
+    """
+
+    store: Any
+    label: str
+    rank: int
+    size: int
+
+    def contribute(self, value: Any, merge: Callable[[list[Any]], Any]) -> list[Any]:
+        """Add this rank's value. Returns `[merged value of all ranks]` on the rank that comes last, `[]` on others.
+
+        `merge` gets the values of neighbours in rank order.
+        """
+        index, width, level, done = self.rank, self.size, 0, list[str]()
+        while width > 1:
+            put(self.store, self._key(level, index), value)
+            self._delete(done)
+            group = index // ARITY
+            keys = [self._key(level, member) for member in _members(group, width)]
+            count = f"{self.label}/{level}/count/{group}"
+            if self.store.add(count, 1) < len(keys):
+                return []
+            value = merge(get_all(self.store, keys))
+            index, width, level, done = group, -(-width // ARITY), level + 1, [*keys, count]
+        self._delete(done)
+        return [value]
+
+    def missing(self) -> list[int]:
+        """Ranks that have contributed nothing. Asks for `ARITY` keys a level and missing rank, not for all ranks."""
+        widths = [self.size]
+        while widths[-1] > ARITY:
+            widths.append(-(-widths[-1] // ARITY))
+        return [rank for index in range(widths[-1]) for rank in self._absent(widths, len(widths) - 1, index)]
+
+    def _absent(self, widths: Sequence[int], level: int, index: int) -> list[int]:
+        key = self._key(level, index)
+        if self.store.check([key]):
+            return []
+        if level == 0:
+            return [index]
+        members = _members(index, widths[level - 1])
+        found = [rank for member in members for rank in self._absent(widths, level - 1, member)]
+        return [] if self.store.check([key]) else found  # merged, and its members deleted, meanwhile
+
+    def _key(self, level: int, index: int) -> str:
+        return f"{self.label}/{level}/{index}"
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.store.delete_key(key)
+
+
+def _members(group: int, width: int) -> range:
+    return range(group * ARITY, min((group + 1) * ARITY, width))

@@ -1,0 +1,203 @@
+"""From the inputs of a call to the program of this rank: capture, choose, plan, partition, compare, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..backend.build import CAPABILITIES
+from ..cache.key import digest, hardware, metas_of, versions
+from ..cache.step_cache import CachedChoices, StepCache
+from ..capture.capture import Capture, capture_step
+from ..capture.effects import Promoted
+from ..capture.scheduled_numbers import note_changed
+from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
+from ..errors import WholestepError
+from ..partition.lower import partition
+from ..plan.make_plan import plan
+from ..plan.plan import Plan
+from ..plan.plan_diff import refuse_other_parameters
+from ..plan.strategy import Strategies
+from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
+from .compile_options import StepOptions
+from .consistency import ConsistencyCheck
+from .dump import Dump
+from .finalize import Finalizer, Measured
+from .fingerprints import cache_line, constant_lines, graph_lines, program_lines
+from .placement import placed
+from .progress import Stages
+from .rank_program import RankProgram
+from .semantics_warning import warn_of_semantics
+from .step_inputs import StepInputs
+
+Numbers = Sequence[tuple[Optimizer, int, str, Any]]
+"""Options of optimizers that a program holds as constants: optimizer, group, key, value."""
+
+
+@dataclass
+class Compiler:
+    """Compiles the calls of one step on one rank. All ranks compile the same calls in the same order.
+
+    Fields without a leading underscore are fixed. The others are what one compile finds out for the next: `_choice`
+    of `Auto`, the strategies with layouts solved on measured hardware, places of Python numbers that are carried from
+    call to call, or changed between calls.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    options: StepOptions
+    world: World
+    rendezvous: Rendezvous
+    stages: Stages
+    cache: StepCache | None
+    captures: int = 0
+    _strategies: Strategies | None = None
+    _choice: StrategyChoice | None = None
+    _carried: Promoted = field(default_factory=Promoted)
+    _changing: Promoted = field(default_factory=Promoted)
+    _measured: Measured = field(default_factory=Measured)
+
+    def __post_init__(self) -> None:
+        label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
+        self._consistency = ConsistencyCheck(self.rendezvous, self.stages, label)
+
+    @property
+    def strategies(self) -> Strategies:
+        """Where tensors rest: as given, or as chosen at the first compile."""
+        return self._strategies or self.options.strategies
+
+    @property
+    def measured(self) -> Measured:
+        """The hardware as it was measured, and the schedule for it."""
+        return self._measured
+
+    def note_changing(self, place: str) -> None:
+        """A number of Python at this place changes between calls: later programs take it as an input."""
+        self._changing |= Promoted(frozenset([place]))
+
+    def compile(self, inputs: StepInputs, held: Numbers | None) -> RankProgram:
+        """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
+
+        Raises:
+            RankMismatchError: ranks have different programs, or one has none.
+            WholestepError: the step cannot be captured, planned or scheduled.
+        """
+        several = self.world.mesh.size > 1
+        dump = Dump.of_compile(self.name, self.world.rank, self.captures + 1)
+        try:
+            captured = self._capture_call(inputs, held or (), dump)
+            choices = self._choices(captured)
+            finalizer = Finalizer(
+                self.options, self.world, self.rendezvous, self.stages, self._measured, choices, self._consistency.label
+            )
+            made = self._plan_and_partition(captured, finalizer, dump, first=held is None)
+        except Exception as error:
+            known = isinstance(error, WholestepError)
+            if several:
+                self._consistency.fail(str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}")
+            raise
+        if several:
+            again = partial(self._capture, whole={}, held=held or ())
+            self._consistency.program(made, inputs, self.world, self.options, again)
+        gathers_again = self._choice.gathers if self._choice else self.options.gathers_again
+        made = finalizer.finish(made, gathers_again, dump.watch)
+        dump.write("4-final-graph", made.local)
+        for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
+            dump.write(f"4-final-graph-{name}", program)
+        return made
+
+    # -- capture -----------------------------------------------------------------------
+    def _capture_call(self, inputs: StepInputs, held: Numbers, dump: Dump) -> Capture:
+        with self.stages.stage("capture"):
+            captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held)
+        self.captures += 1
+        self._carried |= captured.effects.carried
+        dump.write("1-train-graph", captured.graph)
+        return captured
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, tuple[int, ...]], held: Numbers
+    ) -> Capture:
+        note_changed(held)
+        options = replace(self.options.capture, device=self.world.device)
+        carried, changing = self._carried, self._changing
+        return capture_step(self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing)
+
+    # -- plan --------------------------------------------------------------------------
+    def _plan_and_partition(self, captured: Capture, finalizer: Finalizer, dump: Dump, first: bool) -> RankProgram:
+        planned = self._plan(captured, finalizer)
+        if first:
+            warn_of_semantics(planned, self.world)
+        planned = self._choice.explained(planned) if self._choice else planned
+        dump.write("2-plan", planned)
+        with self.stages.stage("partition"):
+            local = partition(captured.graph, planned)
+            dump.write("3-local-graph", local)
+        return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
+
+    def _plan(self, captured: Capture, finalizer: Finalizer) -> Plan:
+        options, mesh, choices = self.options, self.world.mesh, finalizer.choices
+        if options.auto is not None and self._choice is None:
+            self._choice = self._chosen_by_auto(captured, finalizer)
+            self._strategies = self._choice.strategies
+        solves = mesh.size > 1 and has_open_layouts(self.strategies)
+        if solves and self._consistency.is_new:
+            self._compare_before_choosing(self.strategies.describe(mesh))
+            choices.look_up()
+        if lacks_hardware(self.strategies) and mesh.size > 1:
+            self._strategies = with_hardware(self.strategies, finalizer.hardware_and_schedule()[0])
+        with self.stages.stage("plan"):
+            priced_on = self._choice.hardware if self._choice else options.planned_on
+            strategies = choices.earlier.solved or self.strategies
+            planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
+        if solves:
+            choices.note(solved=planned.strategies)
+        if options.plan is not None:
+            refuse_other_parameters(options.plan, planned)
+        return planned
+
+    def _chosen_by_auto(self, captured: Capture, finalizer: Finalizer) -> StrategyChoice:
+        """The first rank's choice. A rank that failed until here stops all."""
+        auto, graph = self.options.auto, captured.graph
+        assert auto is not None, "asked where there is something to choose"
+        if self.world.mesh.size > 1:
+            self._compare_before_choosing(auto.describe(self.world.mesh))
+        with self.stages.stage("choose"):
+            finalizer.choices.look_up()
+            measured, schedule = finalizer.hardware_and_schedule()
+            return choose_strategy(
+                auto, graph, self.world, placed(captured.state, self.world), finalizer.choices, measured, schedule,
+                self.options.backend, f"{self._consistency.label}/auto/{self._consistency.round}",
+                self.rendezvous,
+            )  # fmt: skip
+
+    def _compare_before_choosing(self, description: str) -> None:
+        """Before the first rank chooses for all, a rank that failed until here stops all."""
+        self._consistency.lines([description, cache_line(self.options)])
+
+    # -- cache -------------------------------------------------------------------------
+    def _choices(self, captured: Capture) -> CachedChoices:
+        """What is chosen for a program, and what an earlier start chose."""
+        return CachedChoices(
+            self.rendezvous, self.cache, partial(self._key_values, captured), self._consistency.round_label
+        )
+
+    def _key_values(self, captured: Capture) -> dict[str, object]:
+        """The values that choices follow from."""
+        options, given = self.options, self.options.given
+        return {
+            "versions": versions(), "hardware": hardware(self.world.device), "mesh": str(self.world.mesh),
+            "measured machine": self._measured.hardware,
+            "option backend": (options.backend.name, [getattr(options.backend, flag) for flag in CAPABILITIES]),
+            "option schedule": given.schedule, "option hardware": given.hardware,
+            "option parallel": options.auto or self.strategies,
+            "option memory_bytes": (options.memory_bytes, options.gathers_again),
+            "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, self.world).items()},
+            "constants": digest(constant_lines(captured)),
+            "captured graph": digest([*graph_lines(captured, self.world.device), *metas_of(captured.graph)]),
+        }  # fmt: skip

@@ -1,0 +1,33 @@
+"""The options of `compile`: declared once, and an unknown one is named."""
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import wholestep as ws
+from wholestep.runtime.compile_options import CompileOptions
+
+
+def train(model: Any, x: Any) -> Any:
+    return model(x)
+
+
+def test_the_signature_and_the_documentation_are_those_of_the_options() -> None:
+    names = [field.name for field in fields(CompileOptions)]
+    assert list(inspect.signature(ws.compile).parameters) == ["train_step", *names]
+    documented = inspect.getdoc(ws.compile) or ""
+    assert [name for name in names if f"\n    {name}: " not in documented] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "next_step"),
+    [("paralel", "write parallel="), ("memory_byte", "write memory_bytes="), ("x", "leave it out")],
+)
+def test_an_unknown_option_is_named_with_the_nearest_one(name: str, next_step: str) -> None:
+    known = ", ".join(field.name for field in fields(CompileOptions))
+    with pytest.raises(ws.PlanError) as caught:
+        ws.compile(train, **{name: None})
+    expected = f"compile has no option {name!r}\n  needed: one of {known}\n  next: {next_step}"
+    assert str(caught.value) == expected

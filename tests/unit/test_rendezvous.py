@@ -1,0 +1,221 @@
+"""Exchanges of ranks with threads as ranks: what they cost, and whom their errors name."""
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import wholestep as ws
+from wholestep.distributed import rendezvous, store_tree
+from wholestep.distributed.rendezvous import Calls, Rendezvous
+from wholestep.distributed.sections import GRAPH, LAYOUTS, UNKNOWN, Section
+from wholestep.distributed.store_tree import ARITY, StoreTree
+
+
+class Counting:
+    """A store in memory, as one rank sees it: counts the keys that each request of this rank asks for."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.asked = store, Counter[str]()
+        self.polled = Counter[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            if name == "check":
+                self.polled.update(args[0])
+            else:
+                self.asked[name] += len(args[0]) if isinstance(args[0], list) else 1
+            return getattr(self.store, name)(*args)
+
+        return ask
+
+
+def on_ranks(
+    act: Callable[[Rendezvous], Any], size: int, store: Any = None, timeout_s: float = 60.0, ranks: Any = None
+) -> list[Any]:
+    """What `act` returns on each rank, or the first line of its error."""
+    shared = store if store is not None else dist.HashStore()
+
+    def rank_main(rank: int) -> Any:
+        seen = shared[rank] if isinstance(shared, list) else shared
+        try:
+            return act(Rendezvous(seen, rank, size, timeout_s))
+        except ws.RankMismatchError as error:
+            return str(error).splitlines()[0]
+
+    chosen = list(range(size) if ranks is None else ranks)
+    with ThreadPoolExecutor(len(chosen)) as threads:
+        return list(threads.map(rank_main, chosen))
+
+
+def equal(
+    said: Callable[[int], dict[str, Section]], failure: Callable[[int], str] = lambda _: "",
+    call: Callable[[int], str] = lambda _: "",
+) -> Callable[[Rendezvous], Calls]:  # fmt: skip
+    return lambda ranks: ranks.all_equal("job", said(ranks.rank), failure(ranks.rank), call(ranks.rank))
+
+
+def lines(*texts: str) -> Section:
+    return Section.of(texts)
+
+
+def counted(size: int) -> list[Counting]:
+    shared = dist.HashStore()
+    return [Counting(shared) for _ in range(size)]
+
+
+def levels(size: int) -> int:
+    """Levels of groups above the ranks."""
+    return 0 if size == 1 else 1 + levels(-(-size // ARITY))
+
+
+EXCHANGES: dict[str, Callable[[Rendezvous], Any]] = {
+    "all_equal": equal(lambda _: {LAYOUTS: lines("a", "b"), GRAPH: lines("c")}),
+    "gather": lambda ranks: ranks.gather("job", ranks.rank, "a test"),
+    "broadcast": lambda ranks: ranks.broadcast("job", {"of": ranks.rank}, "a test"),
+    "barrier": lambda ranks: ranks.barrier("a test"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 1024])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_no_rank_asks_the_store_for_all_others(exchange: str, size: int) -> None:
+    """A rank asks O(arity x log ranks) times, all together O(ranks); each polls one key."""
+    seen = counted(size)
+    found = on_ranks(EXCHANGES[exchange], size, seen)
+    expected = {"all_equal": Calls(0, True), "gather": list(range(size)), "broadcast": {"of": 0}, "barrier": None}
+    assert found == [expected[exchange]] * size
+    asked = [sum(one.asked.values()) for one in seen]
+    assert max(asked) <= 2 * (ARITY + 3) * levels(size) + 8
+    assert sum(asked) <= 10 * size
+    assert all(len(one.polled) <= 1 for one in seen)
+
+
+def test_one_rank_of_1024_that_differs_is_named_on_all() -> None:
+    seen = counted(1024)
+    said = equal(lambda rank: {"options": lines("lr: 0.1", f"decay: {0.5 if rank == 777 else 0.1}")})
+    found = on_ranks(said, 1024, seen)
+    text = "ranks differ in options: decay: 0.5 on rank 777, 0.1 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1015 more"
+    assert found == [text] * 1024
+    assert sum(sum(one.asked.values()) for one in seen) <= 12 * 1024
+
+
+def test_missing_ranks_are_found_by_descending_the_tree() -> None:
+    """Of 1,024 ranks three are missing: a rank that looks asks for the keys of their groups only."""
+    seen, absent = counted(1024), [5, 300, 1023]
+    for rank in range(1024):
+        if rank not in absent:
+            assert StoreTree(seen[rank], "job", rank, 1024).contribute(rank, max) == []
+    looker = Counting(seen[0].store)
+    assert StoreTree(looker, "job", 0, 1024).missing() == absent
+    assert sum(looker.polled.values()) <= len(absent) * (ARITY + 2) * levels(1024)
+
+
+def test_ranks_that_wait_look_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank looks for the missing ones in each period, and the others read what it found."""
+    monkeypatch.setattr(rendezvous, "_REPORT_S", 0.2)
+    size, seen, reported = 64, counted(64), [list[list[int]]() for _ in range(64)]
+
+    def act(ranks: Rendezvous) -> Any:
+        waits = Rendezvous(ranks.store, ranks.rank, size, 1.0, reported[ranks.rank].append)
+        return waits.all_equal("job", {LAYOUTS: lines("a")})
+
+    found = on_ranks(act, size, seen, ranks=[rank for rank in range(size) if rank != 9])
+    assert all(text.startswith("ranks [9] compiled no program while rank") for text in found)
+    assert all(one == [9] for told in reported for one in told)
+    assert any(reported)
+    looked = sum(len(one.polled) > 3 for one in seen)
+    assert looked <= 8, "at most one in each of the periods of a second, and one at the end"
+
+
+@pytest.mark.parametrize("exchange", ["all_equal", "gather", "broadcast"])
+def test_a_file_store_will_do(exchange: str, tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    found = on_ranks(EXCHANGES[exchange], 8, store)
+    assert found[0] == found[7]
+    assert not isinstance(found[0], str)
+
+
+def test_a_gather_leaves_nothing_in_the_store() -> None:
+    store = dist.HashStore()
+    on_ranks(EXCHANGES["gather"], 40, store)
+    assert store.num_keys() == 0
+
+
+def test_one_rank_that_differs_is_named_on_all() -> None:
+    def said(rank: int) -> dict[str, Section]:
+        return {"options": lines("lr: 0.1", f"decay: {0.5 if rank == 5 else 0.1}"), GRAPH: lines(f"of {rank}")}
+
+    text = "ranks differ in options: decay: 0.5 on rank 5, 0.1 on ranks 0, 1, 2, 3, 4, 6, 7"
+    assert on_ranks(equal(said), 8) == [text] * 8
+
+
+def test_the_first_difference_of_programs_is_shown_from_each_side() -> None:
+    found = on_ranks(equal(lambda rank: {LAYOUTS: lines("a", "b" if rank < 3 else "c", "d")}), 4)
+    text = "rank {} and rank {} compiled different programs; the first difference is at line 2 of 3:"
+    assert found == [text.format(0, 3), text.format(1, 3), text.format(2, 3), text.format(3, 0)]
+
+
+def test_a_large_program_is_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tree, "_PIECE_BYTES", 1000)
+    found = on_ranks(equal(lambda rank: {GRAPH: Section.of([f"{i} {rank}" for i in range(10_000)])}), 2)
+    assert all("line 1 of 10000" in str(text) for text in found)
+
+
+def test_graphs_are_compared_among_ranks_of_the_like_call() -> None:
+    def said(rank: int) -> dict[str, Section]:
+        return {GRAPH: lines(f"graph of call {rank % 2}") if rank != 2 else Section(UNKNOWN)}
+
+    found = on_ranks(equal(said, call=lambda rank: str(rank % 2)), 4)
+    assert found == [Calls(1, True), Calls(1, False)] * 2
+    text = "rank {} and rank {} compiled different programs; the first difference is at line 1 of 1:"
+    found = on_ranks(equal(lambda r: {GRAPH: lines(str(r == 3))}, call=lambda rank: str(rank % 2)), 4)
+    assert found == [text.format(1, 3), text.format(1, 3), text.format(1, 3), text.format(3, 1)]
+
+
+def test_a_rank_that_failed_is_named_though_others_are_not_there_yet() -> None:
+    act = equal(lambda _: {LAYOUTS: lines("a")}, lambda rank: "no" if rank == 7 else "")
+    text = "rank 7 could not compile its step: no"
+    assert on_ranks(act, 16, ranks=[0, 1, 7, 12]) == [text, text, Calls(0, True), text]
+
+
+def test_ranks_that_do_not_come_are_named_and_told_when_they_do() -> None:
+    store, act = dist.HashStore(), equal(lambda _: {LAYOUTS: lines("a")})
+    found = on_ranks(act, 8, store, timeout_s=0.5, ranks=[0, 1, 2, 4, 5, 6])
+    assert found == [f"ranks [3, 7] compiled no program while rank {r} did, within 0 s" for r in (0, 1, 2, 4, 5, 6)]
+    found = on_ranks(act, 8, store, ranks=[3])
+    assert found == ["rank 3 compiled its program when others no longer waited for it (60 s)"]
+
+
+def test_a_gather_names_the_ranks_that_do_not_come() -> None:
+    found = on_ranks(EXCHANGES["gather"], 20, timeout_s=0.5, ranks=range(1, 19))
+    assert found == ["a test: ranks [0, 19] did not come within 0.5 s"] * 18
+
+
+def test_a_broadcast_names_what_the_first_rank_owes() -> None:
+    found = on_ranks(EXCHANGES["broadcast"], 3, timeout_s=0.3, ranks=[1, 2])
+    assert found == ["rank 0 did not say within 0.3 s a test"] * 2
+
+
+def test_a_barrier_names_ranks_that_do_not_come_and_lets_all_come_again() -> None:
+    store = dist.HashStore()
+    with pytest.warns(UserWarning, match="waits for other ranks at a test"):
+        found = on_ranks(EXCHANGES["barrier"], 3, store, timeout_s=0.5, ranks=[0, 2])
+    assert found == [f"a test: rank {r} is there, ranks [1] did not come within 0.5 s" for r in (0, 2)]
+    assert on_ranks(EXCHANGES["barrier"], 3, store) == [None] * 3
+
+
+def test_a_barrier_names_ranks_at_another_one() -> None:
+    with pytest.warns(UserWarning, match="waits for other ranks"):
+        found = on_ranks(lambda ranks: ranks.barrier(f"door {ranks.rank % 2}"), 4, timeout_s=4.0)
+    there = ["rank 1 is at door 1; rank 3 is at door 1", "rank 0 is at door 0; rank 2 is at door 0"] * 2
+    assert found == [f"door {r % 2}: rank {r} is there, {there[r]}" for r in range(4)]
+
+
+def test_labels_are_counted_rank_by_rank() -> None:
+    found = on_ranks(lambda ranks: [ranks.next_label("x"), ranks.next_label("x")], 3)
+    assert found == [["wholestep/x/1", "wholestep/x/2"]] * 3
