@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import wholestep as ws
 from benchmarks.peers import hardware, models
 from benchmarks.peers.sizes import CONFIGS
-from wholestep.cost.schedule import simulate
+from wholestep.cost.simulation import simulate
 from wholestep.distributed.launch import join
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.schedule import Schedule

@@ -9,7 +9,7 @@ from .capture.callback import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
 from .compile import capture, compile
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
-from .cost.schedule import SimulationResult, simulate
+from .cost.simulation import SimulationResult, simulate
 from .cost.timeline import Span, Timeline, timeline
 from .ddp.backend import ddp_backend
 from .errors import (

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes from text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 
 
 def parse_bytes(given: int | str) -> int:
-    """`3GiB`, `"500 MB"` or a number as bytes.
+    """Bytes of `"3GiB"`, `"500 MB"` or a number.
 
     Raises:
         PlanError: it is none of these, or not positive.

@@ -1,4 +1,4 @@
-"""`wholestep calibrate` on two gloo ranks and alone: what it writes is a topology, and fits what was measured."""
+"""`wholestep calibrate` on two gloo ranks and alone: what it writes is a Hardware, and fits what was measured."""
 
 from dataclasses import replace
 from pathlib import Path

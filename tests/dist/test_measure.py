@@ -1,5 +1,6 @@
 """What ranks measure at the first call: the same on all of them, of each kind of collective."""
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from wholestep.distributed.launch import join
+from wholestep.hardware.hardware_file import from_json, to_json
+from wholestep.hardware.measured import MeasuredDevice
 from wholestep.profiling.measure_compute import measure_hardware
 from wholestep.profiling.measure_link import crowded
 
@@ -25,13 +28,14 @@ def figures(rank: int, world: int, mesh: str) -> None:
     for wire in found.levels[0].costs[:3]:
         assert wire.start_us > 0
         assert wire.byte_us > 0
-        assert wire.busy_us >= 0
-        assert wire.own_us > 0
-        assert wire.beside >= 1
-        assert (wire.sum_byte_us > 0) == (wire.kind == "reduce_scatter")
-    assert found.bucket_copy_bytes_per_us > 0
+        assert wire.cpu_us >= 0
+        assert wire.host_us > 0
+        assert wire.overlap_slowdown >= 1
+        assert (wire.reduce_byte_us > 0) == (wire.kind == "reduce_scatter")
+    assert isinstance(found.device, MeasuredDevice)
+    assert found.device.bucket_copy_bytes_per_us > 0
     assert 0 <= crowded(joined) <= 1
-    assert ws.Hardware.of(asdict(found)) == found
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
 
 
 def test_ranks_measure_the_same() -> None:

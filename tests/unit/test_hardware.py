@@ -1,6 +1,7 @@
-"""Topologies: the seed's formulas to the last digit, groups on nodes, JSON, and what a simulation asks of them."""
+"""Described hardware: the seed's formulas to the last digit, groups on nodes, JSON, and its use in simulation."""
 
 import json
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.optim import SGD
 
 import wholestep as ws
+from wholestep.cache.key import text_of
 from wholestep.cost.compute import node_us, work
-from wholestep.cost.schedule import Clock
+from wholestep.cost.simulation import Clock
 from wholestep.graph.verify import is_collective
 from wholestep.hardware.curves import ALGORITHMS, Curve, Regime
 from wholestep.hardware.hardware import Level, units_of
@@ -155,6 +157,14 @@ def test_other_links_between_nodes():
         ws.Hardware.preset("dgx-x")
 
 
+def test_a_hash_stays_in_its_process():
+    """Hashes of text differ between processes: in a key of the compile cache, one would never be found again."""
+    made = ws.Hardware.preset("dgx-h100")
+    assert hash(made) == hash(ws.Hardware.preset("dgx-h100"))
+    assert str(hash(made)) not in text_of("hardware", made)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(made)))
+
+
 def test_json(tmp_path):
     for name in ws.Hardware.presets():
         made = ws.Hardware.preset(name)
@@ -245,7 +255,7 @@ def train(model, optimizer, x):
     return loss.detach()
 
 
-def test_a_step_is_simulated_and_scheduled_on_a_topology():
+def test_a_step_is_simulated_and_scheduled_on_described_hardware():
     local, h100 = step_of_a_rank(), ws.Hardware.preset("dgx-h100")
     slow = ws.Hardware.preset("dgx-h100+ethernet-10")
     assert ws.simulate(local, h100).step_us < ws.simulate(local, slow).step_us
@@ -268,6 +278,6 @@ def test_compute_beside_a_collective_takes_longer():
     hardware = replace(h100, device=replace(h100.device, contention=1.25))
     long = node_us(compute, hardware)
     for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
-        clock = Clock(hardware, local.mesh, begun={sent: 0.0}, done={sent: wire}, taken={sent: 0.2 * wire})
+        clock = Clock(hardware, local.mesh, begun={sent: 0.0}, done={sent: wire}, stolen_us={sent: 0.2 * wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)

@@ -110,7 +110,25 @@ def meta_faults(source: str, module: str) -> list[str]:
     return [f"{module}:{line}: node.meta is touched outside graph/meta.py" for line in sorted(lines)]
 
 
-CHECKS = [direction_faults, private_faults, meta_faults]
+def op_name_faults(source: str, module: str) -> list[str]:
+    """`"gather" in str(node.target)` and `str(target).startswith(...)`: kinds of ops are rows of graph/op_kinds.py."""
+
+    def is_text(node: ast.AST) -> bool:
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+        return called and bool(node.args) and ast.unparse(node.args[0]).rpartition(".")[2] == "target"
+
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            pairs = zip(node.ops, node.comparators, strict=True)
+            if any(isinstance(op, (ast.In, ast.NotIn)) and is_text(side) for op, side in pairs):
+                lines.add(node.lineno)
+        elif isinstance(node, ast.Attribute) and node.attr in ("startswith", "endswith") and is_text(node.value):
+            lines.add(node.lineno)
+    return [f"{module}:{line}: a kind of op read from its text: see graph/op_kinds.py" for line in sorted(lines)]
+
+
+CHECKS = [direction_faults, private_faults, meta_faults, op_name_faults]
 MODULES = {path.relative_to(PACKAGE.parent).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -144,6 +162,9 @@ BAD = [
     (meta_faults, "plan/plan.py", "graph.nodes[0].meta.get('val')"),
     (meta_faults, "plan/plan.py", "found = 'val' in node.meta"),
     (meta_faults, "plan/plan.py", "node.meta = {}"),
+    (op_name_faults, "cost/memory.py", "found = 'gather' in str(node.target)"),
+    (op_name_faults, "cost/memory.py", "found = 'backward' not in str(target)"),
+    (op_name_faults, "passes/saved_tensors.py", "str(n.target).startswith(('aten._foreach_', 'aten._fused_'))"),
 ]
 GOOD = [
     (
@@ -163,6 +184,7 @@ GOOD = [
     (private_faults, "layout.py", "from wholestep._torch import FakeTensorMode"),
     (meta_faults, "graph/meta.py", "node.meta['val']"),
     (meta_faults, "plan/plan.py", "self.meta_value\nmeta.get(x)\nfrom wholestep.graph import meta"),
+    (op_name_faults, "graph/text.py", "name = str(target).removesuffix('.default')\nfound = str(target) in NAMES"),
 ]
 
 

@@ -11,9 +11,9 @@ from torch.optim import SGD, Optimizer
 
 import wholestep as ws
 from wholestep.cost.compute import node_us, work
-from wholestep.cost.schedule import Clock, kind_of, simulate, whole_bytes
+from wholestep.cost.simulation import Clock, kind_of, simulate, whole_bytes
 from wholestep.distributed.launch import join
-from wholestep.graph.ops import streams
+from wholestep.graph.op_kinds import streams
 from wholestep.graph.verify import is_collective, is_wait
 from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.hardware.measured import CollectiveCost
@@ -158,7 +158,7 @@ def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
 
     def after(us: float, taken: float) -> float:
         clock = Clock(hardware_with(launch_us=us, memory_bytes_per_us=1e12), MESH)
-        clock.begun[sent], clock.done[sent], clock.taken[sent] = 0.0, 100.0, taken
+        clock.begun[sent], clock.done[sent], clock.stolen_us[sent] = 0.0, 100.0, taken
         clock.run(op)
         return clock.now
 
@@ -184,7 +184,7 @@ def test_collectives_are_faster_while_a_rank_waits() -> None:
     clock.run(op)
     clock.run(next(n for n in first.users if is_wait(n)))
     assert (clock.now, clock.waited) == pytest.approx((40 + 30, 30))
-    assert (clock.begun[second], clock.done[second], clock.wire) == pytest.approx((70, 170, 170))
+    assert (clock.begun[second], clock.done[second], clock.links_free) == pytest.approx((70, 170, 170))
     clock.run(next(n for n in second.users if is_wait(n)))
     assert (clock.now, clock.waited) == pytest.approx((70 + 50, 30 + 50))
 

@@ -13,7 +13,7 @@ from tests.together import OneDevice, compare
 from wholestep.capture import capture_step
 from wholestep.graph.graph import Role
 from wholestep.graph.interpret import run_one
-from wholestep.graph.ops import goes_by_memory
+from wholestep.graph.op_kinds import goes_by_memory
 from wholestep.rules import registry
 from wholestep.rules.call import Call
 from wholestep.rules.localize import as_complex

@@ -350,7 +350,7 @@ def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.Monkey
     assert re.search(r"^2 +dp=2 ", text, re.MULTILINE)
 
 
-def test_compare_for_a_topology(step: str, tmp_path: Path):
+def test_compare_for_hardware(step: str, tmp_path: Path):
     out, saved = tmp_path / "table.json", tmp_path / "hardware.json"
     ws.Hardware.preset("dgx-a100").save(saved)
     code, text = run(f"{step}:four", "--mesh", "dp=4", "--compare", "--hardware", str(saved), "--json", str(out))

@@ -13,7 +13,7 @@ from tests.catalogue import CASES
 from tests.simulate import index_of
 from wholestep.auto.fit import Finish
 from wholestep.backend.rank_binding import bound_arguments
-from wholestep.cost.schedule import simulate
+from wholestep.cost.simulation import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import Role, node_at, operands
 from wholestep.graph.interpret import run_all

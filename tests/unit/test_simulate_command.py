@@ -57,7 +57,7 @@ def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
-def test_a_topology_from_a_file(model: str, tmp_path: Path) -> None:
+def test_hardware_from_a_file(model: str, tmp_path: Path) -> None:
     ws.Hardware.preset("dgx-a100").save(tmp_path / "mine.json")
     code, said = run(model, "--hardware", str(tmp_path / "mine.json"))
     assert code == 0, said

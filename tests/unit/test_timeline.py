@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
 from wholestep.cost.compute import flops, node_us, work
-from wholestep.cost.schedule import Clock, sent_us
+from wholestep.cost.simulation import Clock, sent_us
 from wholestep.graph import meta
 from wholestep.graph.verify import is_collective
 from wholestep.passes.write_into_buckets import WriteIntoBuckets

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from ..backend.pipeline import pipeline
 from ..cost.compute import flops, node_us
 from ..cost.memory import peak_memory
-from ..cost.schedule import kind_of, simulate, whole_bytes
+from ..cost.simulation import kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph
+from ..graph.op_kinds import is_list_op
 from ..graph.verify import is_collective
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from .fit import Finish
-
-_LISTS = ("_foreach_", "_fused_")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def least(local: LocalGraph, hardware: Hardware) -> Least:
     for node in local.graph.nodes:
         if is_collective(node):
             sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
-        elif node.op == "call_function" and (flops(node) or any(word in str(node.target) for word in _LISTS)):
+        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)):
             computed += node_us(node, hardware)
     return Least(computed, sent)
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from ..cost.memory import peak_memory
-from ..cost.schedule import simulate
+from ..cost.simulation import simulate
 from ..graph import meta
 from ..graph.graph import LocalGraph, operands
 from ..passes.base import Pass, run_passes

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at
+from ..graph.op_kinds import collective
 from ..graph.verify import is_collective, is_wait
 from ..layout import resolve
 from ..partition.rank_ops import RANK_DEPENDENT
@@ -59,6 +60,7 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     return graph
 
 
+@collective("all_gather")
 def gather(value: Tensor, parts: int, group: str) -> Tensor:
     """all_gather_into_tensor, by way of its out variant on the CPU: two of the plain one in flight can crash gloo.
 
@@ -93,6 +95,7 @@ def _add_up(graph: Graph, node: Node, op: Any, parts: Any) -> None:
         wait.replace_all_uses_with(added, delete_user_cb=lambda user, added=added: user is not added)
 
 
+@collective("reduce_scatter")
 def swap(value: Tensor, parts: int, group: str) -> Tensor:
     """Part number i of `value` goes to rank i of the group."""
     rows = [value.shape[0] // parts] * parts

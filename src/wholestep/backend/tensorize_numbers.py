@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import operands
+from ..graph.op_kinds import is_list_op
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
@@ -67,7 +68,7 @@ def in_single_precision(graph: Graph, numbers: set[Node]) -> None:
     """Fused optimizers on a GPU read a learning rate that is there too as a float32."""
     for node in list(graph.nodes):
         rate = node.kwargs.get("lr")
-        if str(node.target).startswith("aten._fused_") and isinstance(rate, Node) and rate in numbers:
+        if is_list_op(node.target) and isinstance(rate, Node) and rate in numbers:
             with graph.inserting_before(node):
                 single = graph.call_function(aten._to_copy.default, (rate,), {"dtype": torch.float32})
             node.kwargs = {**node.kwargs, "lr": single}

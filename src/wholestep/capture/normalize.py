@@ -13,7 +13,8 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
-from ..graph.ops import CHEAP, LOSS
+from ..graph.op_kinds import CHEAP
+from ..graph.ops import LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
 from .outside_reads import refuse_collectives
@@ -114,7 +115,7 @@ def _take_losses(graph: Graph) -> list[Node]:
 def _drop_noise(graph: Graph) -> None:
     """Drop profiler marks, detaches, and operations without an effect."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and str(node.target).startswith("profiler.") and not node.users:
+        if _torch.is_op(node.target) and node.target.namespace == "profiler" and not node.users:
             graph.erase_node(node)
     aliases = {node: node_at(node, 0) for node in graph.nodes if node.target in _SAME}
     redirect(aliases)

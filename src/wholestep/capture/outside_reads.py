@@ -39,7 +39,7 @@ def refuse_collective(original: Any, *args: Any, **kwargs: Any) -> Any:
 def refuse_collectives(module: torch.fx.GraphModule) -> None:
     """Raise CaptureError if a trace contains a collective of the user's."""
     for node in module.graph.nodes:
-        if _torch.is_op(node.target) and str(node.target).partition(".")[0] in _COLLECTIVES:
+        if _torch.is_op(node.target) and node.target.namespace in _COLLECTIVES:
             error = _collective(str(node.target))
             error.where = meta.source_line(node)
             raise error

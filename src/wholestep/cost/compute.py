@@ -1,10 +1,8 @@
-"""Microseconds that one node of a local graph takes: arithmetic of products, bytes of the rest."""
+"""The work of one node of a local graph: arithmetic of products, convolutions and attention; bytes of other ops."""
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
-from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -12,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import operands
-from ..graph.ops import CARRIED, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, streams
+from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.storage import shared_operand
 from ..graph.verify import is_mutating
 from ..hardware.hardware import Hardware
@@ -22,7 +20,7 @@ aten = torch.ops.aten
 
 
 def node_us(node: Node, hardware: Hardware) -> float:
-    """Microseconds of one call node on one rank, at least those of a launch or a view; picks of items are free."""
+    """Microseconds of one call node on one rank: at least a launch, or a view. `getitem` is free."""
     made = work(node)
     if made is not None:
         return hardware.work_us(made)
@@ -30,32 +28,23 @@ def node_us(node: Node, hardware: Hardware) -> float:
 
 
 def work(node: Node) -> Work | None:
-    """What one call node does; None for what takes no time."""
+    """The work of one call node; None for a node that computes nothing and moves nothing."""
     if node.op != "call_function" or _torch.is_getitem(node.target) or _is_free(node):
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
-    product = _matmul(node)
+    product, found = _matmul(node), arithmetic(node.target)
     if product is not None and made is not None:
         b, m, n, k = product
         return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, 2.0 * prod(product), dtype, product)
     return Work(
-        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), "backward" in str(node.target),
-        streams(node.target), node.target in CARRIED,
+        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), bool(found and found.backward),
+        streams(node.target), node.target in BUCKET_COPIES,
     )  # fmt: skip
 
 
-@cache
-def _arithmetic(target: object) -> Literal["product", "attention", "convolution", ""]:
-    """What `flops` counts of an op, by its name."""
-    if target in PRODUCTS:
-        return "product"
-    name = str(target)
-    return "attention" if "attention" in name else "convolution" if "convolution" in name else ""
-
-
 def _moved(node: Node) -> int:
-    """Bytes that are read and written."""
+    """Bytes read plus written."""
     given = operands(node)
     if node.target in WRITES_A_PART:
         return 2 * sum(map(_bytes, {*given[1:]}))
@@ -65,31 +54,31 @@ def _moved(node: Node) -> int:
 
 
 def _is_free(node: Node) -> bool:
-    """True where nothing is computed, and no byte moved: views by the op's schema among them."""
+    """True for a node that computes and moves nothing, such as a view by the schema of its op."""
     view = _torch.is_op(node.target) and not is_mutating(node) and shared_operand(node) is not None
     return node.target in FREE or view
 
 
 def flops(node: Node) -> float:
-    """Multiplications and additions of a product, a convolution or attention (two; 2.5 times that backward)."""
-    kind = _arithmetic(node.target)
-    if not kind:
+    """Multiplications and additions of a product, a convolution or attention; 0 for other ops."""
+    found = arithmetic(node.target)
+    if found is None:
         return 0.0
-    if kind == "product":
+    if found.kind == "product":
         product = _matmul(node)
         return 2.0 * prod(product) if product else 0.0
-    made, shapes, backward = meta.tensors(node), _shapes(node), "backward" in str(node.target)
-    if kind == "attention" and len(shapes) >= 3:
+    made, shapes, backward = meta.tensors(node), _shapes(node), found.backward
+    if found.kind == "attention" and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
         return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if backward else 1.0)
-    if kind == "convolution" and len(shapes) >= 2:
+    if found.kind == "convolution" and len(shapes) >= 2:
         data, weight = (shapes[0], shapes[2]) if backward else (made[0].shape if made[0] else (), shapes[1])
         return 2.0 * prod(data[:1] + data[2:]) * prod(weight) * (2 if backward else 1)
     return 0.0
 
 
 def peak_us(graph: Graph, hardware: Hardware) -> float:
-    """Microseconds of a graph's products at the machine's peak; without those that are made again in the backward."""
+    """Microseconds of a graph's arithmetic at the peak rate of the hardware, without recomputed nodes."""
     total = 0.0
     for node in graph.nodes:
         count = 0.0 if node.op != "call_function" or meta.is_again(node) else flops(node)
@@ -99,7 +88,7 @@ def peak_us(graph: Graph, hardware: Hardware) -> float:
 
 
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:
-    if _arithmetic(node.target) != "product":
+    if node.target not in PRODUCTS:
         return None
     made, shapes = meta.tensors(node), _shapes(node)
     if made[0] is None or len(shapes) < 2:
@@ -111,10 +100,11 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
 
 
 def _attention(node: Node) -> tuple[int, int, int, int, int] | None:
-    """(batch, heads, queries, keys, width): a backward is given the gradient of its output first."""
-    if _arithmetic(node.target) != "attention":
+    """(batch, heads, queries, keys, width). The first operand of a backward is the gradient of the output."""
+    found = arithmetic(node.target)
+    if found is None or found.kind != "attention":
         return None
-    shapes, first = _shapes(node), 1 if "backward" in str(node.target) else 0
+    shapes, first = _shapes(node), int(found.backward)
     if len(shapes) < first + 3 or len(shapes[first]) != 4:
         return None
     (batch, heads, queries, width), keys = shapes[first], shapes[first + 1][-2]
@@ -122,7 +112,8 @@ def _attention(node: Node) -> tuple[int, int, int, int, int] | None:
 
 
 def _is_causal(node: Node) -> bool:
-    if _arithmetic(node.target) != "attention":
+    found = arithmetic(node.target)
+    if found is None or found.kind != "attention":
         return False
     names = [a.name for a in _torch.schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

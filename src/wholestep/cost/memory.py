@@ -1,4 +1,4 @@
-"""Bytes that a rank holds while a step runs, node by node, from the order of its program: nothing is run."""
+"""The live tensors of a rank while a step runs, node by node, from the order of its program. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.op_kinds import collective_kind
 from ..graph.storage import Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
 from ..graph.verify import is_wait
@@ -23,12 +24,17 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """One tensor in memory: `name` is that of the node that made it, or of the input.
+    """One tensor in memory.
 
-    `kind` is parameter, buffer, state, gradient, batch, constant, number or carried for an input; activation (made by
-    the forward, read by the backward), gathered, sent (a collective reads it), gradient (reduced), update (follows
-    from complete gradients) or temporary for what the program makes. `module` is the path of the module whose forward
-    made it.
+    Args:
+        name: of the node that returns it, or of the input.
+        kind: of an input: parameter, buffer, state, gradient, batch, constant, number or carried. Of a result:
+            activation (returned by the forward, read by the backward), gathered, sent (a collective reads it),
+            gradient (reduced), update (depends on complete gradients) or temporary.
+        shape: of the rank's part.
+        dtype: short, as `f32`.
+        size_bytes: of its storage.
+        module: path of the module whose forward it belongs to.
 
     Example:
         >>> largest = ws.peak_memory(local).live[0]
@@ -50,8 +56,14 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most bytes a rank holds at once: `size_bytes`, while the node `at` runs; `live` is all that is there, the
-    largest first. `rest_bytes` of it are inputs, held from the start of the step to its end.
+    """The peak of live bytes on a rank.
+
+    Args:
+        size_bytes: at the peak.
+        rest_bytes: of inputs, which are live during the whole step.
+        at: the node that runs at the peak.
+        module: path of the module that `at` belongs to.
+        live: the live tensors at the peak, the largest first.
 
     Example:
         >>> peak = ws.peak_memory(local)
@@ -81,9 +93,10 @@ class PeakMemory:
 
 
 def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
-    """For each node that runs, in order: its name and the bytes held while it does.
+    """The name of each call node in order, and the live bytes while it runs.
 
-    That counts tensors, as the program frees them; not what a kernel takes for itself, nor what an allocator keeps.
+    Tensors count from their first use to the point where the program frees them. Workspaces of kernels and memory that
+    an allocator caches do not count.
 
     Example:
         >>> name, size_bytes = max(ws.memory_curve(local), key=lambda row: row[1])
@@ -92,12 +105,12 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
 
 
 def bytes_held(local: LocalGraph) -> list[int]:
-    """The figures of `memory_curve`."""
+    """The live bytes of `memory_curve`, without names."""
     return curve(storages(local.graph), len(_calls(local.graph)))
 
 
 def curve(held: Sequence[Storage], calls: int) -> list[int]:
-    """Bytes held at each of so many call nodes."""
+    """Live bytes at each of `calls` call nodes."""
     steps = [0] * (calls + 1)
     rest = sum(s.size_bytes for s in held if s.first < 0)
     for one in held:
@@ -109,7 +122,7 @@ def curve(held: Sequence[Storage], calls: int) -> list[int]:
 
 
 def peak_memory(local: LocalGraph) -> PeakMemory:
-    """Where a rank holds the most, how much, and what.
+    """The peak of live bytes on a rank, and the tensors that are live there.
 
     Example:
         >>> print(wholestep.peak_memory(step.local_graph))
@@ -129,7 +142,7 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
 def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
     made = meta.tensors(node)[storage.index]
-    assert made is not None, "storage is made by a tensor"
+    assert made is not None, "a storage belongs to a tensor"
     name, kind = roles.get(node) or (node.name, _kind(storage))
     return LiveTensor(name, kind, made.shape, short_dtype(made.dtype), storage_bytes(made), meta.module_path(node))
 
@@ -137,7 +150,7 @@ def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
 def _kind(storage: Storage) -> str:
     node = storage.node
     if _is_sent(node):
-        return "gathered" if "gather" in str(node.target) else "gradient"
+        return "gathered" if collective_kind(node.target) == "all_gather" else "gradient"
     readers = [user for member in storage.members for user in member.users]
     if any(_is_sent(user) for user in readers):
         return "sent"
@@ -149,7 +162,7 @@ def _kind(storage: Storage) -> str:
 
 
 def _is_sent(node: Node) -> bool:
-    """True for a collective, in whatever form a rank runs it."""
+    """True for a collective, also for a function that replaces it in a bound graph."""
     return any(is_wait(user) for user in node.users)
 
 

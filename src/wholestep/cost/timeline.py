@@ -1,4 +1,4 @@
-"""What runs when in a step, predicted: a value, a table, and a trace that Perfetto opens."""
+"""The predicted timeline of a step: a value, a table, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..graph.text import human
 from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
-from .schedule import Clock, SimulationResult, kind_of, left, run_all, simulated, start
+from .simulation import Clock, SimulationResult, arrivals_after, kind_of, result_of, run_all, start
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -24,15 +24,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time of one stream: an op on `compute`, a rank that has to `wait`, a collective on its axis.
+    """One interval of one stream: an op on `compute`, a `wait` for a collective, or a collective on its axis.
 
     Args:
         name: of the node.
-        op: what it calls; the kind of a collective.
+        op: name of the called op, or kind of the collective.
         stream: `compute`, `wait` or the name of an axis.
-        start_us, us: since the start of the step, and how long.
+        start_us: since the start of the step.
+        us: duration.
         phase: forward, backward or update.
-        module: path of the module whose forward made it.
+        module: path of the module whose forward it belongs to.
         size_bytes: of the largest buffer of a collective; of the result of an op.
 
     Example:
@@ -51,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step in time: spans in the order of their starts, bytes held by (microsecond, bytes).
+    """The timeline of a step: spans in the order of their starts, and live bytes as (microsecond, bytes).
 
     Example:
         >>> found = ws.timeline(local, ws.Hardware.preset("dgx-h100"))
@@ -66,20 +67,20 @@ class Timeline:
     title: str = "predicted"
 
     def busy_us(self, stream: str) -> float:
-        """Microseconds in which `stream` does something."""
+        """Microseconds in which `stream` is not idle."""
         return sum(span.us for span in self.spans if span.stream == stream)
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """`compute`, `wait`, then the axes that communicate."""
+        """`compute`, `wait`, and the axes with collectives."""
         axes = dict.fromkeys(span.stream for span in self.spans)
         return (COMPUTE, WAIT, *(one for one in axes if one not in (COMPUTE, WAIT)))
 
-    def save(self, path: str | Path, *beside: Timeline) -> None:
-        """Write a Chrome trace, which Perfetto and chrome://tracing open; `beside` are shown under this one. Folders on
-        the way are made.
+    def save(self, path: str | Path, *others: Timeline) -> None:
+        """Write a Chrome trace, for Perfetto and chrome://tracing, with the timelines `others` below this one. Missing
+        folders are created.
         """
-        events = [event for number, one in enumerate((self, *beside)) for event in _events(one, number)]
+        events = [event for number, one in enumerate((self, *others)) for event in _events(one, number)]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -102,7 +103,7 @@ class Timeline:
 
 
 def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
-    """Run the nodes of `local` in their order on `machine`; where a step ends in the next one, after one of its kind.
+    """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
 
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
@@ -110,7 +111,7 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     clock = start(local, hardware, {})
     if any(given.role is Role.CARRY for given in local.inputs):
         run_all(clock, local.graph.nodes)
-        clock = start(local, hardware, left(local, clock))
+        clock = start(local, hardware, arrivals_after(local, clock))
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
@@ -123,11 +124,11 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     found += [_sent(node, clock) for node in calls if is_collective(node)]
     memory = tuple(zip(ends, bytes_held(local), strict=True))
     ordered = tuple(sorted(found, key=lambda span: span.start_us))
-    return Timeline(ordered, simulated(local, clock), memory, peak_memory(local))
+    return Timeline(ordered, result_of(local, clock), memory, peak_memory(local))
 
 
 def _span(node: Node, start_us: float, us: float) -> Span:
-    """An op, or a wait, which is named by what is waited for."""
+    """The span of an op or of a wait, which is shown as the collective it waits for."""
     sent = node_at(node, 0) if is_wait(node) else None
     shown = sent if sent is not None and is_collective(sent) else node
     op = kind_of(shown) if is_collective(shown) else op_name(node)
@@ -143,18 +144,18 @@ def _sent(node: Node, clock: Clock) -> Span:
 
 
 def op_name(node: Node) -> str:
-    """What a node calls, without namespace and overload: ops of one class are priced alike."""
+    """The name of the called op without namespace and overload."""
     name = str(getattr(node.target, "__name__", node.target))
     return name.split("::")[-1].removeprefix("aten.").split(".")[0]
 
 
 def phase(node: Node) -> str:
-    """forward, backward, or update: what follows from complete gradients."""
+    """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
 
 
 def _bytes(node: Node) -> int:
-    """Of what a node makes; of a collective, the larger of that and what it is given."""
+    """Bytes of the results of a node; of a collective, of the larger of result and operand."""
     made = sum(one.size_bytes for one in meta.tensors(node) if one is not None)
     return max(made, _bytes(node_at(node, 0))) if is_collective(node) else made
 
@@ -178,7 +179,7 @@ def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
             "ts": span.start_us, "dur": span.us, "args": {key: value for key, value in told.items() if value},
         }  # fmt: skip
     for at, size in _changes(made.memory):
-        yield {"ph": "C", "name": "bytes held", "pid": process, "ts": at, "args": {"bytes": size}}
+        yield {"ph": "C", "name": "live bytes", "pid": process, "ts": at, "args": {"bytes": size}}
 
 
 def _changes(memory: Sequence[tuple[float, int]]) -> Iterable[tuple[float, int]]:

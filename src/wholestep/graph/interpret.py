@@ -15,6 +15,7 @@ from ..errors import GraphError
 from ..mesh import Mesh
 from . import meta
 from .graph import LocalGraph, TrainGraph, function_of, operands
+from .op_kinds import Collective, collective_kind
 from .verify import is_collective, is_mutating, is_wait
 
 Value = Any
@@ -72,7 +73,8 @@ def _as_traced(node: Node, made: Value) -> Value:
 
 
 def _run_collective(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
-    kind, axis = str(node.target).split(".")[1].removesuffix("_out"), str(node.args[-1])
+    kind, axis = collective_kind(node.target), str(node.args[-1])
+    assert kind is not None, f"%{node.name} is a collective"
     source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
         given = [envs[rank][source] for rank in group]
@@ -114,10 +116,10 @@ def _broadcast(given: list[Tensor], args: Any) -> list[Tensor]:
     return [given[args[1]].clone() for _ in given]
 
 
-_COMPUTE: dict[str, Callable[[list[Tensor], Any], list[Tensor]]] = {
+_COMPUTE: dict[Collective, Callable[[list[Tensor], Any], list[Tensor]]] = {
     "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
     "broadcast": _broadcast,
 }

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from . import meta
 from .graph import node_at
+from .op_kinds import is_list_op
 
 
 class ListCalls:
@@ -49,5 +50,8 @@ def first_list(call: Node) -> Sequence[Any]:
 
 
 def _makes_lists(node: Node) -> bool:
-    named = _torch.is_op(node.target) and str(node.target).split(".")[1].startswith(("_foreach_", "_fused_"))
-    return named and any(isinstance(a, (list, tuple)) and a for a in node.args) and bool(meta.tensors(node))
+    return (
+        is_list_op(node.target)
+        and any(isinstance(a, (list, tuple)) and a for a in node.args)
+        and bool(meta.tensors(node))
+    )

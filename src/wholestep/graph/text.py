@@ -11,8 +11,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from .. import _torch
 from . import meta
 from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph, node_at
+from .op_kinds import collective_kind
 from .verify import is_collective
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -109,8 +111,9 @@ def show_call(node: Node) -> str:
 def op_name(node: Node) -> str:
     """Return `aten.add` for an op overload, the name of any other function."""
     target = node.target
-    name = str(target).removesuffix(".default") if "." in str(target) else getattr(target, "__name__", str(target))
-    return getattr(target, "__name__", name) if name.startswith("<") else name.removeprefix("_c10d_functional.")
+    if not _torch.is_op(target):
+        return getattr(target, "__name__", str(target))
+    return str(target).removesuffix(".default").removeprefix("_c10d_functional.")
 
 
 def _show(value: Any) -> str:
@@ -152,8 +155,8 @@ def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
 
 def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     """Return the kind of a collective and the bytes a rank sends for it with the ring algorithm."""
-    kind = str(node.target).split(".")[1].replace("_into_tensor", "").removesuffix("_out").removesuffix("_tensor")
-    kind = kind.rstrip("_")
+    kind = collective_kind(node.target)
+    assert kind is not None, f"%{node.name} is a collective"
     n = local.mesh.axis_size(str(node.args[-1]))
     whole = meta.tensor(node_at(node, 0))
     assert whole is not None, f"{node.name} has no input shape"

@@ -1,4 +1,4 @@
-"""From measured times to the `Hardware` that fits them, with how far the fit is from what was measured."""
+"""Fits a `Hardware` to the measured times of a job, and reports the error of the fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAIRWISE = ("all_to_all",)
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """One measured collective: by ranks of level `level` at the outermost."""
+    """One measured collective, of a group whose outermost level is number `level`."""
 
     kind: str
     level: int
@@ -37,14 +37,18 @@ class TimedProduct:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a job measured.
+    """The measurements of a job.
 
     Args:
-        device: its name; `memory_bytes` and `host_memory_bytes` that it has for each rank.
+        device: its name.
+        memory_bytes: of the device; `host_memory_bytes` of the host, both for each rank.
         launch_us: of an op on a few elements.
-        moved: bytes read and written by an op on elements, and microseconds, by size; the last is the largest.
-        host_copy: the same for a copy from the device to host memory.
+        moved: bytes read plus written by an elementwise op, and microseconds; the largest last.
+        host_copy: bytes and microseconds of a copy from the device to host memory.
+        products: matrix products by shape and dtype.
         levels: name and ranks of a unit, inner to outer; 0 ranks in the last.
+        sent: collectives by kind, level and size.
+        library: of collectives, as `nccl` or `gloo`.
     """
 
     device: str
@@ -61,7 +65,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class FitError:
-    """How far the fit of `what` is from the measurements: median and largest share, over `count` of them."""
+    """The relative error of the fit of `what` over `count` measurements: median and worst."""
 
     what: str
     count: int
@@ -70,7 +74,7 @@ class FitError:
 
 
 def fit(name: str, measured: Measurements, alone: tuple[Level, ...]) -> tuple[Hardware, list[FitError]]:
-    """The hardware called `name`, and an error for each curve and dtype; with links `alone` if none were measured."""
+    """The hardware `name`, and an error for each curve and dtype. Without measured links, its levels are `alone`."""
     device = _device(measured)
     errors = [_product_error(device, measured, top.dtype) for top in device.ceilings]
     levels: list[Level] = []
@@ -104,7 +108,7 @@ def _device(measured: Measurements) -> Device:
 
 
 def _typical(device: Device, measured: Measurements, top: Ceiling) -> float:
-    """The share of the best rate that makes the mean absolute error of logarithms least: their median."""
+    """The share of the best rate with the least absolute log error: the median share."""
     shares = [
         2.0 * p.b * p.m * p.n * p.k / max(p.us - device.launch_us, 1e-3) / top.flops_per_us
         for p in measured.products
@@ -120,7 +124,7 @@ def _product_error(device: Device, measured: Measurements, dtype: str) -> FitErr
 
 
 def _level(name: str, ranks: int, sent: Sequence[TimedCollective], inner: Sequence[Level], library: str) -> Level:
-    """The link carries what the largest gather says; what starting takes is in the curves."""
+    """The rate of the link is that of the largest all-gather; the curves contain the time to start."""
     gathers = sorted((one.sample for one in sent if one.kind == "all_gather"), key=lambda s: s.size_bytes)
     largest, least = gathers[-1], min(s.us for s in gathers)
     ranks_below = largest.units[0] / largest.units[len(inner)]

@@ -1,4 +1,4 @@
-"""Fits the curve of a collective to measured times: least absolute errors of logarithms, so that sizes count alike."""
+"""Fits the curve of a collective to measured times by least absolute log errors, so that all sizes weigh the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 from .curves import ALGORITHMS, Curve, Regime
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-_MOST = 30.0  # of a figure's logarithm: what the samples say nothing about may run away
+_MOST = 30.0  # bound of a parameter's logarithm: the samples may not determine every parameter
 
 
 @dataclass(frozen=True)
 class TimeSample:
-    """One measured collective: the largest buffer of a rank, the group's units (see `hardware.curves`), microseconds.
-
-    `weight` is how much its error counts.
+    """One measured collective: bytes of the largest buffer of a rank, units of the group (see `hardware.curves`), time,
+    and the weight of its error.
     """
 
     size_bytes: float
@@ -33,8 +32,8 @@ def fit_curve(
 ) -> Curve:  # fmt: skip
     """The curve of two regimes that fits `samples` best on links of `rates` and `latencies`.
 
-    What a rank's own piece costs can be told from what the link carries only by groups of several sizes: with one,
-    `own_bytes_per_us` is used. A single regime is fitted where there are fewer than six samples.
+    Only groups of several sizes separate the cost of a rank's own piece from that of the link: with groups of one size,
+    `own_bytes_per_us` is kept. Fewer than six samples are fitted by a single regime.
     """
     us, weight = np.array([s.us for s in samples]), np.array([s.weight for s in samples])
     carried, hops = np.array([_links(kind, algorithm, s, rates, latencies) for s in samples]).T
@@ -50,7 +49,7 @@ def fit_curve(
         return np.minimum(quick, base + more + late * hops + carried / (rate * (1 + long))) + kept
 
     def loss(p: Array) -> float:
-        # a latency that the samples say nothing about stays that of the link
+        # the last term keeps a latency that the samples do not determine at that of the link
         return float((weight * np.abs(np.log(predicted(p) / us))).sum() / weight.sum() + 1e-4 * np.square(p[1]))
 
     least = float(us.min())
@@ -67,14 +66,14 @@ def fit_curve(
 def _links(
     kind: str, algorithm: str, sample: TimeSample, rates: Sequence[float], latencies: Sequence[float]
 ) -> tuple[float, float]:
-    """Microseconds that the slowest level carries, and that hops take."""
+    """Microseconds of data on the slowest level, and of hops."""
     loads = ALGORITHMS[algorithm](kind, sample.units)
     carried = max(sample.size_bytes * load.share / rate for load, rate in zip(loads, rates, strict=False))
     return carried, sum(load.hops * late for load, late in zip(loads, latencies, strict=False))
 
 
 def simplex(loss: Callable[[Array], float], start: Array, step: float = 0.4, rounds: int = 1500) -> Array:
-    """The minimum of `loss` that Nelder and Mead's method finds from `start`, begun anew once where it stopped."""
+    """A minimum of `loss` by the method of Nelder and Mead from `start`, restarted once from its result."""
     for _ in range(2):
         start = _simplex(loss, start, step, rounds)
     return start

@@ -1,7 +1,7 @@
-"""What a collective takes by its algorithm: how much each level of links carries, and how many hops it makes there.
+"""The time of a collective by its algorithm: the bytes on each level of links, and the hops there.
 
-A group is described by its units: `units[i]` of level i-1 (ranks for i = 0) hold the ranks of the group, the last is 1.
-So 16 ranks on two nodes of 8 are `(16, 2, 1)`, and the same 16 on nodes of their own `(16, 16, 1)`.
+A group is described by its units: `units[0]` is its number of ranks, `units[i]` the number of units of level i-1 over
+which they are spread; the last is 1. 16 ranks on two nodes of 8 are `(16, 2, 1)`, on 16 nodes `(16, 16, 1)`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 @dataclass(frozen=True)
 class Regime:
-    """One way to carry a message: quick to start, or quick to carry.
+    """One protocol of an algorithm, for instance with low latency or with high bandwidth.
 
     Args:
-        base_us: before the first byte moves.
+        base_us: until the first byte moves.
         latency: of a hop, as a multiple of the link's.
         rate: as a share of the link's.
     """
@@ -31,14 +31,14 @@ class Regime:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one collective takes by one algorithm: the least of its regimes, as a library chooses its protocol.
+    """The time of one kind of collective by one algorithm: that of its fastest regime, as a library chooses protocols.
 
     Args:
         kind: one of `KINDS`.
         algorithm: one of `ALGORITHMS`.
         regimes: at least one.
-        own_bytes_per_us: at which a rank copies or adds the piece that it keeps; 0 where that costs nothing.
-        least_ranks: the smallest group that can use it.
+        own_bytes_per_us: rate at which a rank copies or reduces the piece that it keeps; 0 if that costs nothing.
+        least_ranks: of a group that can use the algorithm.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What one level of links does for a collective: the share of the buffer that a link carries, hops in a row."""
+    """The load of a collective on one level: the share of the buffer that a link carries, and the hops in sequence."""
 
     share: float
     hops: float
@@ -62,9 +62,9 @@ Units = Sequence[int]
 def curve_us(
     curve: Curve, size_bytes: float, units: Units, rates: Sequence[float], latencies: Sequence[float]
 ) -> float:
-    """Microseconds of a collective on the largest buffer of a rank, over links of `rates` (bytes per microsecond).
+    """Microseconds of a collective: `size_bytes` of the largest buffer of a rank, `rates` in bytes per microsecond.
 
-    Levels carry at the same time, so the slowest decides; hops follow each other.
+    Levels carry data at the same time, so the slowest one counts. The latencies of hops add up.
     """
     loads = ALGORITHMS[curve.algorithm](curve.kind, units)
     hops = sum(load.hops * latency for load, latency in zip(loads, latencies, strict=False))
@@ -74,8 +74,8 @@ def curve_us(
 
 
 def _ring(kind: str, units: Units) -> list[LinkLoad]:
-    """Every link of the ring carries (n-1)/n of the buffer, twice for an all-reduce. Where a node holds several ranks,
-    so many rings share the traffic between nodes, each over the link of one of them.
+    """Each link of the ring carries (n-1)/n of the buffer, twice for an all-reduce. As many rings as a node has ranks
+    share the traffic between nodes, each over the link of one rank.
     """
     ranks = units[0]
     rounds = 2 if kind == "all_reduce" else 1
@@ -84,7 +84,7 @@ def _ring(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _flat(kind: str, units: Units) -> list[LinkLoad]:
-    """A ring that knows no levels but the outermost that it crosses."""
+    """A ring over links of the outermost level that it crosses."""
     ranks = units[0]
     rounds = 2 if kind == "all_reduce" else 1
     inner = [LinkLoad(0.0, 0) for _ in units[2:]]
@@ -102,15 +102,15 @@ def _tree(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _nvls(kind: str, units: Units) -> list[LinkLoad]:
-    """The switch adds and copies: a rank sends its whole buffer once, and once the piece that it looks after. Between
-    units as a tree.
+    """The switch reduces and multicasts: a rank sends its whole buffer once, and its own reduced piece once. A tree
+    between units.
     """
     inside = units[0] / units[1]
     return [LinkLoad((inside + 1) / inside, 2), *_tree(kind, units)[1:]]
 
 
 def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
-    """Every rank sends each other one its piece, directly."""
+    """Each rank sends one piece directly to each other rank."""
     ranks = units[0]
     return [
         LinkLoad((ranks / over - ranks / under) / ranks, ranks / over - ranks / under) for under, over in _levels(units)
@@ -118,7 +118,7 @@ def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _gloo(kind: str, units: Units) -> list[LinkLoad]:
-    """Gloo's rings; a step scatters by an exchange, and adds up what arrived itself (`backend/rank_binding.py`)."""
+    """Gloo's rings. A step replaces a reduce-scatter by an all-to-all and a local sum (`backend/rank_binding.py`)."""
     return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
 
 

@@ -1,4 +1,4 @@
-"""What one rank's device takes to compute: matrix products by tiles and waves, attention, memory-bound ops by bytes."""
+"""The data sheet of a device, and the time of ops on it: products by tiles and waves, other ops by bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPLITS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Tile:
-    """The piece of a product that one processor makes at a time, and the share of the ceiling that it reaches."""
+    """The block of a product that one processor computes at a time, and the share of the peak that it reaches."""
 
     m: int
     n: int
@@ -21,15 +21,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What products in `dtype` reach.
+    """The rate of products in `dtype`.
 
     Args:
         dtype: float64, float32, tf32, float16, bfloat16 or float8.
         flops_per_us: of the data sheet, dense.
-        tiles: to choose from, the cheapest for a shape; with none, `rate` of the ceiling at any shape.
-        rate: see `tiles`; and what attention reaches, where `attention` is 0.
-        wave_us: that a processor takes for each tile besides its arithmetic.
-        attention: share of the ceiling that fused attention reaches forward; `attention_backward` backward.
+        tiles: of which a product uses the fastest for its shape.
+        rate: share of the peak that a product reaches without `tiles`, and attention without `attention`.
+        wave_us: overhead of a processor for each tile.
+        attention: share of the peak that fused attention reaches in the forward.
+        attention_backward: the same in the backward.
     """
 
     dtype: str
@@ -43,16 +44,20 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device. Times in microseconds, rates in bytes or operations per microsecond.
+    """The data sheet of one rank's device. Times in microseconds, rates in bytes or operations per microsecond.
 
     Args:
-        memory_bytes: of the device; `host_memory_bytes` of host memory there is for each rank.
-        memory_bytes_per_us: of the data sheet, read plus written; ops reach `memory_rate` of it.
+        name: to display.
+        memory_bytes: of the device.
+        memory_bytes_per_us: peak, read plus written.
+        ceilings: peak rates of products by dtype.
+        host_memory_bytes: of the host, for each rank.
         host_bytes_per_us: between device and host.
-        launch_us: of one kernel on the device, however small, behind another one.
-        host_us: that the host takes to start one op when it runs op by op.
+        memory_rate: share of the peak memory rate that ops reach.
+        launch_us: of one kernel, however small, in a stream of kernels.
+        host_us: time of the host to start one op in eager mode.
         processors: that tiles are spread over.
-        contention: how much longer compute takes while a collective runs beside it.
+        contention: how many times longer compute takes while a collective overlaps it.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Device:
     contention: float = 1.0
 
     def ceiling(self, dtype: str) -> Ceiling:
-        """That of `dtype`; of the next wider one that is known where it has none of its own, else the first."""
+        """The ceiling of `dtype`, else of the next wider dtype that has one, else the first."""
         for name in (dtype, *_WIDER.get(dtype, ())):
             for one in self.ceilings:
                 if one.dtype == name:
@@ -85,9 +90,9 @@ class Device:
         return max(memory_us, min(self._tiled_us(top, tile, b, m, n, k) for tile in top.tiles))
 
     def _tiled_us(self, top: Ceiling, tile: Tile, b: int, m: int, n: int, k: int) -> float:
-        """Whole tiles in whole waves: a product that fills a little of its last wave pays for all of it.
+        """Whole tiles in whole waves: the last wave takes its full time, however few tiles it has.
 
-        A few tiles are split along k, which writes and reads partial sums.
+        A product of few tiles is split along k, which writes and reads partial sums.
         """
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
         rate = top.flops_per_us * tile.rate / self.processors
@@ -102,7 +107,7 @@ class Device:
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,
         *, causal: bool = True, backward: bool = False,
     ) -> float:  # fmt: skip
-        """Fused attention of `heads` over `queries` by `keys`; backward makes five products for the forward's two."""
+        """Fused attention without the launch. A backward has five products, a forward two."""
         top = self.ceiling(dtype)
         flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
         rate = (top.attention_backward if backward else top.attention) or top.rate

@@ -1,7 +1,7 @@
-"""Machines by name. Every fitted figure says what it was fitted to; the others are those of data sheets.
+"""Hardware by name. Fitted figures name the data they were fitted to; all others are from data sheets.
 
-Collectives: the two regimes of a curve, its own-piece rate and the latency of a hop are least absolute log errors over
-the published tables that `sources` name (`benchmarks/accuracy.md` has their errors, with rows held out).
+The two regimes of a curve, its own-piece rate and the latency of a hop have the least absolute log errors over the
+published tables in `sources` (`benchmarks/accuracy.md` has their errors, with rows held out).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _made() -> dict[str, Hardware]:
 
 
 def names() -> tuple[str, ...]:
-    """Names of machines; each also as `NAME+LINK`."""
+    """The names of presets; each also as `NAME+LINK`."""
     return tuple(_made())
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph, operands
-from ..graph.ops import CHEAP
+from ..graph.op_kinds import CHEAP
 from ..layout import Layout
 from ..plan.plan import Plan
 

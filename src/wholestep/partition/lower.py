@@ -16,7 +16,8 @@ from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import GRAD_READY, VIEWS, goes_by_memory, is_pointwise
+from ..graph.op_kinds import VIEWS, goes_by_memory, is_pointwise, packet_name
+from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.plan import Decision, Plan
@@ -311,7 +312,7 @@ def _takes_any_strides(node: Node) -> bool:
         return True
     if goes_by_memory(target):
         return False
-    return is_pointwise(target) or str(target).split(".")[1] in _ANY_STRIDES
+    return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..graph.meta import with_stride
-from ..graph.ops import FREE, costs
+from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
 from ..layout import chunk_range
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
     """Return piece `coordinate` of `parts` along `dim`, as torch.chunk does; a view."""
@@ -62,7 +62,7 @@ def in_order(x: Tensor, order: list[int]) -> Tensor:
     return x.permute(order).contiguous().permute(back)
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
     """Return the first `size` entries along `dim`; a view."""

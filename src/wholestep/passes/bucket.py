@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import CARRIED, FREE, READS_A_PART, costs
+from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
@@ -274,7 +274,7 @@ def made_by(node: Node) -> TensorMeta:
 
 
 # Functions that graphs call. Shapes of pieces that differ between ranks along other axes are known at run time only.
-@costs(CARRIED)
+@priced_like(BUCKET_COPIES)
 def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
     """All pieces in one row, ordered by destination: first the parts for the first of `parts` ranks."""
     if parts == 1:
@@ -282,7 +282,7 @@ def join_rows(pieces: Sequence[Tensor], parts: int) -> Tensor:
     return torch.cat([p.reshape(parts, -1) for p in pieces], 1).reshape(-1)
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("nothing")
 def outline(x: Tensor) -> Tensor:
     """A meta tensor with the shape of `x`."""
@@ -293,15 +293,15 @@ def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...
     return [tuple(o.shape) if isinstance(o, Tensor) else o for o in outlines]
 
 
-@costs(CARRIED)
-@costs(READS_A_PART)
+@priced_like(BUCKET_COPIES)
+@priced_like(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """Tensor `number` of a gathered bucket."""
     shape = _shapes(outlines)[number]
     return rows_of_gather(joined, outlines, number, parts).reshape(parts * shape[0], *shape[1:]).contiguous()
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """Tensor `number` of a gathered bucket, as a view with a row for each rank."""
@@ -309,14 +309,14 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
     return joined.view(parts, -1).narrow(1, sum(prod(o) for o in shapes[:number]), prod(shapes[number]))
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def in_rows(x: Tensor, parts: int) -> Tensor:
     """A contiguous tensor viewed as `parts` rows."""
     return x.view(parts, x.numel() // parts)
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """This rank's piece of tensor `number` of a reduced bucket."""

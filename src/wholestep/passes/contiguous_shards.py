@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, Role, operands
-from ..graph.ops import FREE, costs
+from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares, storages
 from ..graph.verify import is_mutating, is_wait
 from .base import InPlace
@@ -80,7 +80,7 @@ def buckets(local: LocalGraph) -> list[list[int]]:
     return [list(numbers) for numbers in dict.fromkeys(lists)]
 
 
-@costs(FREE)
+@priced_like(FREE)
 @shares("view")
 def side_by_side(pieces: Sequence[Tensor], parts: int) -> Tensor:
     """All pieces in one row: a view where they are adjacent in memory, else a copy."""

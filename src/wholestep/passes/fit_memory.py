@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ..cost.memory import peak_memory
-from ..cost.schedule import simulate
+from ..cost.simulation import simulate
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from .base import Pass, run_passes

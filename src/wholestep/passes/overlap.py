@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..cost.schedule import Clock, left, start
+from ..cost.simulation import Clock, arrivals_after, start
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
@@ -53,7 +53,7 @@ class Overlap(InPlace):
         work = _Work(local, self.hardware, most, {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.hardware, most, left(local, work.clock))
+            work = _Work(local, self.hardware, most, arrivals_after(local, work.clock))
             work.run()
         _order(local.graph, work.order)
         return local if local.across is None else in_one_order(local)
@@ -196,7 +196,7 @@ class _Work:
                     while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
                         self._place_all(_cone(late, self.placed))
                     self._place_all(_cone(needed, self.placed))
-            while self.queue and self.clock.wire <= self.clock.now:
+            while self.queue and self.clock.links_free <= self.clock.now:
                 self._place_all(_cone(heappop(self.queue)[2], self.placed))
         while self.queue:
             self._place_all(_cone(heappop(self.queue)[2], self.placed))
@@ -266,7 +266,7 @@ class _Work:
     def _has_links(self, node: Node) -> bool:
         """True unless a collective along another axis is on the links that `node` needs: it would slow that down."""
         axis, mesh = str(node.args[-1]), self.local.mesh
-        busy = [other for other, until in self.clock.wires.items() if other != axis and until > self.clock.now]
+        busy = [other for other, until in self.clock.link_free.items() if other != axis and until > self.clock.now]
         return not any(self.hardware.shares_links(mesh, axis, other) for other in busy)
 
     def _must_wait(self, gather: Node) -> bool:

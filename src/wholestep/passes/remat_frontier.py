@@ -15,7 +15,7 @@ import numpy as np
 from torch.fx import Node
 
 from ..cost.compute import node_us
-from ..cost.schedule import host_us, sent_us
+from ..cost.simulation import host_us, sent_us
 from ..graph.graph import operands
 from ..graph.storage import Storage
 from ..graph.verify import is_collective, is_wait

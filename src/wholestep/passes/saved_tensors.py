@@ -17,6 +17,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, operands
+from ..graph.op_kinds import is_uninitialized
 from ..graph.storage import Storage, storages
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition import rank_ops
@@ -170,7 +171,7 @@ class SavedTensors:
             return False
         if not _torch.is_op(node.target):
             return node.target in _PURE
-        return not (is_random(node) or is_mutating(node) or node.target.overloadpacket.__name__ in _UNINITIALIZED)
+        return not (is_random(node) or is_mutating(node) or is_uninitialized(node.target))
 
 
 def _mapped(value: Any, one: Callable[[Any], Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, operands, redirect
+from ..graph.op_kinds import is_list_op
 from ..graph.verify import is_wait
 from .base import InPlace
 from .bucket import union
@@ -132,7 +133,7 @@ class _Work:
 
 def _lists(node: Node) -> list[list[Node]]:
     """The lists of tensors, all of one length, that an op over lists takes; empty for other ops."""
-    if not _torch.is_op(node.target) or not node.target.overloadpacket.__name__.startswith(("_foreach_", "_fused_")):
+    if not is_list_op(node.target):
         return []
     found = [cast(list[Any], a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and a]
     lists = [list(a) for a in found if all(isinstance(n, Node) for n in a)]

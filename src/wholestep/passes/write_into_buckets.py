@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, node_at
-from ..graph.ops import CARRIED, FREE, PRODUCTS, WRITES_A_PART, costs
+from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, WRITES_A_PART, priced_like
 from ..graph.storage import shares
 from ..mesh import Mesh
 from .base import InPlace
@@ -109,13 +109,13 @@ def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> boo
 
 
 # Functions that graphs call.
-@costs(FREE)
+@priced_like(FREE)
 def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for the pieces of a bucket."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-@costs(PRODUCTS)
+@priced_like(PRODUCTS)
 @shares("view")
 def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Write `scale * a @ b` into `bucket`, from element `start` on."""
@@ -125,15 +125,15 @@ def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float
     return bucket
 
 
-@costs(PRODUCTS)
+@priced_like(PRODUCTS)
 def part_of_average(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """`scale * a @ b`."""
     made = a.new_empty((a.shape[0], b.shape[1]))
     return torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
 
 
-@costs(CARRIED)
-@costs(WRITES_A_PART)
+@priced_like(BUCKET_COPIES)
+@priced_like(WRITES_A_PART)
 @shares("view")
 def put_pieces(
     bucket: Tensor, sizes: Sequence[int], numbers: Sequence[int], pieces: Sequence[Tensor], scale: float

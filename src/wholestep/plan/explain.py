@@ -59,12 +59,12 @@ def whole_reason(group: Group) -> str:
 
 def moves(
     given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
-) -> Iterator[str]:
-    """Sentences about the operands that are resharded, with the time on `hardware`."""
+) -> Iterator[tuple[str, str]]:
+    """Operands that are resharded, by name: the layouts, the collectives, and their time on `hardware`."""
     for node, before, after in zip(given, have, want, strict=True):
         made = meta.tensor(node)
         if before != after and made is not None:
-            yield f"%{node.name} {_move(made, before, after, mesh, hardware)}"
+            yield node.name, _move(made, before, after, mesh, hardware)
 
 
 def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
@@ -88,11 +88,21 @@ def _steps(path: Path) -> str:
 def _explain_op(plan: Plan, name: str, decision: Decision) -> str:
     """The layouts of one operation, the reasons for them, and the cost of resharding its operands."""
     lines = [f"%{name}  {_takes(decision)}"]
-    lines += [f"  {line}" for line in decision.because or (decision.why,)]
+    lines += [f"  {line}" for line in _reasons(decision)]
     readers = [n for n, d in plan.decisions.items() if name in d.reads]
     if readers:
         lines.append(f"  read by {', '.join('%' + n for n in readers[:8])}{' ...' if len(readers) > 8 else ''}")
     return "\n".join(lines)
+
+
+def _reasons(decision: Decision) -> list[str]:
+    """Why the layouts are as they are, and what is resharded."""
+    found = [*decision.because, *(f"%{name} {text}" for name, text in decision.moves)]
+    return found or [f"gradient of {decision.gradient_of}" if decision.gradient_of else decision.why]
+
+
+def _moves_of(decision: Decision, operand: str) -> list[str]:
+    return [f"%{name} {text}" for name, text in decision.moves if name == operand]
 
 
 def _takes(decision: Decision) -> str:
@@ -128,14 +138,14 @@ def explain(plan: Plan, name: str) -> str:
             lines.append(
                 f"  read by %{reader} as {decision.operands[decision.reads.index(node)].show(given.meta.shape)}"
             )
-            lines += [f"    {line}" for line in decision.because if line.startswith(f"%{node} ")]
-    gradients = [n for n, d in plan.decisions.items() if d.why == f"gradient of {name}"]
+            lines += [f"    {line}" for line in _moves_of(decision, node)]
+    gradients = [n for n, d in plan.decisions.items() if d.gradient_of == name]
     for gradient in gradients if given.role is Role.PARAM else ():
         lines.append(f"  gradient %{gradient}: {plan.decisions[gradient].outputs[0].show(given.meta.shape)}")
         lines += [f"    {line}" for line in plan.decisions[gradient].because]
         for reader, decision in plan.decisions.items():
             if gradient in decision.reads:
-                lines += [f"    %{reader}: {line}" for line in decision.because if line.startswith(f"%{gradient} ")]
+                lines += [f"    %{reader}: {line}" for line in _moves_of(decision, gradient)]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph, operands
+from ..graph.op_kinds import arithmetic
 
 aten = torch.ops.aten
 EMBEDDINGS = (aten.embedding.default,)
@@ -85,7 +86,7 @@ class Modules:
 
     def is_convolution(self, param: str, path: str) -> bool:
         """True for a weight of a convolution: [out, in, ...]."""
-        return any(getattr(u.target, "_overloadpacket", None) in CONVOLUTIONS for u in self.uses(param, path))
+        return any((a := arithmetic(u.target)) and a.kind == "convolution" for u in self.uses(param, path))
 
     def is_in_out(self, param: str, path: str) -> bool:
         """True for a weight stored as [in, out]: its readers do not transpose it, as they do for `Linear`."""

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import operands
-from ..graph.ops import VIEWS
+from ..graph.op_kinds import VIEWS
 from ..rules.find_rule import find_rule
 
 

@@ -29,10 +29,15 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class Decision:
-    """The layouts of one node's operands (in order, lists flattened) and outputs, and the reason for them.
+    """The layouts of the operands (in order, lists flattened) and results of one node, and what decided them.
 
-    `settle`: the layout to which the result is resharded at once. `because`: the reasons as text. `reads`: names of
-    the operands.
+    Args:
+        why: the rule's origin, or the reason why no rule was used.
+        settle: the layout to which the result is resharded at once, for all readers.
+        because: the reasons, to display.
+        reads: names of the operands.
+        moves: operands that are resharded for this node, by name, and how; to display.
+        gradient_of: the parameter, if the node marks its complete gradient.
     """
 
     operands: tuple[Layout, ...]
@@ -41,6 +46,8 @@ class Decision:
     settle: Layout | None = None
     because: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    moves: tuple[tuple[str, str], ...] = ()
+    gradient_of: str = ""
 
     @property
     def given(self) -> tuple[Layout, ...]:

@@ -38,6 +38,8 @@ def encode(plan: Plan) -> dict[str, Any]:
             None if d.settle is None else number(d.settle),
             list(d.because),
             list(d.reads),
+            list(map(list, d.moves)),
+            d.gradient_of,
         ]
         for name, d in plan.decisions.items()
     }
@@ -122,9 +124,10 @@ def _layout(value: Any) -> Layout:
 
 
 def _decision(
-    value: tuple[list[int], list[int], str, int | None, list[str], list[str]], layouts: list[Layout]
+    value: tuple[list[int], list[int], str, int | None, list[str], list[str], list[tuple[str, str]], str],
+    layouts: list[Layout],
 ) -> Decision:
-    operands, outputs, why, settle, because, reads = value
+    operands, outputs, why, settle, because, reads, moves, gradient_of = value
     return Decision(
         tuple(layouts[i] for i in operands),
         tuple(layouts[i] for i in outputs),
@@ -132,6 +135,8 @@ def _decision(
         None if settle is None else layouts[settle],
         tuple(map(str, because)),
         tuple(map(str, reads)),
+        tuple((str(name), str(text)) for name, text in moves),
+        str(gradient_of),
     )
 
 

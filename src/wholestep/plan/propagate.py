@@ -23,14 +23,15 @@ from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Role, node_at, operands
 from ..graph.meta import TensorMeta
-from ..graph.ops import GRAD_READY, VIEWS
+from ..graph.op_kinds import VIEWS
+from ..graph.ops import GRAD_READY
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
 from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from .axis_order import in_order, reduced
-from .explain import cut_reason, moves, partial_reason, settled, whole_reason
+from .explain import cut_reason, partial_reason, settled, whole_reason
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .partial_readers import reads, shrinks
@@ -102,7 +103,7 @@ class _Propagation:
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
         self.targets[node] = (self.situation.homes[str(param)],)
         reads = (node_at(node, 0).name,)
-        return Decision((layout,), (partial,), f"gradient of {param}", reads=reads)
+        return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=str(param))
 
     def _call(self, node: Node) -> Decision:
         given = operands(node)
@@ -142,9 +143,9 @@ class _Propagation:
         self._inherit_targets(node, given)
         if self.scout and node in self.batch_dependent and not pinned:
             outputs = self._if_decomposed(node, given, have, wanted, outputs)
-        because += moves(given, have, wanted, self.situation.mesh, self.situation.hardware) if have != wanted else ()
+        moved = moves(given, have, wanted, self.situation.mesh, self.situation.hardware) if have != wanted else ()
         reads = tuple(n.name for n in given)
-        return Decision(tuple(wanted), tuple(outputs), why, because=tuple(because), reads=reads)
+        return Decision(tuple(wanted), tuple(outputs), why, None, tuple(because), reads, tuple(moved))
 
     def _if_decomposed(
         self, node: Node, given: Sequence[Node], have: Sequence[Layout], wanted: Sequence[Layout], gives: list[Layout]

@@ -11,7 +11,8 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.ops import CHEAP, GRAD_READY, PRODUCTS, is_pointwise
+from ..graph.op_kinds import CHEAP, PRODUCTS, is_pointwise
+from ..graph.ops import GRAD_READY
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout

@@ -8,6 +8,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph, node_at
+from ..graph.op_kinds import is_batch_norm_in_training
 
 aten = torch.ops.aten
 _SCALE = {
@@ -20,12 +21,6 @@ _SCALE = {
     aten.add.Tensor,
 }
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
-_BATCH_NORMS = (
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten.cudnn_batch_norm,
-)
 _SUMMED = "summed loss", "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch"
 _WEIGHTED = "weighted mean", "each rank divides by its own count: ranks with fewer tokens weigh more for each token"
 _CLASS_WEIGHTED = "class-weighted mean", "each rank divides by the weight of its own batch"
@@ -40,7 +35,7 @@ def differences(graph: TrainGraph) -> tuple[str, ...]:
         if reason:
             node, (kind, effect) = reason
             found[f"{kind} at {meta.source_line(node) or '%' + node.name}: {effect}"] = None
-    training = [n for n in by_name.values() if _packet(n) in _BATCH_NORMS and True in n.args]
+    training = [n for n in by_name.values() if is_batch_norm_in_training(n.target) and True in n.args]
     if training:
         where = meta.source_line(training[0]) or "%" + training[0].name
         found[f"batch norm at {where}: each rank normalizes over its own batch, one device over the whole"] = None

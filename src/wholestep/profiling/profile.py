@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..cost.memory import bytes_held, peak_memory
-from ..cost.schedule import SimulationResult, kind_of
+from ..cost.simulation import SimulationResult, kind_of
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..cost.schedule import kind_of
+from ..cost.simulation import kind_of
 from ..cost.timeline import COMPUTE, WAIT, Timeline, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph, node_at

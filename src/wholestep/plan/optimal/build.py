@@ -12,7 +12,8 @@ from ...cost.compute import node_us
 from ...graph import meta
 from ...graph.graph import Input, Role, TrainGraph, node_at, operands
 from ...graph.meta import TensorMeta
-from ...graph.ops import GRAD_READY, VIEWS
+from ...graph.op_kinds import VIEWS
+from ...graph.ops import GRAD_READY
 from ...layout import REPLICATED, AxisState
 from ...rules.find_rule import find_rule
 from ..propagation_inputs import moving

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from ...graph.meta import TensorMeta
+from ...graph.op_kinds import is_list_op
 from ..call import Call, Slot
 from ..dsl import row
 from ..registry import FAMILIES, Bind, Function
@@ -22,8 +23,7 @@ NORMS: dict[object, str] = {1: "norm1", 2: "norm2", float("inf"): "max"}
 @FAMILIES.append
 def on_lists(target: Any) -> Function | None:
     """Ops of torch on lists, and its fused optimizers."""
-    packet = getattr(target, "_overloadpacket", None)
-    return by_entry if getattr(packet, "__name__", "").startswith(("_foreach_", "_fused_")) else None
+    return by_entry if is_list_op(target) else None
 
 
 def by_entry(call: Call) -> Bind | None:

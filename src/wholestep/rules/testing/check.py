@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import _torch
 from ...errors import RuleError, WholestepError
-from ...graph.ops import goes_by_memory
+from ...graph.op_kinds import goes_by_memory, is_uninitialized
 from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
 from ..call import Call
@@ -191,7 +191,7 @@ class OpCase:
     @property
     def random(self) -> bool:
         """True if values cannot be compared: random numbers and uninitialized memory."""
-        return self.draws or "empty" in str(self.target)
+        return self.draws or is_uninitialized(self.target)
 
     def run(self, tensors: Sequence[Tensor], form: int = 0) -> tuple[Tensor | None, ...]:
         """The outputs for other operands, in memory layouts by `laid_out`."""
