@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
-from wholestep.backend.rank_binding import funcol, gather
+from wholestep.backend.gloo.collectives import funcol, gather
 
 IN_FLIGHT = 8
 

@@ -111,7 +111,7 @@ def _kept(rank: int, world: int, style: str) -> list[set[int]]:
     found: list[set[int]] = []
     for number in range(5):
         step(model, optimizer, torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * number + rank)))
-        found.append({one.memory.data_ptr() for one in step._installer.backend.buffers.buffers})  # pyright: ignore[reportPrivateUsage]
+        found.append({one.memory.data_ptr() for one in step.options.backend.buffers.buffers})
     return found
 
 

@@ -242,7 +242,8 @@ def test_a_model_on_another_device():
             ws.PlanError,
             [
                 "DataParallel(style='zero4')",
-                "  needed: style one of 'replicate', 'zero1', 'zero2', 'fully_shard', 'default', 'hybrid'",
+                "  needed: style one of 'replicate', 'zero1', 'zero2', 'fully_shard', 'default', "
+                "'hybrid' or a function",
                 "  next: correct the name",
             ],
         ),

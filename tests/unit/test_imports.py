@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
-SUPPORT = "units graph mesh layout precision rules hardware cost reshard dtensor errors _torch"
+SUPPORT = "units graph mesh layout precision rules hardware cost reshard dtensor errors tuning _torch"
 STAGES = "capture plan partition passes backend auto ddp collectives distributed cache profiling runtime checkpoint"
 READERS = "cli __main__"
 

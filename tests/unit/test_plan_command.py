@@ -14,6 +14,7 @@ from wholestep.auto import batches as auto_batches
 from wholestep.cli import app, hf
 from wholestep.cli.hf import ModelSpec, build, presets
 from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
+from wholestep.tuning import table
 
 NEEDS_HF = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 
@@ -403,6 +404,15 @@ def test_passes_are_listed_with_what_they_do():
     given = ws.pipeline(ws.Hardware.preset("dgx-h100"), schedule="across_steps", memory_bytes="1GiB")
     assert [row.split()[0] for row in rows] == [type(one).__name__ for one in given]
     assert all(len(row.split("  ", 1)[1].strip()) > 20 for row in rows), "each says what it does"
+
+
+def test_verbose_prints_the_tuned_thresholds(step: str):
+    code, plain = run(f"{step}:four")
+    assert code == 0
+    assert table() not in plain
+    code, text = run(f"{step}:four", "--verbose")
+    assert code == 0
+    assert text.endswith(f"\n\n{table()}\n")
 
 
 def test_the_program_is_shown_after_a_pass(step: str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -15,10 +14,11 @@ from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..plan.data_parallel import DataParallel, Style
+from ..plan.data_parallel import DataParallel
 from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
+from ..plan.storage_styles import STYLES
 from ..plan.strategy import Strategies
 from ..plan.tensor_parallel import TensorParallel
 from ..units import parse_bytes
@@ -75,7 +75,7 @@ class Auto:
     hardware: Hardware | None = None
     tensor: TensorParallel | None = None
     data: DataParallel = field(default_factory=DataParallel)
-    styles: Sequence[Style] | None = None
+    styles: Sequence[str] | None = None
     recompute: bool = True
     solve: bool = True
     solved_meshes: int = 3
@@ -88,11 +88,17 @@ class Auto:
             raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
-        known = [style for style in get_args(Style) if style != "default"]
+        known = [style.name for style in STYLES.values() if style.searched]
         wrong = [style for style in self.styles or () if style not in known]
         if wrong or (self.styles is not None and (isinstance(self.styles, str) or not self.styles)):
             raise PlanError(
                 f"Auto(styles={self.styles!r})", f"some of {', '.join(map(repr, known))}", "correct the names"
+            )
+        if not isinstance(self.data.style, str):
+            raise PlanError(
+                f"Auto(data=DataParallel(style={self.data.kind.name}))",
+                f"no style: Auto chooses among {', '.join(known)}",
+                "leave out the style, or give the DataParallel as parallel=",
             )
 
     @property
@@ -215,11 +221,11 @@ class Auto:
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
         grouped = "shard" in mesh.names
         found = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
-        return [(mesh, t) for t in found if self._allows(t) and (_style(t) == "hybrid") == grouped]
+        return [(mesh, t) for t in found if self._allows(t) and _is_grouped(t) == grouped]
 
     def _allows(self, template: Template) -> bool:
-        style = _style(template)
-        return self.styles is None or style is None or style in self.styles
+        data = _data(template)
+        return self.styles is None or data is None or data.style in self.styles
 
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
@@ -264,7 +270,12 @@ def _compute_axis(mesh: Mesh) -> str | None:
     return None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
 
 
-def _style(template: Template) -> Style | None:
+def _data(template: Template) -> DataParallel | None:
     given = template.strategies
     parts = given if isinstance(given, tuple) else ()
-    return next((part.style for part in parts if isinstance(part, DataParallel)), None)
+    return next((part for part in parts if isinstance(part, DataParallel)), None)
+
+
+def _is_grouped(template: Template) -> bool:
+    data = _data(template)
+    return data is not None and data.kind.grouped

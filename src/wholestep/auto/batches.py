@@ -11,10 +11,11 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
+from ..tuning import TUNING
 from .auto import Auto
 from .search import Considered, Found, Watch
 
-ENOUGH = 0.03
+ENOUGH = TUNING.doubling_gain
 """Sizes are doubled for as long as that makes a sequence faster by so much: what follows saves less than this."""
 
 

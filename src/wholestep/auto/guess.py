@@ -26,13 +26,13 @@ def _sent(mesh: Mesh, strategies: Strategies, size: float) -> list[tuple[str, fl
     axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1] if data is not None else []
     if data is None or not axes:
         return []
-    if data.style == "replicate":
+    if not data.kind.shards_state:
         return [("all_reduce", size, mesh, axis) for axis in axes]
-    cut = axes[-1:] if data.style == "hybrid" else axes
+    cut = axes[-1:] if data.kind.grouped else axes
     kinds = ["reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])]
     found = list[tuple[str, float, Mesh, str]]()
     for axis in reversed(cut):
         found += [(kind, size, mesh, axis) for kind in kinds]
         size /= mesh.axis_size(axis)
-    rest = axes[:-1] if data.style == "hybrid" else []
+    rest = axes[:-1] if data.kind.grouped else []
     return [*found, *(("all_reduce", size, mesh, axis) for axis in rest)]

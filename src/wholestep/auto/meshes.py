@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
+from ..tuning import TUNING
 
 _OPEN = "auto"
-_NODES = (1, 8)
+_NODES = TUNING.nodes_in_a_group
 
 
 def is_open(mesh: Mesh) -> bool:

@@ -17,20 +17,18 @@ from ..plan.optimal.cuts import Cuts
 from ..plan.optimal.find import Solved, find
 from ..plan.optimal.mixed import Mixed
 from ..plan.optimal.prices import Prices
-from ..plan.optimal.storage import AGAIN, GROUPED, GROUPED_AGAIN, KEPT, REPLICATE, STORAGES, ZERO1, Storage
+from ..plan.optimal.storage import STORAGES, Storage, storages_of
 from ..plan.optimal.tensor import asked as asked_of
+from ..plan.storage_styles import STYLES
 from ..plan.strategy import Strategies, Strategy
 from ..plan.tensor_parallel import TensorParallel
+from ..tuning import TUNING
 from .templates import Template
 from .wanted import Wanted
 
-_OF_STYLE: dict[str, tuple[Storage, ...]] = {
-    "replicate": (REPLICATE,), "zero1": (ZERO1,), "zero2": (ZERO1,), "fully_shard": (KEPT, AGAIN),
-    "hybrid": (GROUPED, GROUPED_AGAIN),
-}  # fmt: skip
-_CLOSELY, _ROUGHLY = 0.005, 0.02
+_CLOSELY, _ROUGHLY = TUNING.close_gap, TUNING.rough_gap
 """By how much a solution may be longer than the shortest step, by the model."""
-_TIGHTER = (1.0, 0.8)
+_TIGHTER = TUNING.solved_budgets
 """Parts of the budget that are solved for: the model does not count what ops hold while they run."""
 
 
@@ -65,8 +63,10 @@ class Programs:
     @property
     def storages(self) -> tuple[Storage, ...]:
         """Ways in which parameters may be stored."""
-        allowed = {s for style in self.styles or _OF_STYLE for s in _OF_STYLE.get(style, ())}
-        return tuple(s for s in STORAGES if s in allowed and (len(self.axes) > 1 or not s.grouped)) if self.axes else ()
+        if not self.axes:
+            return ()
+        allowed = {s for style in STYLES.values() if style.name in (self.styles or STYLES) for s in storages_of(style)}
+        return tuple(s for s in STORAGES if s in allowed and (len(self.axes) > 1 or not s.grouped))
 
     def templates(self) -> list[Template]:
         """Candidates, the best by the model first; those that differ from each other."""

@@ -21,6 +21,7 @@ from ..plan.make_plan import bytes_at_rest, plan
 from ..plan.optimal.find import Solved
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, compose
+from ..tuning import TUNING
 from .costs import Costs, costs_of, fingerprint, least
 from .fit import Finish
 from .guess import guess_us
@@ -33,7 +34,7 @@ Fate = Literal["chosen", "slower", "bounded", "same", "rest", "peak", "no plan"]
 PRUNED: tuple[Fate, ...] = ("bounded", "same", "rest")
 Watch = Callable[[str], None]
 _INFINITE = float("inf")
-SURE, SURE_BYTES = 0.02, 0.35
+SURE, SURE_BYTES = TUNING.sure_share, TUNING.sure_bytes_share
 """By how much extrapolated seconds and bytes may be off: what is nearer to the best is simulated with all layers."""
 
 

@@ -20,12 +20,13 @@ from ..plan.data_parallel import DataParallel
 from ..plan.make_plan import bytes_at_rest
 from ..plan.plan import Plan
 from ..plan.strategy import Resting, Strategies, Strategy
+from ..tuning import TUNING
 from .costs import Costs, Least, costs_of
 from .fit import Finish
 
-FEWEST = (2, 3)
-_BUCKETS = 3
-_WORTH = 0.5
+FEWEST = TUNING.folded_layers
+_BUCKETS = TUNING.folded_buckets
+_WORTH = TUNING.folded_share
 
 
 @dataclass

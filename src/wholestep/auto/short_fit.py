@@ -21,10 +21,11 @@ from ..passes.recompute import held_by
 from ..passes.remat_frontier import choices
 from ..passes.rematerialize import made_again
 from ..passes.saved_tensors import SavedTensors
+from ..tuning import TUNING
 from .fit import Finish
 from .short import Short
 
-_NEARLY = 0.99
+_NEARLY = TUNING.nearly_fits
 _COPY = torch.ops.aten.clone.default
 Kind = int
 

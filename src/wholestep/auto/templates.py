@@ -11,6 +11,7 @@ from ..errors import WholestepError
 from ..mesh import Mesh
 from ..plan.data_parallel import DataParallel
 from ..plan.optimal.find import Solved
+from ..plan.storage_styles import STYLES
 from ..plan.strategy import Strategies, Strategy
 
 
@@ -58,13 +59,13 @@ def templates(
 
 
 def _styles(axes: tuple[str, ...], base: DataParallel) -> Iterator[tuple[str, DataParallel]]:
-    for style in ("replicate", "zero1", "zero2"):
-        data = replace(base, style=style, axis=axes, reshard_after_forward=None)
-        yield f"{style} on {','.join(axes)}", data
-    for style in ("fully_shard", "hybrid") if len(axes) > 1 else ("fully_shard",):
-        for again, how in ((False, "kept"), (True, "gathered again")):
-            data = replace(base, style=style, axis=axes, reshard_after_forward=again)
-            yield f"{style}, {how} on {','.join(axes)}", data
+    for style in STYLES.values():
+        if not style.searched or (style.grouped and len(axes) < 2):
+            continue
+        ways = ((False, ", kept"), (True, ", gathered again")) if style.gathers_parameters else ((None, ""),)
+        for again, how in ways:
+            data = replace(base, style=style.name, axis=axes, reshard_after_forward=again)
+            yield f"{style.name}{how} on {','.join(axes)}", data
 
 
 def batches(strategies: Strategies, mesh: Mesh) -> int:

@@ -14,19 +14,9 @@ from ..errors import ConstraintError, PlanError, WholestepError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
-from ..plan.data_parallel import STYLES, DataParallel
+from ..plan.data_parallel import DataParallel, stored
 from ..plan.optimal.mixed import Mixed
-from ..plan.optimal.storage import (
-    AGAIN,
-    GROUPED,
-    GROUPED_AGAIN,
-    KEPT,
-    REPLICATE,
-    STORAGES,
-    ZERO1,
-    Storage,
-    of_style,
-)
+from ..plan.optimal.storage import STORAGES, Storage, of_style
 from ..plan.optimal.wishes import Wishes, shown, wishes
 from ..plan.plan import Decision, Plan
 from ..plan.tensor_parallel import TensorParallel
@@ -94,7 +84,7 @@ class Wanted:
             allowed = self.storages(graph, mesh, data.axes(mesh))
         except WholestepError as error:
             return replace(template, strategies=error)
-        own = of_style(data.style, data.reshard_after_forward)
+        own = of_style(data.kind, data.reshard_after_forward)
         storage = {name: _nearest(own, ways).name for name, ways in allowed.items() if own not in ways}
         if not storage:
             return template
@@ -185,7 +175,7 @@ def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
 
 def _keeps(given: Input, storage: Storage, mesh: Mesh, axes: tuple[str, ...], asked: Mapping[str, Wishes]) -> bool:
     """True where a parameter that is stored so rests as is wanted along `axes`."""
-    rest = STYLES[storage.name.partition(",")[0]](given, replicated(len(given.meta.shape)), mesh, axes)
+    rest = stored(storage.style, given, replicated(len(given.meta.shape)), mesh, axes)
     for axis, one in asked.items():
         if given.name in one.states and rest.param.state(axis) != one.states[given.name][0]:
             return False
@@ -196,8 +186,11 @@ def _keeps(given: Input, storage: Storage, mesh: Mesh, axes: tuple[str, ...], as
 
 def _nearest(own: Storage, ways: Sequence[Storage]) -> Storage:
     """Of the ways that are allowed, the one that is most like a style's own."""
-    order = (own, GROUPED_AGAIN if own.again else GROUPED, AGAIN if own.again else KEPT, ZERO1, REPLICATE)
-    return next((way for way in order if way in ways), ways[0])
+
+    def difference(way: Storage) -> tuple[bool, bool, bool, bool, bool]:
+        return way != own, way.whole_state, way.whole, way.again != own.again, not way.grouped
+
+    return min(ways, key=difference)
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from ..graph.graph import Input, Role, operands
 from ..graph.verify import is_collective
 from ..partition.rank_ops import drawn, to_device, to_host
 from ..rules.registry import is_random
+from ..tuning import TUNING
 from .eager import eager
+from .gloo.collectives import gather, swap
 from .protocol import NodeClock, Run
-from .rank_binding import gather, swap
 from .tensorize_numbers import as_tensors, following, in_single_precision
 
-WARM_CALLS, MOST_RECORDINGS = 2, 8
+WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
 _BROUGHT = (Role.BATCH, Role.HYPER)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 Replay = Callable[[], None]

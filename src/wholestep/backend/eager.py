@@ -15,7 +15,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input, function_of, operands
 from ..graph.verify import is_mutating, is_wait
-from .buffers import Buffers, with_buffers
+from .gloo.buffers import Buffers, with_buffers
 from .protocol import NodeClock, Run
 
 

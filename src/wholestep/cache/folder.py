@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ..tuning import TUNING
 from .choices import Choices
 from .key import Key, digest
 
 FORMAT, VERSION = "wholestep.choices", 4
 ENDING = ".choices.json"
-MOST_FILES = 256
-_LOOKED_AT = 16
+MOST_FILES = TUNING.cached_files
+_LOOKED_AT = TUNING.compared_files
 
 
 class DamagedError(Exception):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from wholestep.graph.gc_control import collector_paused
+from wholestep.tuning import table
 
 from . import batch_search, output_files, planning
 from . import what_if_options as what_ifs
@@ -15,6 +16,7 @@ from .constraint_options import wishes
 from .planning import Done, PlanRequest
 from .screen import Screen, staged
 from .target import (
+    FULLY_SHARD,
     RETURNS,
     Hf,
     Layers,
@@ -101,6 +103,7 @@ def plan(
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
     ] = None,
     what_if: _WhatIf = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the tuned thresholds too.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
@@ -142,8 +145,10 @@ def plan(
             chooser = planning.chooser(shown, asked, memory, wishes(pin or [], whole or []))
             done, wanted = planning.chosen(shown, asked, chooser, sizes, wanted)
         else:
-            done = planning.planned(shown, asked, style or Style.fully_shard)
+            done = planning.planned(shown, asked, style or FULLY_SHARD)
     typer.echo(done.text)
+    if verbose:
+        typer.echo(f"\n{table()}")
     cases: list[WhatIf] = []
     with working() as shown:
         output_files.written(out, lambda path: path.write_text(done.as_json), shown.note)

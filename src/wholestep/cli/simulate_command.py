@@ -9,6 +9,7 @@ import typer
 from . import output_files
 from .screen import Screen, staged
 from .target import (
+    FULLY_SHARD,
     Batch,
     Hf,
     Layers,
@@ -40,7 +41,7 @@ def simulate(
     mesh: Annotated[
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
-    style: Annotated[Style, typer.Option(help="The data-parallel style.")] = Style.fully_shard,
+    style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = FULLY_SHARD,
     hardware: Annotated[
         str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
     ] = "dgx-h100",

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 from rich.console import Console
 
+from wholestep.plan.storage_styles import STYLES
+
 from .screen import Screen, screen
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
     from wholestep.hardware.hardware import Hardware
 
-Style = StrEnum("Style", ["fully_shard", "replicate", "zero1", "zero2", "default", "hybrid"])
+Style = StrEnum("Style", list(STYLES))
+FULLY_SHARD = Style("fully_shard")
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
 Hf = Annotated[

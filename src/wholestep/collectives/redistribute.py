@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..backend.eager import eager
+from ..backend.gloo.collectives import exchanges
 from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..dtensor import layout_from
@@ -77,7 +78,7 @@ _Key = tuple[Layout, Layout, tuple[int, ...], torch.dtype, str, Mesh]
 @lru_cache(maxsize=4096)
 def _runner(key: _Key, groups: tuple[tuple[str, str], ...], coordinate: tuple[tuple[str, int], ...]) -> Run:
     """The program of a reshard, compiled for one rank."""
-    return eager(bind(program(*key), dict(coordinate), dict(groups), exchange=key[4].startswith("cpu")))
+    return eager(bind(program(*key), dict(coordinate), dict(groups), exchange=exchanges(key[4])))
 
 
 def _layout(given: Placed, mesh: Mesh, shape: tuple[int, ...]) -> Layout:

@@ -13,9 +13,10 @@ from ..graph.op_kinds import Collective, collective_kind
 from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
+from ..tuning import TUNING
 from .compute import node_us, peak_us
 
-_MOST_STOLEN = 0.9  # share of compute that collectives can steal: the rest keeps the simulated step finite
+_MOST_STOLEN = TUNING.most_slowed_share
 
 
 @dataclass

@@ -16,8 +16,9 @@ from .. import _torch, dtensor
 from ..collectives.mesh_position import MeshPosition, place
 from ..layout import Layout, chunk_range
 from ..mesh import Mesh
+from ..tuning import TUNING
 
-MOST_BYTES = 64 << 20  # the result of one all-gather, which is live beside the gathered tensors
+MOST_BYTES = TUNING.gathered_piece_bytes
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:

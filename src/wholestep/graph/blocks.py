@@ -9,12 +9,13 @@ from typing import Any, cast
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ..tuning import TUNING
 from . import meta
 from .graph import Input, Role, TrainGraph, operands
 from .lists import ListCalls, first_list
 from .ops import GRAD_READY
 
-LEAST = 3
+LEAST = TUNING.fewest_layers
 Names = Callable[[str], str]
 Place = tuple[int, int]
 

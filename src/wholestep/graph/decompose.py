@@ -15,12 +15,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
+from ..tuning import TUNING
 from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph, copy_node, node_at
 from .verify import check_train_graph
 
-ROUNDS = 4
+ROUNDS = TUNING.expand_rounds
 
 
 def can_expand(node: Node) -> bool:

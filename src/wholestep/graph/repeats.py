@@ -23,14 +23,15 @@ from itertools import pairwise
 
 from torch.fx import Node
 
+from ..tuning import TUNING
 from . import meta
 from .blocks import LEAST, NoRepeatsError, check_blocks, shape_of
 from .graph import Input, Role, TrainGraph, operands
 from .lists import ListCalls
 from .ops import GRAD_READY
 
-_LONGEST = 8
-_SHRINKS = 4
+_LONGEST = TUNING.longest_period
+_SHRINKS = TUNING.dropped_layers
 
 
 @dataclass(frozen=True)

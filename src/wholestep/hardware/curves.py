@@ -118,7 +118,7 @@ def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _gloo(kind: str, units: Units) -> list[LinkLoad]:
-    """Gloo's rings. A step replaces a reduce-scatter by an all-to-all and a local sum (`backend/rank_binding.py`)."""
+    """Gloo's rings. A step replaces a reduce-scatter by an all-to-all and a local sum (`backend/gloo`)."""
     return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from ..tuning import TUNING
 from .work import Work, item_bytes
 
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = TUNING.split_k
 
 
 @dataclass(frozen=True)

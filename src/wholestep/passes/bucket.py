@@ -18,6 +18,7 @@ from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
+from ..tuning import TUNING
 from .base import InPlace
 
 funcol = torch.ops._c10d_functional
@@ -43,8 +44,8 @@ class Bucket(InPlace):
     or out of the bucket would cost more. `SizeBuckets` decides the sizes where `most_bytes` is None.
     """
 
-    most_bytes: int | None = 25 << 20
-    first_bytes: int = 1 << 20
+    most_bytes: int | None = TUNING.bucket_bytes
+    first_bytes: int = TUNING.first_bucket_bytes
     kinds: tuple[str, ...] = tuple(KINDS)
     alone_bytes: int | None = None
 

@@ -10,14 +10,15 @@ from ..graph.graph import BucketSizes, LocalGraph
 from ..hardware.hardware import Hardware
 from ..hardware.work import Work
 from ..mesh import Mesh
+from ..tuning import TUNING
 from .base import Pass
 from .bucket import Carried, carried_by
 
-_PARTS = (1, 8)
-_IN_FLIGHT = 3  # buckets
-_LEAST_BUCKET = 256 << 10
-_SAMPLE = 1 << 20
-_MOST_SUMMED = 64 << 20
+_PARTS = TUNING.bucket_parts
+_IN_FLIGHT = TUNING.buckets_in_flight
+_LEAST_BUCKET = TUNING.smallest_bucket_bytes
+_SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
+_MOST_SUMMED = TUNING.most_summed_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SizeBuckets:
 
     hardware: Hardware = field(default_factory=Hardware.default)
     bucket_bytes: int | None = None
-    first_bucket_bytes: int = 1 << 20
+    first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     whole: Carried | None = None
 
@@ -64,7 +65,8 @@ class SizeBuckets:
             return self.bucket_bytes
         carried, most = self.whole or carried_by(local), self.hardware.bucket_bytes
         if carried.regathered_bytes:
-            most = min(max(carried.regathered_bytes // (4 * _IN_FLIGHT), _LEAST_BUCKET), most)
+            in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
+            most = min(max(in_flight // _IN_FLIGHT, _LEAST_BUCKET), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most)
 
 
@@ -132,7 +134,7 @@ def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
         return _hidden_us(hardware, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
-    while share <= 0.5 and 2 * bucket_bytes <= _MOST_SUMMED:
+    while share <= TUNING.hidden_share and 2 * bucket_bytes <= _MOST_SUMMED:
         bucket_bytes, share = 2 * bucket_bytes, 2 * share
     return bucket_bytes
 

@@ -10,6 +10,7 @@ from ..cost.memory import peak_memory
 from ..cost.simulation import simulate
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
+from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket_sizes import SizeBuckets, tighter
 from .recompute import Peak, budget_error, choose, fitted, held_by
@@ -17,7 +18,7 @@ from .remat_frontier import RematChoice, choices
 from .rematerialize import made_again
 from .saved_tensors import SavedTensors
 
-_HIDDEN = 0.1
+_HIDDEN = TUNING.hidden_gather_share
 """Share of a gather's time that counts as its cost where computing hides most of it."""
 
 

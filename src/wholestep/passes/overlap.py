@@ -17,6 +17,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
 from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
+from ..tuning import TUNING
 from .base import InPlace, batch_dependent
 
 _NEVER = float("inf")
@@ -36,7 +37,7 @@ class Overlap(InPlace):
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
-    in_flight_bytes: int | None = 64 << 20
+    in_flight_bytes: int | None = TUNING.in_flight_bytes
     in_flight: int | None = 1
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)

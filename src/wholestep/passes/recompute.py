@@ -11,14 +11,15 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
 from ..hardware.hardware import Hardware
+from ..tuning import TUNING
 from .reinplace import Reinplace
 from .remat_frontier import RematChoice, choices
 from .rematerialize import made_again
 from .saved_tensors import SavedTensors
 
 Peak = Callable[[LocalGraph], PeakMemory]
-_WORTH, _NEAR = 0.998, 0.01
-_MOST_TRIES = 6
+_WORTH, _NEAR = TUNING.remat_worth, TUNING.remat_near
+_MOST_TRIES = TUNING.remat_tries
 
 
 @dataclass(frozen=True)

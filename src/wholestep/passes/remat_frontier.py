@@ -20,10 +20,11 @@ from ..graph.graph import operands
 from ..graph.storage import Storage
 from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
+from ..tuning import TUNING
 from .saved_tensors import SavedTensor, SavedTensors
 
-_STAGES = 32
-_LEAST_US = 0.01
+_STAGES = TUNING.remat_stages
+_LEAST_US = TUNING.remat_least_us
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Span = tuple[int, int]
 _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recomputed; -1 for the original

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
+from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket import Bucket
 from .bucket_sizes import SizeBuckets
@@ -39,7 +40,7 @@ class Schedule:
 
     hardware: Hardware = field(default_factory=Hardware.default)
     bucket_bytes: int | None = None
-    first_bucket_bytes: int = 1 << 20
+    first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     across_steps: bool = False
 

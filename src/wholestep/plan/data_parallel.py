@@ -1,22 +1,20 @@
-"""Data-parallel styles: each is a choice of where parameters and optimizer state rest."""
+"""Data parallelism: a batch for each rank, and a style by which ranks store parameters and optimizer state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
-from typing import Literal
+from typing import Literal, cast
 
 from ..errors import PlanError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
+from ..tuning import TUNING
 from .plan import Decision
+from .storage_styles import STYLES, StorageStyle, Store, style_named
 from .strategy import BatchCut, Pins, Resting
-
-Style = Literal["replicate", "zero1", "zero2", "fully_shard", "default", "hybrid"]
-
 
 BatchDim = int | Mapping[str, int | None]
 
@@ -27,9 +25,9 @@ class DataParallel:
     and FSDP. `global`: the step computes what one device computes on the whole batch.
 
     Args:
-        style: where parameters and optimizer state rest: `replicate` (DDP), `zero1`, `zero2`, `fully_shard` (ZeRO-3,
-            FSDP), `default` (shard what divides evenly, replicate the rest), `hybrid` (shard on the last axis,
-            replicate on the others).
+        style: how parameters and optimizer state are stored: a name of the table `plan.storage_styles.STYLES`, as
+            `"replicate"` (DDP) and `"fully_shard"` (FSDP); or a function `(parameter, layout, mesh, axes)` that returns
+            the layout of a parameter and the layout of its optimizer state.
         axis: the mesh axis or axes to use; all of them by default.
         reshard_after_forward: gather sharded parameters again for the backward (True), keep them (False), or keep up to
             `keep_gathered_bytes` of them, those that the backward needs first (None).
@@ -50,10 +48,10 @@ class DataParallel:
         >>> step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard", reshard_after_forward=True))
     """
 
-    style: Style = "fully_shard"
+    style: str | Store = "fully_shard"
     axis: str | tuple[str, ...] | None = None
     reshard_after_forward: bool | None = None
-    keep_gathered_bytes: int = 64 << 20
+    keep_gathered_bytes: int = TUNING.keep_gathered_bytes
     semantics: Literal["per_rank", "global"] = "per_rank"
     inputs: Literal["local", "global"] = "local"
     uneven_batches: bool = True
@@ -63,10 +61,13 @@ class DataParallel:
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
-        choices = {
-            "style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
-            "inputs": ("local", "global"),
-        }  # fmt: skip
+        choices = {"semantics": ("per_rank", "global"), "reduce": ("mean", "sum"), "inputs": ("local", "global")}
+        if not callable(self.style) and self.style not in tuple(STYLES):
+            raise PlanError(
+                f"DataParallel(style={self.style!r})",
+                f"style one of {', '.join(map(repr, STYLES))} or a function",
+                "correct the name",
+            )
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise PlanError(
@@ -90,6 +91,11 @@ class DataParallel:
             )
 
     @property
+    def kind(self) -> StorageStyle:
+        """The style with its properties."""
+        return style_named(self.style)
+
+    @property
     def shares_batches(self) -> bool:
         """Under `global`."""
         return self.semantics == "global"
@@ -104,24 +110,28 @@ class DataParallel:
 
         Raises:
             MeshError: an axis does not exist.
-            PlanError: `hybrid` on fewer than two axes.
+            PlanError: a style that needs two axes on one.
         """
         names = mesh.names if self.axis is None else (self.axis,) if isinstance(self.axis, str) else self.axis
         for name in names:
             mesh.axis_size(name)
-        if self.style == "hybrid" and len(names) < 2:
+        if self.kind.grouped and len(names) < 2:
             raise PlanError(
-                f"style 'hybrid' on mesh {mesh} with axes {', '.join(names)}",
+                f"style {self.kind.name!r} on mesh {mesh} with axes {', '.join(names)}",
                 "two axes: one to replicate on and one to shard on",
                 'give mesh="replicate=2,shard=2"',
             )
         return names
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Where each parameter and its optimizer state rest."""
-        choose, axes = STYLES[self.style], self.axes(mesh)
+        """Where each parameter and its optimizer state rest.
+
+        Raises:
+            PlanError: the style is a function, and its layouts cannot be those of a parameter and its state.
+        """
+        axes = self.axes(mesh)
         params = (i for i in graph.inputs if i.role is Role.PARAM)
-        return {i.name: choose(i, before[i.name].param, mesh, axes) for i in params}
+        return {i.name: stored(self.kind, i, before[i.name].param, mesh, axes) for i in params}
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """None: activations stay where the batch puts them."""
@@ -132,7 +142,7 @@ class DataParallel:
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"{self.style} on {', '.join(self.axes(mesh))}, {self.how}"
+        return f"{self.kind.name} on {', '.join(self.axes(mesh))}, {self.how}"
 
     @property
     def how(self) -> str:
@@ -164,38 +174,38 @@ def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
     return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
-def _split(have: Layout, axes: tuple[str, ...]) -> Layout:
-    """Dim 0 cut by all axes, inside what cuts it already; a 0-dim tensor stays whole."""
-    return Layout(((*have.dims[0], *axes), *have.dims[1:])) if have.dims else have
+def stored(style: StorageStyle, given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    """The layouts of a parameter and of its state; `have` is the layout that other strategies give it.
+
+    Raises:
+        PlanError: the style gives something else, or layouts that cannot be those of a parameter and its state.
+    """
+    made = cast(object, style.store(given, have, mesh, axes))
+    pair = tuple(cast(Sequence[object], made)) if isinstance(made, (tuple, list)) else ()
+    wrong = "" if len(pair) == 2 and all(isinstance(one, Layout) for one in pair) else "no pair of layouts"
+    for name, layout in zip(("parameter", "state"), cast(tuple[Layout, ...], () if wrong else pair), strict=False):
+        wrong = wrong or _unfit(name, layout, have, axes)
+    if not wrong and any(set(p) - set(s) for p, s in zip(pair[0].dims, pair[1].dims, strict=True)):  # pyright: ignore
+        wrong = "the parameter is sharded over an axis that does not shard its state"
+    if wrong:
+        raise PlanError(
+            f"style {style.name!r} gives {made} for {given.name!r} of shape {list(given.meta.shape)}: {wrong}",
+            f"(layout of the parameter, layout of its state), each {have} with axes of {', '.join(axes)} added",
+            "correct the function",
+        )
+    return Resting(*cast(tuple[Layout, Layout], pair))
 
 
-def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(have, have)
-
-
-def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(have, _split(have, axes))
-
-
-def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return Resting(_split(have, axes), _split(have, axes))
-
-
-def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    ranks = prod(mesh.axis_size(axis) for axis in axes)
-    rows = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))[:1]
-    return _fully_shard(given, have, mesh, axes) if rows and rows[0] % ranks == 0 else Resting(have, have)
-
-
-def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    return _fully_shard(given, have, mesh, axes[-1:])
-
-
-STYLES: dict[str, Callable[[Input, Layout, Mesh, tuple[str, ...]], Resting]] = {
-    "replicate": _replicate,
-    "zero1": _zero,
-    "zero2": _zero,
-    "fully_shard": _fully_shard,
-    "default": _default,
-    "hybrid": _hybrid,
-}
+def _unfit(name: str, layout: Layout, have: Layout, axes: tuple[str, ...]) -> str:
+    """Why `layout` is not `have` with some of `axes` added, or ''."""
+    if len(layout.dims) != len(have.dims):
+        return f"the layout of the {name} has {len(layout.dims)} dims"
+    if layout.partial != have.partial or layout.varies != have.varies:
+        return f"the layout of the {name} has partial or varying axes"
+    kept = all(new[: len(old)] == old for new, old in zip(layout.dims, have.dims, strict=True))
+    added = [axis for new, old in zip(layout.dims, have.dims, strict=True) for axis in new[len(old) :]]
+    if not kept:
+        return f"the layout of the {name} drops axes of another strategy"
+    if set(added) - set(axes) or len(set(added)) != len(added):
+        return f"the layout of the {name} adds {', '.join(added)}"
+    return ""

@@ -66,7 +66,7 @@ def plan(
     homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = PropagationInputs(
-        graph, mesh, axes, rest, homes, op, options.style == "zero2", per_rank, frozenset(cut), hardware=hardware
+        graph, mesh, axes, rest, homes, op, options.kind.shards_gradients, per_rank, frozenset(cut), hardware=hardware
     )
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision

@@ -30,8 +30,9 @@ from ..reshard import reshard
 from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
+from ..tuning import TUNING
 from .axis_order import in_order, reduced
-from .explain import cut_reason, partial_reason, settled, whole_reason
+from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .partial_readers import reads, shrinks
@@ -39,7 +40,7 @@ from .plan import Decision
 from .propagation_inputs import PropagationInputs, moving, rounding
 
 _PRODUCER = "producer"
-_KEEP_SHARDED = 8.0  # activations move to a sharded parameter unless that costs so many times a gather of the parameter
+_KEEP_SHARDED = TUNING.keep_sharded_factor
 
 
 def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:

@@ -180,7 +180,8 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     Raises:
         PlanError: no strategy, or two data-parallel ones.
     """
-    from .data_parallel import STYLES, DataParallel
+    from .data_parallel import DataParallel
+    from .storage_styles import STYLES
 
     if isinstance(parallel, Strategies):
         return parallel

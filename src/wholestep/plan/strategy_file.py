@@ -22,9 +22,12 @@ _KINDS: dict[str, type] = {
 
 
 def encode(strategies: Strategies | None) -> list[Any] | None:
-    """One value for each strategy; None if one of them is user-defined: such a class cannot be written."""
+    """One value for each strategy; None if one of them is user-defined, or has a function as its style.
+
+    A file that named the class or function would run code from data when it is read.
+    """
     parts = [_with_styles(part) for part in strategies.parts] if strategies else []
-    known = strategies is not None and all(type(part) in _KINDS.values() for part in parts)
+    known = strategies is not None and all(type(part) in _KINDS.values() and not _has_function(part) for part in parts)
     return [_encoded(part) for part in parts] if known else None
 
 
@@ -35,6 +38,10 @@ def decode(values: Sequence[Any] | None) -> Strategies | None:
         TypeError, KeyError, ValueError: not what `encode` writes.
     """
     return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
+
+
+def _has_function(part: Strategy) -> bool:
+    return isinstance(part, DataParallel) and not isinstance(part.style, str)
 
 
 def _with_styles(part: Strategy) -> Strategy:

@@ -15,9 +15,10 @@ from torch import Tensor
 from ..distributed.launch import World
 from ..hardware.hardware import Hardware
 from ..hardware.measured import CollectiveCost
+from ..tuning import TUNING
 from .measure_link import measure_link
 
-_ROUNDS = 9
+_ROUNDS = TUNING.compute_rounds
 
 
 def measure_hardware(world: World) -> Hardware:

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backend.buffers import Buffers
+from ..backend.gloo.buffers import Buffers
 from ..distributed.launch import World
 from ..hardware.measured import CollectiveCost, sent_bytes
+from ..tuning import TUNING
 
-_FEW, _LEAST = 4 << 10, 1 << 20
+_FEW, _LEAST = TUNING.link_few_bytes, TUNING.link_many_bytes
 _SIZES = (
     (4_000.0, 4 << 20, (3, 3)),
     (16_000.0, _LEAST, (6, 3)),
@@ -26,10 +27,10 @@ _SIZES = (
     (float("inf"), _LEAST, (2, 1)),
 )
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
-_OF_WHAT_CAME = 7
-_COMPUTED = 0.8
-_MOST = 4.0
-_SHORT = (1, 24)
+_OF_WHAT_CAME = TUNING.copy_rounds
+_COMPUTED = TUNING.beside_share
+_MOST = TUNING.most_slower
+_SHORT = TUNING.link_repeats
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[..., object]

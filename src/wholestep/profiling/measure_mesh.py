@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backend.rank_binding import add_parts, funcol, gather, swap
+from ..backend.gloo.collectives import add_parts, exchanges, funcol, gather, swap
 from ..errors import MeshError
 from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
 from ..hardware.curve_fit import TimeSample
@@ -135,7 +135,7 @@ def _collective(kind: str, size_bytes: int, unit: _Unit, device: str) -> tuple[C
         "all_to_all": lambda: funcol.all_to_all_single.default(whole, rows, rows, name),
         "broadcast": lambda: funcol.broadcast.default(whole, 0, name),
     }
-    if kind == "reduce_scatter" and device.startswith("cpu"):  # as a step runs it there
+    if kind == "reduce_scatter" and exchanges(device):  # as a step runs it there
         return lambda: add_parts(wait(swap(whole, parts, name)), parts, "sum"), whole.nbytes
     return lambda: wait(runs[kind]()), whole.nbytes
 

@@ -26,8 +26,9 @@ from ..plan.optimal.mixed import Mixed
 from ..plan.plan import Objective, Plan
 from ..plan.strategy import Strategies, Strategy, compose
 from ..plan.tensor_parallel import TensorParallel
+from ..tuning import TUNING
 
-_SEARCH_SECONDS = 0.02  # for each node and candidate, at most: what the first rank takes to choose
+_SEARCH_SECONDS = TUNING.search_seconds
 
 
 @dataclass(frozen=True)

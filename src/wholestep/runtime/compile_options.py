@@ -158,9 +158,9 @@ class StepOptions:
         )
         if chosen.mesh is not None:
             strategies.axes(chosen.mesh)
-        elif strategies.options.style == "hybrid":
+        elif (style := strategies.options.kind).grouped:
             needed = "a mesh of two axes"
-            raise MeshError("style 'hybrid' without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
+            raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
         capture = CaptureOptions(
             mixed_precision=given.mixed_precision,
             offload=given.offload,

@@ -22,6 +22,7 @@ from ..capture.capture import Capture
 from ..distributed.launch import World
 from ..distributed.rendezvous import Calls, Rendezvous
 from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section
+from ..tuning import TUNING
 from . import fingerprints
 from .compile_options import StepOptions
 from .fingerprints import GraphFingerprint, graph_fingerprint
@@ -29,7 +30,7 @@ from .progress import Stages
 from .rank_program import RankProgram
 from .step_inputs import StepInputs
 
-_MOST_BYTES = 4 << 20  # of a call's integers, which another rank may need to capture the step for it
+_MOST_BYTES = TUNING.guarded_call_bytes
 _CANNOT = b"?"
 
 

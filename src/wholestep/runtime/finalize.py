@@ -18,12 +18,13 @@ from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.schedule import Schedule
 from ..profiling.measure_compute import measure_hardware
+from ..tuning import TUNING
 from .compile_options import StepOptions
 from .memory_budget import FirstRankFitting, bound_to_rank, refuse_larger
 from .progress import Stages
 from .rank_program import RankProgram
 
-_SEARCH_SECONDS = 0.1  # for each node, at most: what the first rank takes to fit a step into a budget
+_SEARCH_SECONDS = TUNING.fit_seconds
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..backend.build import compiled
 from ..backend.eager import WaitClock
+from ..backend.gloo.collectives import exchanges
 from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..capture.scheduled_numbers import scheduled
@@ -119,7 +120,7 @@ class Installer:
         )
 
     def _compiled(self, local: LocalGraph, world: World, example_inputs: Sequence[Any]) -> Run:
-        bound = bind(local, world.coordinate, world.groups, exchange=world.device[:3] == "cpu")
+        bound = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device))
         return compiled(self._options.backend, bound, local.inputs, example_inputs, self._clock)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..backend.gloo.collectives import exchanges
 from ..backend.rank_binding import bind
 from ..cost.memory import peak_memory
 from ..distributed.launch import World
@@ -86,5 +87,5 @@ def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
     """The program with the sizes of this rank."""
-    graph = bind(local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
+    graph = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device))
     return replace(local, graph=graph)

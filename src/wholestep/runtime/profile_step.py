@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..backend.build import compiled
+from ..backend.gloo.collectives import exchanges
 from ..backend.rank_binding import bind
 from ..capture.call_structure import take_apart
 from ..cost.timeline import Timeline, timeline
@@ -43,7 +44,7 @@ def profile_step(
         raise PlanError("this step was scheduled for none (one rank, or schedule=None)", needed, "give hardware=")
     world, usual = program.world, program.run
     clock = SpanClock(world.device.startswith("cuda"))
-    bound = bind(program.local, world.coordinate, world.groups, exchange=world.device.startswith("cpu"))
+    bound = bind(program.local, world.coordinate, world.groups, exchange=exchanges(world.device))
     inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
     program.run = compiled(step.options.backend, bound, program.local.inputs, inputs, clock)
     found: list[Timeline] = []

@@ -14,6 +14,7 @@ from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.verify import is_collective
+from ..tuning import TUNING
 from .fingerprints import OPTIMIZERS, option_lines, state_lines
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit
-_ROUNDING = 1e-2  # of the largest value: the distance allowed between values that each rank computes itself
+_ROUNDING = TUNING.checksum_rounding
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

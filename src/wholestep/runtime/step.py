@@ -21,6 +21,7 @@ from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies
+from ..tuning import TUNING
 from . import random_state
 from .batch_sharding import BatchSharder, BatchSizes, batch_sharder
 from .compile_options import StepOptions
@@ -36,7 +37,7 @@ from .step_repr import step_html, step_line
 if TYPE_CHECKING:
     from ..profiling.profile import Profile
 
-MOST_VALUES = 16
+MOST_VALUES = TUNING.most_captures
 
 
 @dataclass(frozen=True)

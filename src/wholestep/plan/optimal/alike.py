@@ -17,8 +17,9 @@ from torch.fx.node import map_arg
 from ...graph import meta
 from ...graph.graph import operands
 from ...graph.ops import GRAD_READY
+from ...tuning import TUNING
 
-_ROUNDS = 3
+_ROUNDS = TUNING.class_rounds
 _NUMBER = re.compile(r"\d+")
 
 

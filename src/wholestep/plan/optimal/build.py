@@ -16,7 +16,9 @@ from ...graph.op_kinds import VIEWS
 from ...graph.ops import GRAD_READY
 from ...layout import REPLICATED, AxisState
 from ...rules.find_rule import find_rule
+from ...tuning import TUNING
 from ..propagation_inputs import moving
+from ..storage_styles import STYLES
 from ..strategy import Pins, States
 from .alike import classes, starred
 from .prices import Move, Prices
@@ -25,7 +27,7 @@ from .storage import Sizes, Storage, share_of
 from .units import Unit, settled, states_of, units
 from .wishes import Wishes
 
-_SMALL = 64 << 10  # bytes: cutting a norm's weight or a bias saves less than its own collectives cost
+_SMALL = TUNING.smallest_sharded_vector_bytes
 _FREE = Wishes().of("")
 
 
@@ -168,7 +170,7 @@ class Build:
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
             sizes = Sizes(size, state_bytes, size if grads else 0.0)
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in asked.ways(given.name) or (Storage("", whole=True, whole_state=True),):
+            for storage in asked.ways(given.name) or (Storage("", STYLES["replicate"]),):
                 load = storage.load(sizes, prices.hardware, prices.mesh, asked.axes)
                 load = replace(load, kept=0.0) if asked.again else load
                 parts = share_of(storage, prices.mesh, asked.axes)

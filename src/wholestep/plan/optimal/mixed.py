@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from ...graph.graph import Role, TrainGraph
 from ...mesh import Mesh
-from ..data_parallel import STYLES, DataParallel
+from ..data_parallel import DataParallel, stored
 from ..strategy import Resting
-from .storage import STORAGES
+from .storage import STORAGES, storage_named
 
 
 @dataclass(frozen=True)
 class Mixed(DataParallel):
     """`DataParallel` whose `style` holds for parameters that `storage` does not name. It names others with the way they
-    are stored: replicate, zero1, fully_shard or hybrid; gathered parameters of the last two are kept or gathered again.
+    are stored, a name of `STORAGES`.
     `said`: what was solved for that, in words; empty where all that `storage` names are exceptions.
     """
 
@@ -28,22 +28,21 @@ class Mixed(DataParallel):
         out, axes = super().resting(graph, mesh, before), self.axes(mesh)
         for given in graph.inputs:
             if given.role is Role.PARAM and given.name in self.storage:
-                choose = STYLES[self.storage[given.name].partition(",")[0]]
-                out[given.name] = choose(given, before[given.name].param, mesh, axes)
+                style = storage_named(self.storage[given.name]).style
+                out[given.name] = stored(style, given, before[given.name].param, mesh, axes)
         return out
 
     @property
     def gathered_again(self) -> tuple[str, ...]:
         """Parameters that are gathered again for the backward, whatever is kept of others."""
-        again = {storage.name for storage in STORAGES if storage.again}
-        return tuple(name for name, how in self.storage.items() if how in again)
+        return tuple(name for name, how in self.storage.items() if storage_named(how).again)
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
         on = ", ".join(self.axes(mesh))
         if self.said:
             return f"each parameter by itself on {on} ({self.shares}), {self.how}"
-        return f"{self.style} on {on} but for some parameters ({self.shares}), {self.how}"
+        return f"{self.kind.name} on {on} but for some parameters ({self.shares}), {self.how}"
 
     @property
     def shares(self) -> str:

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...layout import AxisState
+from ...tuning import TUNING
 
 PHASES = ("forward", "backward", "update")
-EXPOSED = 0.5
-BESIDE = 0.02
+EXPOSED = TUNING.exposed_share
+BESIDE = TUNING.sum_of_streams_share
 Phases = tuple[float, float, float]
 _NONE: Phases = (0.0, 0.0, 0.0)
 

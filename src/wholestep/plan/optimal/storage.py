@@ -8,6 +8,7 @@ from math import prod
 
 from ...hardware.hardware import Hardware
 from ...mesh import Mesh
+from ..storage_styles import STYLES, StorageStyle
 from .prices import bulk_us, copy_us
 from .problem import Load
 
@@ -16,16 +17,28 @@ _FORWARD, _BACKWARD, _UPDATE = range(3)
 
 @dataclass(frozen=True)
 class Storage:
-    """One way to keep a parameter over data-parallel ranks: `whole` parameters, or parts of them; `whole_state`, or
-    parts of it; parts are gathered once and kept, or `again` for the backward. `grouped`: parts over the last axis
-    only, alike on the others.
+    """How data-parallel ranks store a parameter: as `style` does; gathered parameters are kept, or gathered `again` for
+    the backward.
     """
 
     name: str
-    whole: bool = False
-    whole_state: bool = False
+    style: StorageStyle
     again: bool = False
-    grouped: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Every rank (of a group) stores the whole parameter."""
+        return not self.style.gathers_parameters
+
+    @property
+    def whole_state(self) -> bool:
+        """Every rank stores the whole state."""
+        return not self.style.shards_state
+
+    @property
+    def grouped(self) -> bool:
+        """Parts over the last axis only."""
+        return self.style.grouped
 
     def load(self, sizes: Sizes, hardware: Hardware, mesh: Mesh, axes: Sequence[str]) -> Load:
         """What a parameter of these sizes adds to a step of a rank, its axis of tensor parallelism left out."""
@@ -60,22 +73,33 @@ class Sizes:
     grad: float
 
 
-REPLICATE = Storage("replicate", whole=True, whole_state=True)
-ZERO1 = Storage("zero1", whole=True)
-KEPT = Storage("fully_shard, kept")
-AGAIN = Storage("fully_shard, gathered again", again=True)
-GROUPED = Storage("hybrid, kept", grouped=True)
-GROUPED_AGAIN = Storage("hybrid, gathered again", again=True, grouped=True)
-STORAGES = (REPLICATE, ZERO1, KEPT, AGAIN, GROUPED, GROUPED_AGAIN)
+def _storages() -> dict[str, Storage]:
+    """Those of the styles that `Auto` tries. Styles that differ in gradients alone store a parameter alike."""
+    found: dict[str, Storage] = {}
+    for style in (style for style in STYLES.values() if style.searched and not style.shards_gradients):
+        gathered = [Storage(f"{style.name}, kept", style), Storage(f"{style.name}, gathered again", style, again=True)]
+        found |= {one.name: one for one in (gathered if style.gathers_parameters else [Storage(style.name, style)])}
+    return found
 
 
-def of_style(style: str, again: bool | None) -> Storage:
-    """How a style of `DataParallel` keeps most parameters."""
-    if style == "replicate":
-        return REPLICATE
-    if style == "hybrid":
-        return GROUPED_AGAIN if again else GROUPED
-    return ZERO1 if style in ("zero1", "zero2") else AGAIN if again else KEPT
+_BY_NAME = _storages()
+STORAGES = tuple(_BY_NAME.values())
+
+
+def storage_named(name: str) -> Storage:
+    """One of `STORAGES`."""
+    return _BY_NAME[name]
+
+
+def storages_of(style: StorageStyle) -> tuple[Storage, ...]:
+    """How a style keeps most parameters: gathered parameters kept, or gathered again."""
+    flags = (not style.gathers_parameters, not style.shards_state, style.grouped)
+    return tuple(one for one in STORAGES if (one.whole, one.whole_state, one.grouped) == flags)
+
+
+def of_style(style: StorageStyle, again: bool | None) -> Storage:
+    """How a style keeps most parameters; `again`: `reshard_after_forward`."""
+    return storages_of(style)[-1 if again else 0]
 
 
 def share_of(storage: Storage, mesh: Mesh, axes: Sequence[str]) -> int:

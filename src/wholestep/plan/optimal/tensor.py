@@ -77,6 +77,6 @@ def asked(
         elif given.role is Role.BATCH:
             cut = tensor.batch_cut(mesh, given.name, len(given.meta.shape))
             rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
-    storages = (of_style(data.style, data.reshard_after_forward),) if data is not None and axes else ()
+    storages = (of_style(data.kind, data.reshard_after_forward),) if data is not None and axes else ()
     prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
     return Asked(prices, axes, storages, rest, wishes(graph, tensor.pinned, tensor.whole))

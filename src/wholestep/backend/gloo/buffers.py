@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from .. import _torch
-from ..passes import bucket, write_into_buckets
-from .rank_binding import add_parts, gather, swap
+from ... import _torch
+from ...passes import bucket, write_into_buckets
+from ...tuning import TUNING
+from .collectives import add_parts, gather, swap
 
-_LEAST_BYTES = 128 << 10
-"""Smaller memory comes from the heap, which glibc keeps (its first `M_MMAP_THRESHOLD`)."""
-_FITS = 1.25
-_KEPT = 2.0
+_LEAST_BYTES = TUNING.pooled_bytes
+_FITS = TUNING.pool_fit
+_KEPT = TUNING.pool_kept
 
 
 @dataclass(eq=False)
@@ -102,20 +102,20 @@ class Buffers:
         return rows.view(whole)
 
     def gather(self, value: Tensor, parts: int, group: str) -> Tensor:
-        """See `bind.gather`."""
+        """See `collectives.gather`."""
         if value.device.type != "cpu" or value.is_complex():
             return gather(value, parts, group)
         made = self.take(value.numel() * parts, value).view(value.shape[0] * parts, *value.shape[1:])
         return torch.ops._c10d_functional.all_gather_into_tensor_out.default(value, parts, group, out=made)
 
     def swap(self, value: Tensor, parts: int, group: str) -> Tensor:
-        """See `bind.swap`."""
+        """See `collectives.swap`."""
         if value.device.type != "cpu":
             return swap(value, parts, group)
         return _torch.start_exchange(value, self.take(value.numel(), value).view(value.shape), group)
 
     def add_parts(self, value: Tensor, parts: int, op: str) -> Tensor:
-        """See `bind.add_parts`."""
+        """See `collectives.add_parts`."""
         rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
         made = self.take(rows[0].numel(), value).view(rows.shape[1:])
         return add_parts(value, parts, op, made)

@@ -1,0 +1,67 @@
+"""Collectives as gloo runs them best, and without a crash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ...graph import meta
+from ...graph.graph import node_at
+from ...graph.verify import is_wait
+
+funcol = torch.ops._c10d_functional
+
+
+def exchanges(device: str) -> bool:
+    """True where a reduce-scatter runs as an exchange and a local sum: on the CPU."""
+    return device.startswith("cpu")
+
+
+def gather(value: Tensor, parts: int, group: str) -> Tensor:
+    """all_gather_into_tensor, by way of its out variant on the CPU: two of the plain one in flight can crash gloo.
+
+    Each of gloo's two threads stores the name of the operation it completed in one string, without a lock. The plain
+    variant's name, ALLGATHER_COALESCED, is too long to be stored in place: when both threads complete one at once, its
+    memory is freed twice (torch 2.11 and 2.13). The out variant has a short name, as the other collectives here have.
+    """
+    if value.device.type != "cpu" or value.is_complex():
+        return funcol.all_gather_into_tensor.default(value, parts, group)
+    made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
+    return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
+
+
+def to_exchange(graph: Graph, node: Node) -> None:
+    """Parts for all ranks go out in place of a reduce-scatter, and what arrived is added up after the wait."""
+    value, op, parts, group = node.args
+    node.target, node.args = swap, (value, parts, group)
+    meta.set_tensors(node, meta.tensors(node_at(node, 0)))
+    add_up(graph, node, op, parts)
+
+
+def add_up(graph: Graph, node: Node, op: Any, parts: Any) -> None:
+    """Add up the parts that `node`, an exchange or its result in flight, has received."""
+    for wait in [user for user in node.users if is_wait(user)]:
+        with graph.inserting_after(wait):
+            added = graph.call_function(add_parts, (wait, parts, op))
+        meta.copy(wait, added)
+        wait.replace_all_uses_with(added, delete_user_cb=lambda user, added=added: user is not added)
+
+
+def swap(value: Tensor, parts: int, group: str) -> Tensor:
+    """Part number i of `value` goes to rank i of the group."""
+    rows = [value.shape[0] // parts] * parts
+    return funcol.all_to_all_single.default(value, rows, rows, group)
+
+
+def add_parts(value: Tensor, parts: int, op: str, out: Tensor | None = None) -> Tensor:
+    """The sum, average or extreme of the parts that came from all ranks, in the order of the ranks."""
+    rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
+    if op in ("max", "min"):
+        return rows.amax(0) if op == "max" else rows.amin(0)
+    total = torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        total += row
+    return total.div_(parts) if op == "avg" else total

@@ -1,0 +1,97 @@
+"""The data-parallel styles, one row each: how parameters and their optimizer state are stored.
+
+Imports no torch, so that the command line reads the names before it loads anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from ..graph.graph import Input
+    from ..layout import Layout
+    from ..mesh import Mesh
+
+Store: TypeAlias = "Callable[[Input, Layout, Mesh, tuple[str, ...]], tuple[Layout, Layout]]"
+"""From a parameter, its layout, the mesh and data-parallel axes to the layouts of the parameter and its state."""
+
+
+@dataclass(frozen=True)
+class StorageStyle:
+    """A data-parallel style.
+
+    Args:
+        name: as in `DataParallel(style=name)`.
+        store: from a parameter, the layout that other strategies give it, the mesh and the data-parallel axes to the
+            layout of the parameter and the layout of its optimizer state (to which its gradient is reduced).
+        means: the style in a few words.
+        shards_state: most state is sharded; False: gradients are all-reduced and every rank does the whole update.
+        shards_gradients: the gradient of each micro-batch is reduce-scattered at once, and accumulates as a shard.
+        gathers_parameters: most parameters are stored as shards and gathered before use (`reshard_after_forward`).
+        grouped: shards on the last axis and replicates on the others, so it needs two axes.
+        searched: `Auto` tries it.
+    """
+
+    name: str
+    store: Store
+    means: str = ""
+    shards_state: bool = True
+    shards_gradients: bool = False
+    gathers_parameters: bool = False
+    grouped: bool = False
+    searched: bool = True
+
+
+def style_named(given: str | Store) -> StorageStyle:
+    """The style of a name; a function as a style, named `module:function`.
+
+    Only `TensorParallel("auto")` needs to know what such a style stores before it is asked: it expects shards.
+    """
+    if isinstance(given, str):
+        return STYLES[given]
+    function = getattr(given, "__qualname__", type(given).__name__)
+    return StorageStyle(f"{given.__module__}:{function}", given, gathers_parameters=True, searched=False)
+
+
+def _sharded(have: Layout, axes: tuple[str, ...]) -> Layout:
+    """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole."""
+    return replace(have, dims=((*have.dims[0], *axes), *have.dims[1:])) if have.dims else have
+
+
+def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return have, have
+
+
+def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return have, _sharded(have, axes)
+
+
+def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return _sharded(have, axes), _sharded(have, axes)
+
+
+def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    ranks = prod(mesh.axis_size(axis) for axis in axes)
+    rows = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))[:1]
+    return _fully_shard(given, have, mesh, axes) if rows and rows[0] % ranks == 0 else (have, have)
+
+
+def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return _fully_shard(given, have, mesh, axes[-1:])
+
+
+STYLES: dict[str, StorageStyle] = {
+    style.name: style
+    for style in (
+        StorageStyle("replicate", _replicate, "as DDP", shards_state=False),
+        StorageStyle("zero1", _zero, "optimizer state sharded"),
+        StorageStyle("zero2", _zero, "state and accumulated gradients sharded", shards_gradients=True),
+        StorageStyle("fully_shard", _fully_shard, "parameters sharded too: ZeRO-3, FSDP", gathers_parameters=True),
+        StorageStyle("default", _default, "shard where dim 0 divides evenly", gathers_parameters=True, searched=False),
+        StorageStyle("hybrid", _hybrid, "shard on the last axis, replicate on the others: HSDP",
+                     gathers_parameters=True, grouped=True),
+    )
+}  # fmt: skip

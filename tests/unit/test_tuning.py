@@ -1,0 +1,30 @@
+"""The table of thresholds: each has a reason and is read, and no module has a copy."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from wholestep.tuning import TUNING, table
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {path: path.read_text() for path in (ROOT / "src" / "wholestep").rglob("*.py") if path.name != "tuning.py"}
+
+
+@pytest.mark.parametrize("threshold", fields(TUNING), ids=lambda one: one.name)
+def test_a_threshold_has_a_reason_and_is_read(threshold) -> None:
+    assert threshold.metadata["unit"]
+    assert len(threshold.metadata["reason"].split()) > 2
+    decision = threshold.metadata["decision"]
+    assert decision is None or len(list((ROOT / "docs" / "decisions").glob(f"{decision:04}-*.md"))) == 1
+    reads = [path for path, text in SOURCES.items() if re.search(rf"\bTUNING\.{threshold.name}\b", text)]
+    assert reads, f"no module reads {threshold.name}"
+
+
+def test_the_table_shows_all_of_them() -> None:
+    lines = table().splitlines()
+    assert lines[0].split() == ["threshold", "value", "unit", "decision", "reason"]
+    assert [line.split()[0] for line in lines[1:]] == [one.name for one in fields(TUNING)]
+    row = next(line for line in lines if line.startswith("keep_gathered_bytes"))
+    assert row.split()[1:4] == ["64", "MiB", "0004"]
