@@ -1,4 +1,4 @@
-"""Layouts to and from the placements of torch's DTensor."""
+"""Conversion between layouts and the placements of torch's DTensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import _torch
 from .errors import LayoutError
+from .graph.meta import row_major
 from .layout import Layout
 from .mesh import Mesh
 
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    """One placement for each mesh axis. Axes that shard one dim out of mesh order become strided shards."""
+    """Return a placement for each mesh axis. Axes that shard one dim out of mesh order become strided shards."""
     out: list[Any] = []
     for axis in mesh.names:
         state = layout.state(axis)
@@ -31,31 +32,31 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _factor(axis: str, order: Sequence[str], mesh: Mesh) -> int:
-    """How many pieces axes make that cut a dim before `axis` does but stand after it in the mesh."""
+    """Return the number of shards by axes that shard the dim before `axis` but come after it in the mesh."""
     before = order[: order.index(axis)]
     return prod(mesh.axis_size(a) for a in before if mesh.names.index(a) > mesh.names.index(axis))
 
 
 def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
-    """The layout of a DTensor.
+    """Return the layout of a DTensor.
 
     Raises:
-        LayoutError: it lies on another mesh, or its strided shards follow no order of the axes of the mesh.
+        LayoutError: it is on another mesh, or its strided shards match no order of the axes of the mesh.
     """
     if tuple(tensor.device_mesh.shape) != tuple(a.size for a in mesh.axes):
         raise LayoutError(
             f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}",
             f"the mesh of the step, {mesh}",
-            "give plain tensors, or DTensors on that mesh",
+            "pass plain tensors, or DTensors on that mesh",
         )
     return layout_from(tensor.placements, tensor.dim(), mesh)
 
 
 def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
-    """The layout that placements, one for each mesh axis, give a tensor of `ndim` dims.
+    """Return the layout of a tensor of `ndim` dims with these placements, one for each mesh axis.
 
     Raises:
-        LayoutError: their number is wrong, one is no placement of a dim the tensor has, or strided shards follow no
+        LayoutError: their number is wrong, one is not a placement or shards a missing dim, or strided shards match no
             order of the axes of the mesh.
     """
     if len(placed) != len(mesh.axes):
@@ -79,7 +80,7 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
         if not orders:
             raise LayoutError(
                 f"a DTensor placed as {tuple(placed)} on {mesh}",
-                "shards that follow an order of the axes",
+                "strided shards that match an order of the axes",
                 "redistribute it, to Shard() or Replicate() on each axis",
             )
         dims[dim] = orders[0]
@@ -87,10 +88,5 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
 
 
 def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """A DTensor of global `shape` around this rank's piece, in host memory too; no communication."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return _torch.dtensor(local, devices, placements(layout, mesh), shape, strides)
+    """Return a DTensor of global `shape` with this local tensor, which may be in host memory; no communication."""
+    return _torch.dtensor(local, devices, placements(layout, mesh), shape, row_major(shape))

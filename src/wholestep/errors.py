@@ -1,14 +1,14 @@
-"""Every error wholestep raises on purpose: what was met, what was needed, what to do next."""
+"""The errors of wholestep: what was found, what was needed, the next step."""
 
 
 class WholestepError(Exception):
-    """Base of all errors raised on purpose.
+    """Base class of the errors of wholestep.
 
     Args:
-        found: the offender by name and what was found there.
-        needed: what would have been right.
-        next_step: what to do about it.
-        where: the user's source line, `file:line  code`, when one is known.
+        found: the offender by name, and what was found.
+        needed: what was needed.
+        next_step: how to correct it.
+        where: the user's source line, `file:line  code`, if known.
 
     Example:
         >>> try:
@@ -33,37 +33,37 @@ class WholestepError(Exception):
 
 
 class CaptureError(WholestepError):
-    """The step cannot be captured as one graph. `reads_value`: it needs a value that only running it gives."""
+    """The step cannot be captured as one graph. `reads_value`: it reads a value that is known only when it runs."""
 
     reads_value = False
 
 
 class MeshError(WholestepError):
-    """A mesh is malformed, or does not fit the job it is used in."""
+    """A mesh is malformed, or does not fit the process group."""
 
 
 class LayoutError(WholestepError):
-    """A layout does not fit its tensor or its mesh, or cannot be reached."""
+    """A layout does not fit its tensor or mesh, or no reshard leads to it."""
 
 
 class GraphError(WholestepError):
-    """A graph breaks one of its invariants: a defect of a pass or of a user's transformation."""
+    """A graph violates an invariant: a defect of a pass or of a user's transformation."""
 
 
 class PlanError(WholestepError):
-    """No plan can be made, or a plan does not fit the graph it is applied to."""
+    """No plan is possible, or a plan does not fit its graph."""
 
 
 class ConstraintError(PlanError):
-    """A plan is not as its user wants it: something that is pinned rests elsewhere, or what is to be whole is cut."""
+    """A plan violates a constraint of the user: a pinned layout, or a tensor that must not be sharded."""
 
 
 class BudgetError(PlanError):
-    """No plan fits a budget of memory."""
+    """No plan fits the memory budget."""
 
 
 class RuleError(WholestepError):
-    """A sharding rule is malformed, does not fit the call it is applied to, or is wrong about its op."""
+    """A sharding rule is malformed, does not fit a call, or is wrong for its op."""
 
 
 class BackendError(WholestepError):
@@ -71,15 +71,15 @@ class BackendError(WholestepError):
 
 
 class StateError(WholestepError):
-    """The model or the optimizer is not in a state the compiled step can use."""
+    """The model or the optimizer has a state that a compiled step does not support."""
 
 
 class CheckpointError(WholestepError):
-    """A checkpoint is missing, damaged, or belongs to something else."""
+    """A checkpoint is missing, damaged, or does not fit the step."""
 
 
 class CacheError(WholestepError):
-    """The folder of the compile cache cannot be used."""
+    """The directory of the compile cache is unusable."""
 
 
 class RankMismatchError(WholestepError):

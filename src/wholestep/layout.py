@@ -1,4 +1,4 @@
-"""Where one tensor rests on a mesh."""
+"""Layout: how one tensor is distributed over a mesh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
 
 @dataclass(frozen=True)
 class AxisState:
-    """A layout as one mesh axis sees it.
+    """State of a tensor along one mesh axis.
 
-    `R` same everywhere; `S` sharded along `dim`; `P` partial, reduced by `op`; `V` varies, with no global meaning.
+    `R` replicated; `S` sharded along `dim`; `P` partial, to be reduced by `op`; `V` varying, without a global value.
     """
 
     kind: Literal["R", "S", "P", "V"]
@@ -33,7 +33,7 @@ REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes that shard each tensor dim (outermost first), axes that hold partial values, axes along which it varies.
+    """Axes that shard each tensor dim (outermost first), axes with partial values, and axes along which it varies.
 
     Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial` and `varies`.
 
@@ -47,7 +47,7 @@ class Layout:
     varies: tuple[str, ...] = ()
 
     def state(self, axis: str) -> AxisState:
-        """What `axis` does to the tensor."""
+        """Return the state of the tensor along `axis`."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
                 return AxisState("S", dim)
@@ -57,7 +57,7 @@ class Layout:
         return VARIES if axis in self.varies else REPLICATED
 
     def put(self, axis: str, state: AxisState) -> Layout:
-        """This layout with `axis` in another state; a new shard goes innermost."""
+        """Return this layout with `axis` in another state; a new shard is innermost."""
         return _put(self, axis, state)
 
     @property
@@ -67,24 +67,24 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """True when every rank holds the whole, final value."""
+        """True if every rank has the whole, reduced value."""
         return not self.axes
 
     @property
     def is_sharded(self) -> bool:
-        """True when some axis shards a dim."""
+        """True if some axis shards a dim."""
         return any(self.dims)
 
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes that shard some dim, by dim, outermost first."""
+        """Return the axes that shard a dim, by dim, outermost first."""
         return tuple(a for axes in self.dims for a in axes)
 
     def without_partial(self) -> Layout:
-        """This layout with every partial axis reduced to replicated."""
+        """Return this layout with every partial axis replicated."""
         return replace(self, partial=())
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the piece at `coordinate` of a tensor of global `shape`."""
+        """Return the local shape at `coordinate` of a tensor of global `shape`."""
         out: list[int] = []
         for size, axes in zip(shape, self.dims, strict=True):
             for axis in axes:
@@ -93,7 +93,7 @@ class Layout:
         return tuple(out)
 
     def check(self, shape: Sequence[int], mesh: Mesh, name: str = "tensor") -> None:
-        """Raise LayoutError when the layout does not fit a tensor of `shape` on `mesh`."""
+        """Raise LayoutError if the layout does not fit a tensor of `shape` on `mesh`."""
         if len(self.dims) != len(shape):
             raise LayoutError(
                 f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}",
@@ -109,7 +109,7 @@ class Layout:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
 
     def show(self, shape: Sequence[int | str]) -> str:
-        """`33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""
+        """Format as `33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""
         parts = [f"{n}@{','.join(axes)}" if axes else str(n) for n, axes in zip(shape, self.dims, strict=True)]
         parts = parts or ["()"]
         parts += [f"+{a}({op})" for a, op in self.partial]
@@ -122,7 +122,7 @@ class Layout:
 
 @lru_cache(maxsize=1 << 14)
 def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
-    """`Layout.put`: a step has few layouts, and planning asks for each of them often."""
+    """`Layout.put`, cached: a step has few distinct layouts."""
     if layout.state(axis) == state:
         return layout
     dims = tuple(tuple(a for a in axes if a != axis) for axes in layout.dims)
@@ -138,17 +138,17 @@ def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
 
 
 def replicated(ndim: int) -> Layout:
-    """The layout of a tensor that is whole on every rank."""
+    """Return the layout of a replicated tensor."""
     return Layout(((),) * ndim)
 
 
 def sharded(ndim: int, dim: int, *axes: str) -> Layout:
-    """Dim `dim` split by `axes`, outermost first."""
+    """Return the layout with dim `dim` sharded by `axes`, outermost first."""
     return Layout(tuple(axes if d == dim else () for d in range(ndim)))
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of piece `index`, as `torch.chunk` cuts: 11 over 8 gives 2,2,2,2,2,1,0,0."""
+    """Return start and length of piece `index`, as of `torch.chunk`: 11 over 8 gives 2,2,2,2,2,1,0,0."""
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(step, size - start)
@@ -156,10 +156,10 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Extent:
-    """A number of a program that differs between ranks: the length of this rank's piece of a dim, or where it starts.
+    """A rank-dependent number of a program: length or start of a rank's shard of a dim.
 
-    `axes` cut the dim, outermost first, each with its size. `chunks` > 1 asks, of the piece, for the length of the
-    largest of so many pieces (what collectives pad to).
+    `axes` shard the dim, outermost first, each with its size. With `chunks` > 1 it is the length of the largest of
+    `chunks` parts of the shard, to which collectives pad.
 
     Example:
         >>> Extent(11, (("dp", 4),)).at({"dp": 3})
@@ -172,7 +172,7 @@ class Extent:
     start: bool = False
 
     def at(self, coordinate: Mapping[str, int]) -> int:
-        """The number on the rank at `coordinate`."""
+        """Return the number on the rank at `coordinate`."""
         begin, size = 0, self.size
         for axis, parts in self.axes:
             offset, size = chunk_range(size, parts, coordinate[axis])
@@ -187,7 +187,7 @@ class Extent:
 
 
 def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int | Extent:
-    """Length of a rank's piece of a dim: a number where all ranks have the same."""
+    """Return the length of a rank's shard of a dim: a number if it is equal on all ranks."""
     cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
     even = size
     for _, parts in cut:
@@ -198,7 +198,7 @@ def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int |
 
 
 def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
-    """`value` with every `Extent` in it, lists opened, as the number on the rank at `coordinate`."""
+    """Replace each `Extent` in `value`, also in lists, by its number at `coordinate`."""
     if isinstance(value, Extent):
         return value.at(coordinate)
     if isinstance(value, (list, tuple)):
@@ -207,7 +207,7 @@ def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
 
 
 def has_extent(value: Any) -> bool:
-    """True when `value`, lists opened, holds a number that differs between ranks."""
+    """Return whether `value` is or contains an `Extent`."""
     if isinstance(value, (list, tuple)):
         return any(has_extent(v) for v in cast(Sequence[Any], value))
     return isinstance(value, Extent)

@@ -1,9 +1,8 @@
-"""A mesh of ranks: named axes and their sizes. A pure value; no process group is needed."""
+"""A mesh of ranks: named axes and their sizes. Needs no process group."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -68,7 +67,7 @@ class Mesh:
         return tuple(axis.name for axis in self.axes)
 
     def axis_size(self, name: str) -> int:
-        """Size of the axis called `name`.
+        """Return the size of the axis called `name`.
 
         Raises:
             MeshError: there is no such axis.
@@ -83,44 +82,37 @@ class Mesh:
         )
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along each axis."""
+        """Return the position of `rank` along each axis."""
         out: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, out[axis.name] = divmod(rank, axis.size)
         return dict(reversed(out.items()))
 
     def rank(self, coordinate: dict[str, int]) -> int:
-        """The rank at a position (inverse of `coordinate`)."""
+        """Return the rank at a position (inverse of `coordinate`)."""
         rank = 0
         for axis in self.axes:
             rank = rank * axis.size + coordinate[axis.name]
         return rank
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The rank groups that talk to each other along axis `name`, in a fixed order."""
-        size = self.axis_size(name)
+        """Return the groups of ranks that communicate along axis `name`, in a fixed order."""
         others = [range(1) if axis.name == name else range(axis.size) for axis in self.axes]
-
-        def group(corner: tuple[int, ...]) -> Iterator[int]:
-            for i in range(size):
-                yield self.rank(
-                    {axis.name: i if axis.name == name else c for axis, c in zip(self.axes, corner, strict=True)}
-                )
-
-        return tuple(tuple(group(corner)) for corner in product(*others))
+        corners = [dict(zip(self.names, corner, strict=True)) for corner in product(*others)]
+        return tuple(tuple(self.rank({**c, name: i}) for i in range(self.axis_size(name))) for c in corners)
 
     def __str__(self) -> str:
         return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
 
 
 def parse(text: str) -> tuple[Axis, ...]:
-    """Read `"dp=4,tp=2"`."""
+    """Parse `"dp=4,tp=2"`."""
     axes: list[Axis] = []
     for part in text.split(","):
         found = _AXIS.fullmatch(part.strip())
         if not found:
             raise MeshError(
-                f"mesh {text!r}: cannot read {part.strip()!r}",
+                f"mesh {text!r}: cannot parse {part.strip()!r}",
                 'axes as name=size, e.g. "dp=4,tp=2"',
                 f'write "dp={text}", or "auto={text}" to have axes chosen' if text.isdigit() else "correct the text",
             )

@@ -1,4 +1,4 @@
-"""Mixed precision, as a value that capture, planning and plan files share."""
+"""MixedPrecision, the setting that capture, planning and plan files share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class MixedPrecision:
     """Dtypes of FSDP2's mixed precision. Optimizers see the original parameters.
 
     Args:
-        param: dtype in which modules compute; None for that of their parameters.
-        reduce: dtype in which gradients are reduced over ranks; None for the gradient's own.
+        param: dtype in which modules compute; None for the dtype of their parameters.
+        reduce: dtype in which gradients are reduced over ranks; None for the gradient's dtype.
 
     Example:
         >>> half = wholestep.MixedPrecision(torch.bfloat16, torch.float32)

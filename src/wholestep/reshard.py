@@ -1,7 +1,4 @@
-"""From one layout to another as the cheapest list of collective steps.
-
-A shortest path over layouts, priced by bytes and hops.
-"""
+"""Resharding: the cheapest sequence of collectives from one layout to another, a shortest path over layouts."""
 
 from __future__ import annotations
 
@@ -22,8 +19,10 @@ LINEAR_OPS = frozenset({"sum", "avg"})
 
 @dataclass(frozen=True)
 class Step:
-    """One move along one axis. `dim` is the tensor dim it cuts or joins, `op` what it reduces by, `to` the dim that an
-    all-to-all cuts while it joins `dim`.
+    """One step along one axis.
+
+    `dim` is the tensor dim that it shards or gathers, `op` the reduction, `to` the dim that an all-to-all shards while
+    it gathers `dim`.
     """
 
     kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | slice | mask | vary
@@ -34,13 +33,13 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """False for moves a rank makes alone."""
+        """False for local steps."""
         return self.kind not in ("slice", "mask", "vary")
 
 
 @dataclass(frozen=True)
 class Path:
-    """Steps, the layouts they pass through (one more than steps), and what they cost together."""
+    """Steps, the layouts before, between and after them, and their total cost."""
 
     steps: tuple[Step, ...]
     layouts: tuple[Layout, ...]
@@ -51,24 +50,24 @@ class Path:
 def reshard(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware
 ) -> Path:
-    """The cheapest way from `source` to `target` for a tensor of global `shape` with `itemsize` bytes an element.
+    """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
-    Collectives cost what they take on `hardware`; what a rank does alone is free.
+    Collectives have their time on `hardware` as cost; local steps are free.
 
     Raises:
-        LayoutError: there is none: a value that varies has no global meaning, a shard cannot become a partial value.
+        LayoutError: no path exists: a varying value has no global value, a shard cannot become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()
     while queue:
-        cost, _, at, steps, layouts = heapq.heappop(queue)
-        if at == target:
+        cost, _, layout, steps, layouts = heapq.heappop(queue)
+        if layout == target:
             return Path(steps, layouts, cost)
-        if at in done:
+        if layout in done:
             continue
-        done.add(at)
-        for step, after in _moves(at, target):
-            whole = _whole_bytes(step, at, after, shape, itemsize, mesh)
+        done.add(layout)
+        for step, after in _moves(layout, target):
+            whole = _whole_bytes(step, layout, after, shape, itemsize, mesh)
             sends = step.communicates and mesh.axis_size(step.axis) > 1
             price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
@@ -79,14 +78,12 @@ def reshard_us(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware,
     target_mesh: Mesh | None = None,
 ) -> float:  # fmt: skip
-    """What that way costs in microseconds; infinite where values would have to be cut into partial ones, reduced by
-    another operation, or moved to another mesh.
-    """
+    """Return the cost of the path in microseconds; infinite for a shard to partial, another op, or another mesh."""
     if target_mesh is not None and target_mesh != mesh:
         return float("inf")
     for axis in source.axes | target.axes:
-        here, there = source.state(axis), target.state(axis)
-        if there.kind == "P" and here.kind in ("S", "P") and here != there:
+        have, want = source.state(axis), target.state(axis)
+        if want.kind == "P" and have.kind in ("S", "P") and have != want:
             return float("inf")
     try:
         return reshard(source, target, shape, itemsize, mesh, hardware).cost_us
@@ -94,45 +91,45 @@ def reshard_us(
         return float("inf")
 
 
-def _moves(at: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
-    for axis in sorted(at.axes | target.axes):
-        here, there = at.state(axis), target.state(axis)
-        if here == there and here.kind != "S":
+def _moves(layout: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
+    for axis in sorted(layout.axes | target.axes):
+        have, want = layout.state(axis), target.state(axis)
+        if have == want and have.kind != "S":
             continue
-        if here.kind == "S" and at.dims[here.dim][-1] == axis and at.dims[here.dim] != target.dims[here.dim]:
-            yield Step("all_gather", axis, here.dim), at.put(axis, REPLICATED)
-            if there.kind == "S" and there.dim != here.dim and _fits(at, target, axis, there.dim):
-                yield Step("all_to_all", axis, here.dim, to=there.dim), at.put(axis, there)
-        elif here.kind == "P":
-            yield from _reductions(at, target, axis, here)
-        elif here.kind == "R":
-            yield from _cuts(at, target, axis, there)
+        if have.kind == "S" and layout.dims[have.dim][-1] == axis and layout.dims[have.dim] != target.dims[have.dim]:
+            yield Step("all_gather", axis, have.dim), layout.put(axis, REPLICATED)
+            if want.kind == "S" and want.dim != have.dim and _fits(layout, target, axis, want.dim):
+                yield Step("all_to_all", axis, have.dim, to=want.dim), layout.put(axis, want)
+        elif have.kind == "P":
+            yield from _reductions(layout, target, axis, have)
+        elif have.kind == "R":
+            yield from _cuts(layout, target, axis, want)
 
 
-def _reductions(at: Layout, target: Layout, axis: str, here: AxisState) -> Iterator[tuple[Step, Layout]]:
-    yield Step("all_reduce", axis, op=here.op), at.put(axis, REPLICATED)
-    there = target.state(axis)
-    if there.kind == "S" and here.op in LINEAR_OPS and _fits(at, target, axis, there.dim):
-        yield Step("reduce_scatter", axis, there.dim, here.op), at.put(axis, there)
+def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> Iterator[tuple[Step, Layout]]:
+    yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
+    want = target.state(axis)
+    if want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
+        yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
 
 
-def _cuts(at: Layout, target: Layout, axis: str, there: AxisState) -> Iterator[tuple[Step, Layout]]:
-    if there.kind == "S" and _fits(at, target, axis, there.dim):
-        yield Step("slice", axis, there.dim), at.put(axis, there)
-    elif there.kind == "P":
-        yield Step("mask", axis, op=there.op), at.put(axis, there)
-    elif there.kind == "V":
-        yield Step("vary", axis), at.put(axis, there)
+def _cuts(layout: Layout, target: Layout, axis: str, want: AxisState) -> Iterator[tuple[Step, Layout]]:
+    if want.kind == "S" and _fits(layout, target, axis, want.dim):
+        yield Step("slice", axis, want.dim), layout.put(axis, want)
+    elif want.kind == "P":
+        yield Step("mask", axis, op=want.op), layout.put(axis, want)
+    elif want.kind == "V":
+        yield Step("vary", axis), layout.put(axis, want)
 
 
-def _fits(at: Layout, target: Layout, axis: str, dim: int) -> bool:
-    """True when cutting `dim` by `axis` now leaves a prefix of what the target wants there."""
-    after = (*at.dims[dim], axis)
+def _fits(layout: Layout, target: Layout, axis: str, dim: int) -> bool:
+    """Return whether sharding `dim` by `axis` now gives a prefix of the target's axes for this dim."""
+    after = (*layout.dims[dim], axis)
     return target.dims[dim][: len(after)] == after
 
 
-def _whole_bytes(step: Step, at: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
-    """Bytes of the tensor that the group of this step holds together."""
-    layout = after if step.kind == "all_gather" else at
+def _whole_bytes(step: Step, layout: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
+    """Return the bytes of the tensor that the ranks of this step's group have together."""
+    layout = after if step.kind == "all_gather" else layout
     cut = prod(mesh.axis_size(axis) for axis in layout.shard_axes())
     return prod(shape) * itemsize // cut

@@ -311,11 +311,11 @@ def test_what_is_refused():
     first = run_ranks(_refusals, 2, timeout=60)[0]
     assert first == [
         "LayoutError: a tensor laid out as _@a _ cannot become _ _ +a(sum): 'a' shards it\n"
-        "  needed: a partial value that is partial already, or replicated\n"
-        "  next: gather it first: zeros on all ranks but one then make it a sum",
-        "LayoutError: a piece of shape [3, 2] at {'a': 0} of mesh a=2\n"
-        "  needed: [4, 2]: the piece of [7, 2] laid out as 7@a 2\n"
-        "  next: give this rank's piece, unpadded, and the shape of the whole tensor",
+        "  needed: a partial or replicated tensor along this axis\n"
+        "  next: gather it first: zeros on all ranks except one then make it a partial sum",
+        "LayoutError: a local tensor of shape [3, 2] at {'a': 0} of mesh a=2\n"
+        "  needed: [4, 2]: the shard of [7, 2] with layout 7@a 2\n"
+        "  next: pass this rank's shard, unpadded, and the shape of the whole tensor",
         "LayoutError: 2 placements (Replicate(), Replicate())\n  needed: one for each axis of mesh a=2",
         "LayoutError: a scatter_list of 1 tensors\n  needed: 2: one for each rank along the dim",
         "LayoutError: scatter_list[1] of shape [2, 2] and torch.float32\n"
@@ -323,17 +323,17 @@ def test_what_is_refused():
         "  next: pad uneven pieces, as wholestep.collectives.split does",
         "LayoutError: output of shape [3, 2] and stride [1, 3] with async_op\n"
         "  needed: a contiguous tensor\n"
-        "  next: give output.contiguous(), or wait for it: async_op=False",
+        "  next: pass output.contiguous(), or async_op=False",
         "MeshError: group_src=2 along 'a' of DeviceMesh((a=2), 'cpu', stride=(1,))\n"
         "  needed: a rank along it, from 0 to 1\n  next: correct it",
         "MeshError: mesh_dim=1 of DeviceMesh((a=2), 'cpu', stride=(1,))\n"
         "  needed: from 0 to 0, or a name\n  next: correct it",
         "MeshError: mesh a=2 has no axis 'tp'\n  needed: one of 'a'\n  next: correct the axis name or the mesh",
-        "LayoutError: gather_dim and shard_dim are both 1\n  needed: two dims\n  next: keep the piece as it is",
+        "LayoutError: gather_dim and shard_dim are both 1\n  needed: two dims\n  next: keep the shard as it is",
         "LayoutError: dim 2 of a tensor of shape [3, 2]\n  needed: a dim from -2 to 1",
         "LayoutError: op='norm2'\n  needed: one of sum, avg, max, min",
         first[12],
         first[13],
     ]
-    assert first[12].startswith("MeshError: rank 0 is no part of DeviceMesh(")
+    assert first[12].startswith("MeshError: rank 0 is not in DeviceMesh(")
     assert first[13].startswith("MeshError: ranks [1, 0] along 'd0' of DeviceMesh(")

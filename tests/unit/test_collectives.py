@@ -171,16 +171,14 @@ def test_shards_never_become_partial_values():
         )
     assert str(refused.value) == (
         "a tensor laid out as _@a _ cannot become _ _ +a(sum): 'a' shards it\n"
-        "  needed: a partial value that is partial already, or replicated\n"
-        "  next: gather it first: zeros on all ranks but one then make it a sum"
+        "  needed: a partial or replicated tensor along this axis\n"
+        "  next: gather it first: zeros on all ranks except one then make it a partial sum"
     )
 
 
 def test_an_average_of_integers_is_refused():
     partial = replicated(1).put("a", AxisState("P", op="avg"))
-    with pytest.raises(
-        ws.LayoutError, match=r"an average of torch.int64 over 'a'\n  needed: a dtype that holds fractions"
-    ):
+    with pytest.raises(ws.LayoutError, match=r"an average of torch.int64 over 'a'\n  needed: a floating-point dtype"):
         program(partial, replicated(1), (4,), torch.int64, "cpu", ws.Mesh("a=2"))
 
 

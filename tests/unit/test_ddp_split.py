@@ -531,7 +531,8 @@ def test_a_bucket_that_nothing_uses_is_extended(caplog: pytest.LogCaptureFixture
     (split,) = run.backend.splits
     assert split.extended
     assert sum(run.sizes) == 2 * 1_442_400
-    assert "buckets were extended, since nothing outside them used what they make (in-place writes only)" in caplog.text
+    why = "buckets were extended, because no op outside of them reads their results (in-place writes only)"
+    assert why in caplog.text
 
 
 def test_extension_is_counted() -> None:
@@ -573,17 +574,17 @@ def test_the_table(caplog: pytest.LogCaptureFixture) -> None:
         run = Run(Mlp([600] * 6), [(torch.randn(4, 600),)], bucket_cap_mb=3)
     assert str(run.backend) == TABLE
     levels = {r.levelname: r.getMessage() for r in caplog.records if "bucket" in r.getMessage()}
-    assert levels["INFO"] == f"{TABLE.splitlines()[0]} (DEBUG shows which)"
+    assert levels["INFO"] == f"{TABLE.splitlines()[0]} (level DEBUG lists them)"
     assert levels["DEBUG"].endswith(TABLE.partition("\n")[2])
-    assert str(ws.ddp_backend(inner="eager")).endswith("no graph with parameters of a DDP model was compiled yet")
+    assert str(ws.ddp_backend(inner="eager")).endswith("no graph with parameters of a DDP model compiled yet")
 
 
 def test_sizes_that_differ_from_ddps_are_said(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.compile(Ddp(Mlp([600] * 4)), backend=ws.ddp_backend(inner="eager", bucket_cap_mb=1))
     with caplog.at_level(logging.WARNING, "wholestep.ddp"):
         model(torch.randn(4, 600))
-    said = "asked to split at (1048576, 1048576) bytes, but this DDP model fills its buckets to (1048576, 26214400)"
-    assert said in caplog.text
+    differ = "bucket caps of (1048576, 1048576) bytes differ from the caps (1048576, 26214400) of this DDP model"
+    assert differ in caplog.text
 
 
 def test_without_ddp_sizes_split_too() -> None:
@@ -598,7 +599,7 @@ def test_without_ddp_sizes_split_too() -> None:
         (
             {"bucket_cap_mb": 1, "first_bucket_cap": 2 * MIB},
             "first_bucket_cap is 2,097,152 bytes, more than the 1,048,576 bytes of the other buckets\n"
-            "  needed: a first bucket no larger than the others: it is there to be sent early\n"
+            "  needed: a first bucket no larger than the others, so that it is sent early\n"
             "  next: pass first_bucket_cap=1048576 or less, or a larger bucket_cap_mb",
         ),
         ({"bucket_cap_mb": 0}, "bucket caps of 0 and 0 bytes\n  needed: positive sizes"),
@@ -639,9 +640,7 @@ def test_another_way_of_ddp_is_left_alone() -> None:
 def test_splitting_twice_is_refused() -> None:
     model = torch.compile(Ddp(Mlp([600] * 4), bucket_cap_mb=1), backend=ws.ddp_backend(inner="eager"))
     torch._dynamo.config.optimize_ddp = True
-    with pytest.raises(
-        Exception, match=r"torch's own splitter for DDP models cut this graph before 'wholestep.ddp' got it"
-    ):
+    with pytest.raises(Exception, match=r"torch's own splitter for DDP models split this graph before 'wholestep.ddp'"):
         model(torch.randn(4, 600))
 
 

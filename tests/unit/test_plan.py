@@ -69,7 +69,7 @@ def broken(plan: ws.Plan, **fields: object) -> str:
     [
         ({"format": "other"}, "field 'format': this JSON is not a wholestep plan"),
         ({"version": 99}, "field 'version': found 99"),
-        ({"mesh": "dp"}, "field 'mesh' cannot be read: mesh 'dp': cannot read 'dp'"),
+        ({"mesh": "dp"}, "field 'mesh' cannot be read: mesh 'dp': cannot parse 'dp'"),
         ({"mesh": None}, "field 'mesh' is missing"),
         ({"layouts": [[1]]}, "field 'layouts' cannot be read"),
         ({"rest": {"0.weight": 10_000}}, "field 'rest' cannot be read"),
@@ -148,7 +148,7 @@ def test_mesh_numbers_ranks_row_major():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("dp", "mesh 'dp': cannot read 'dp'"),
+        ("dp", "mesh 'dp': cannot parse 'dp'"),
         ("dp=2,dp=2", "mesh 'dp=2,dp=2' names axis 'dp' twice"),
         ("dp=0", "axis 'dp' has size 0"),
     ],

@@ -81,7 +81,7 @@ def differentiated(x: Tensor, y: Tensor) -> Any:
 
 def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None]) -> None:
     taken: list[Any] = []
-    record = dispatch._recorded
+    record = dispatch._record
 
     def counted(mode: Any, op: Any, *rest: Any) -> Any:
         taken.append(op)
@@ -93,7 +93,7 @@ def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None
         graph = ws.capture(case.step, model, OPTIMIZERS["AdamW-plain"].make(model.parameters()), case.batches(0))
         return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
-    monkeypatch.setattr(dispatch, "_recorded", counted)
+    monkeypatch.setattr(dispatch, "_record", counted)
     ops = captured()
     assert len(taken) > 0.9 * len(ops), "all but what torch's own way is needed for"
     taken.clear()

@@ -50,7 +50,7 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> Generator[None]:
     modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
     before = [mode.__dict__["__torch_dispatch__"] for mode in modes]
     if all(hasattr(_proxies, name) for name in _NEEDED):
-        modes[0].__torch_dispatch__ = _quick(before[0], forms)
+        modes[0].__torch_dispatch__ = _fast_dispatch(before[0], forms)
         modes[1].__torch_dispatch__ = _innermost(before[1])
     try:
         yield
@@ -66,7 +66,7 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def _quick(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:
+def _fast_dispatch(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:
     """Return the dispatch function of one trace; `slow` is torch's, also for nested traces."""
     outermost: Any = None
     plain: dict[Any, bool] = {}
@@ -85,7 +85,7 @@ def _quick(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., 
             nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
         except _SlowPathError:
             return slow(mode, op, types, args, kwargs)
-        return _recorded(mode, op, (args, named), nodes)
+        return _record(mode, op, (args, named), nodes)
 
     return dispatch
 
@@ -112,22 +112,21 @@ def _nodes(mode: Any, value: Any) -> Any:
     return value
 
 
-def _recorded(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
-    """Run `op`, and record a node for each result."""
-    tracer, node = mode.tracer, _added(mode.tracer.graph, op, nodes)
+def _record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
+    tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
     out: Any = op(*called[0], **called[1])
     if _kind(out) is FakeTensor:
         _track(tracer, node, out)
     elif _kind(out) in _SEQUENCES and all(_kind(v) is FakeTensor for v in out):
         for index, value in enumerate(out):
-            _track(tracer, _added(tracer.graph, operator.getitem, ((node, index), {})), value)
+            _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
         node.meta["val"] = _proxies.extract_val(out)
     elif out is not None:
         _proxies.track_tensor_tree(out, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return out
 
 
-def _added(graph: Any, op: Any, nodes: tuple[Any, Any]) -> torch.fx.Node:
+def _add_node(graph: Any, op: Any, nodes: tuple[Any, Any]) -> torch.fx.Node:
     """Append a node with the annotations of `note_on_nodes`, and without torch's other metadata."""
     packet = getattr(op, "overloadpacket", op)
     node = graph.create_node("call_function", op, (), {}, graph._target_to_str(packet.__name__))

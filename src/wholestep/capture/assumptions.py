@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections import deque
@@ -125,8 +126,6 @@ def owned_by_callbacks(functions: Sequence[Callable[..., Any]]) -> set[int]:
             out |= owned_by_callbacks([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
         if isinstance(fn, types.FunctionType):
             for cell in fn.__closure__ or ():
-                try:
+                with contextlib.suppress(ValueError):  # an empty cell
                     out.add(id(cell.cell_contents))
-                except ValueError:
-                    continue
     return out

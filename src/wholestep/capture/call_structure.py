@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -154,28 +155,28 @@ def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
     names = _names_in(code)
     found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        found[name] = None if _is_empty(cell) else cell.cell_contents
+        found[name] = None
+        with contextlib.suppress(ValueError):  # an empty cell
+            found[name] = cell.cell_contents
     out: dict[str, Trainable] = {}
     for name, value in found.items():
-        out |= _held_in(name, value, names)
+        out |= _trainables_in(name, value, names)
     owner = getattr(fn, "__self__", None)
     if owner is not None:
         out |= {"self": owner} if isinstance(owner, nn.Module) else {}
         for name, value in cast(dict[str, Any], getattr(owner, "__dict__", {})).items():
-            out |= _held_in(name, value, names, 2 if name in names else 0)
+            out |= _trainables_in(name, value, names, 2 if name in names else 0)
     return out
 
 
 def _names_in(code: CodeType) -> dict[str, None]:
-    """Return every global and attribute name in `code` and its nested functions, in order."""
     names = dict.fromkeys(code.co_names)
     for const in code.co_consts:
         names |= _names_in(const) if isinstance(const, CodeType) else {}
     return names
 
 
-def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Trainable]:
-    """Return modules and optimizers by path: the value itself, or inside it down to `depth` levels."""
+def _trainables_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Trainable]:
     if isinstance(value, _NOT_SEARCHED):
         return {}
     if isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
@@ -194,13 +195,5 @@ def _held_in(name: str, value: Any, names: Container[str], depth: int = 2) -> di
         inner = ((f"{name}.{key}", item) for key, item in read.items() if key in names)
     out: dict[str, Trainable] = {}
     for path, item in list(inner):
-        out |= _held_in(path, item, names, depth - 1)
+        out |= _trainables_in(path, item, names, depth - 1)
     return out
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False

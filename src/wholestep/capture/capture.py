@@ -163,7 +163,6 @@ def device_of(state: StepState) -> str:
 
 
 def _in_optimizer(error: BaseException) -> bool:
-    """Return whether the error was raised inside a method of an optimizer."""
     cause: BaseException | None = error
     while cause is not None:
         frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
@@ -180,7 +179,7 @@ def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
         CaptureError: the step changes another Python value; a second trace locates the line.
     """
     while True:
-        request = _carrying(request)
+        request = _with_carried(request)
         try:
             traced = trace_step(request)
         except RefusedError as error:
@@ -208,7 +207,7 @@ def _not_carried(needed: Promoted) -> CaptureError:
     )
 
 
-def _carrying(request: Request) -> Request:
+def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     request = replace(request, promoted=request.promoted | _mixed_options(request))
     carry(

@@ -93,11 +93,6 @@ class Effects:
         return {(id(p.optimizer), p.group, p.key) for p in places if isinstance(p, GroupLocation)}
 
     @property
-    def works(self) -> bool:
-        """True if a call does any work on the host."""
-        return bool(self.acts)
-
-    @property
     def acts(self) -> str:
         """The first host effect, for a message; empty if there is none."""
         first = next(iter(self.writes), None)

@@ -51,10 +51,6 @@ class FakeInputs:
         """Position of the first batch input; host numbers are inserted before it."""
         return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
 
-    def named(self) -> dict[str, torch.Tensor]:
-        """Return the fakes by input name."""
-        return {i.name: f for i, f in zip(self.inputs, self.fakes, strict=True)}
-
 
 def stand_ins(
     state: StepState,
@@ -90,7 +86,7 @@ def stand_ins(
 
 def _add_primed(out: FakeInputs, state: StepState) -> None:
     """Add optimizer state that does not exist yet, created by the optimizer for a fake parameter."""
-    fakes = out.named()
+    fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}
     names = {id(held.tensor): name for name, held in state.params.items()}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for group in optimizer.param_groups:

@@ -23,7 +23,7 @@ from .view_inverses import PIECES, VIEWS, Put
 aten = torch.ops.aten
 
 
-class _UnknownError(Exception):
+class _UnsupportedError(Exception):
     """A write that this module does not support."""
 
 
@@ -34,7 +34,7 @@ def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphMo
     count_from_tensors(rewritten.graph)  # a new value may have another memory layout
     try:
         _Walk(rewritten).run()
-    except _UnknownError:
+    except _UnsupportedError:
         return _torch.functionalize(module, fakes)
     return rewritten
 
@@ -56,7 +56,7 @@ def _fill_in_memory_order(graph: Graph) -> None:
             meta.set_value(node, meta.value(permuted))
 
 
-def _missing(node: Node, form: Any) -> tuple[Any, ...]:
+def _required_defaults(node: Node, form: Any) -> tuple[Any, ...]:
     """Return default arguments of the in-place op that are required by its functional form."""
     arguments, others = _torch.schema_of(node.target).arguments, {a.name: a for a in _torch.schema_of(form).arguments}
     return tuple(
@@ -115,8 +115,8 @@ class _Walk:
         fresh = sum(r.alias_info is None for r in schema.returns)
         outputs = fresh + len(writes)
         if form is None or len(_torch.schema_of(form).returns) != outputs or _torch.changes_shape(op):
-            raise _UnknownError(str(op))
-        node.args += _missing(node, form)
+            raise _UnsupportedError(str(op))
+        node.args += _required_defaults(node, form)
         node.kwargs = {k: v for k, v in node.kwargs.items() if not any(a.is_out and a.name == k for a in writes)}
         node.target = form
         meta.set_value(node, self._result(node))
@@ -147,7 +147,6 @@ class _Walk:
         return None
 
     def current(self, node: Node) -> Node:
-        """Return the node of the current value of `node`."""
         seen, made = self.value.get(node, (0, node))
         version = self.version.get(self._base(node), 0)
         if seen == version:
@@ -185,7 +184,7 @@ class _Walk:
             view, pieces = (source, PIECES) if _torch.is_getitem(node.target) else (node, VIEWS)
             put: Put | None = pieces.get(view.target)
             if put is None:
-                raise _UnknownError(str(view.target))
+                raise _UnsupportedError(str(view.target))
             source = self._eldest(self.source[view])
             new = put(self.call, node, self.current(source), new)
             node = source
@@ -193,7 +192,7 @@ class _Walk:
         self.version[node] = self.version.get(node, 0) + 1
         kept = [self._keep(member, made, self.version[node]) for member, made in changed]
         if not kept[-1]:
-            raise _UnknownError(f"{node} with other strides")
+            raise _UnsupportedError(f"{node} with other strides")
 
     def _eldest(self, node: Node) -> Node:
         while node in self.same:
@@ -201,7 +200,6 @@ class _Walk:
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a new node next to the one being visited."""
         with self.module.graph.inserting_before(self.before):
             made = self.module.graph.call_function(target, args, kwargs)
         meta.copy_origin(self.origin, made)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -93,7 +94,7 @@ class HostProgram:
     def decided_otherwise(self) -> str:
         """Return the source line of the first branch that would differ now, or "". Has no side effect."""
         if any(d.late for d in self.decisions):
-            with Preserved(self.changed):
+            with preserved(self.changed):
                 made = dict(enumerate(self.run()))
         else:
             made = dict[int, Any]()
@@ -107,19 +108,16 @@ class HostProgram:
         return next((d.where for d in self.decisions if bool(value(d.index)) is not d.expected), "")
 
 
-class Preserved:
-    """Context manager that restores the given dicts (a shallow copy of their values) at its end."""
-
-    def __init__(self, objects: Sequence[dict[Any, Any]]) -> None:
-        self._objects = objects
-
-    def __enter__(self) -> None:
-        self._before = [{k: _copied(v) for k, v in held.items()} for held in self._objects]
-
-    def __exit__(self, *error: object) -> None:
-        for held, before in zip(self._objects, self._before, strict=True):
-            held.clear()
-            held.update(before)
+@contextmanager
+def preserved(dicts: Sequence[dict[Any, Any]]) -> Generator[None]:
+    """Restore the items of the given dicts, and lists and 0-dim tensors among these, after this context."""
+    copies = [{k: _copied(v) for k, v in items.items()} for items in dicts]
+    try:
+        yield
+    finally:
+        for items, before in zip(dicts, copies, strict=True):
+            items.clear()
+            items.update(before)
 
 
 def _copied(value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .. import _torch
 from ..errors import CaptureError
 from .effects import RefusedError
-from .host_numbers import Numbers, Preserved
+from .host_numbers import Numbers, preserved
 from .locations import FloatLocation, Location, PartLocation, is_number
 from .reachable import Container, Reach
 
@@ -60,9 +60,9 @@ class Schedulers:
             [*groups, *(vars(s) for s in every)],
             _run_scheduler, scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values(),
         )  # fmt: skip
-        after = self._tried(scheduler, every, groups, args, kwargs)
+        after = self._dry_run(scheduler, every, groups, args, kwargs)
         for optimizer in optimizers.values():
-            self._renew_groups(optimizer, after)
+            self._replace_options(optimizer, after)
         for one in every:
             self.show(one, after[id(vars(one))], late=True)
         return True
@@ -83,14 +83,14 @@ class Schedulers:
                 self._line(),
             )
 
-    def _tried(
+    def _dry_run(
         self, scheduler: LRScheduler, every: Sequence[LRScheduler], groups: Sequence[dict[str, Any]],
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> dict[int, dict[str, Any]]:  # fmt: skip
         """Run a scheduler's step, undo it, and return the contents of schedulers and groups after it, by identity."""
         held = [*groups, *(vars(s) for s in every)]
         plain = self._numbers.plain
-        with Preserved(held), warnings.catch_warnings():
+        with preserved(held), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for one in held:
                 for key, value in list(one.items()):
@@ -120,7 +120,7 @@ class Schedulers:
                 self._numbers.effect([container.holder], container.place_of(key).set, after)
                 container.before = {**container.before, key: after}
 
-    def _renew_groups(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
+    def _replace_options(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
         """Replace the options that a scheduler's step changes by new numbers."""
         for container in self._group_containers(optimizer):
             after = found[id(container.holder)]

@@ -179,12 +179,10 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
 
 
 def _updated(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that an update changes: parameters and their state."""
     return [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor))]
 
 
 def _entries(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
-    """Return the entries of parameter groups and optimizer state, by place."""
     found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
     return found | {(f"state {i}", k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()}
 

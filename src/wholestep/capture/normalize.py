@@ -46,9 +46,9 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     count_from_tensors(graph)
     _drop_input_copies(graph)
     losses = _take_losses(graph)
-    _drop_noise(graph)
+    _drop_no_ops(graph)
     traced.draws.share(graph)
-    _scale_while_adding(graph, traced.stand_ins.inputs)
+    _fuse_alpha(graph, traced.stand_ins.inputs)
     _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
@@ -112,7 +112,7 @@ def _take_losses(graph: Graph) -> list[Node]:
     return found
 
 
-def _drop_noise(graph: Graph) -> None:
+def _drop_no_ops(graph: Graph) -> None:
     """Drop profiler marks, detaches, and operations without an effect."""
     for node in reversed(list(graph.nodes)):
         if _torch.is_op(node.target) and node.target.namespace == "profiler" and not node.users:
@@ -164,7 +164,7 @@ def _same_as(node: Node) -> Node | None:
     return None
 
 
-def _scale_while_adding(graph: Graph, inputs: list[Input]) -> None:
+def _fuse_alpha(graph: Graph, inputs: list[Input]) -> None:
     """Restore `add(..., alpha=-lr)` of foreach SGD: its capturable form multiplies first and rounds twice."""
     given = zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=False)
     numbers = {node for node, i in given if i.role is Role.HYPER}

@@ -21,12 +21,12 @@ from ..graph.graph import Input
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
 _COPIES = "_foreach_copy_"
-_ON_THE_WAY = ("capture/optimizer_scalars.py", "capture/trace.py")
+_INTERNAL = ("capture/optimizer_scalars.py", "capture/trace.py")
 _OPTIMIZERS = torch.optim.Optimizer.__module__.rpartition(".")[0].replace(".", "/")
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Scalar:
     """A float64 scalar of a trace, its original dtype, and the state entry that holds it."""
 
     tensor: Tensor
@@ -40,7 +40,7 @@ class _Kept:
 class Counts:
     """The float64 scalars of one trace, by the identity of the tensor."""
 
-    kept: dict[int, _Kept] = field(default_factory=dict[int, _Kept])
+    kept: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
 
     def put(self, optimizer: Optimizer, given: Input, param: Tensor, tensor: Tensor) -> None:
         """Put a state tensor into `optimizer`: as float64 if eager would read it; fused kernels read the original."""
@@ -51,17 +51,17 @@ class Counts:
         if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
             entry[given.key] = tensor.double()
-            self.kept[id(entry[given.key])] = _Kept(entry[given.key], tensor.dtype, given.key, entry, group)
+            self.kept[id(entry[given.key])] = _Scalar(entry[given.key], tensor.dtype, given.key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:
         """Run a call that would round otherwise than eager does; NotImplemented for all other calls."""
         name = getattr(func, "__name__", "")
         if func is torch.where and len(args) == 3 and not any(isinstance(a, Tensor) for a in args[1:]):
-            return _where(*args) if _asked_by_torch() else NotImplemented
-        found = self._found(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
+            return _where(*args) if _called_by_optimizer() else NotImplemented
+        found = self._written_scalars(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
         if found and name in _MULTIPLIES:
             for one, factor in zip(found, _listed(args[1], len(found)), strict=True):
-                one.tensor.copy_(one.tensor.to(one.dtype) * _to(factor, one.dtype))
+                one.tensor.copy_(one.tensor.to(one.dtype) * _as_operand(factor, one.dtype))
         elif found and all(one.key == "eta" for one in found):
             for one in found:
                 one.tensor.copy_(_eta(one))
@@ -69,16 +69,15 @@ class Counts:
             return NotImplemented
         return args[0]
 
-    def _found(self, written: Any) -> list[_Kept]:
+    def _written_scalars(self, written: Any) -> list[_Scalar]:
         """Return the scalars that a call writes; nothing if it writes other tensors too."""
         found = [self.kept.get(id(tensor)) for tensor in _listed(written, 1)]
         return [one for one in found if one] if all(found) else []
 
 
-def _asked_by_torch() -> bool:
-    """Return whether the caller of the torch function is an optimizer of torch.optim."""
+def _called_by_optimizer() -> bool:
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+    while frame is not None and frame.f_code.co_filename.endswith(_INTERNAL):
         frame = frame.f_back
     return frame is not None and _OPTIMIZERS in frame.f_code.co_filename
 
@@ -93,14 +92,14 @@ def _where(condition: Tensor, a: float, b: float) -> Tensor:
     return torch.where(condition, first, second)
 
 
-def _to(number: Any, dtype: torch.dtype) -> Any:
+def _as_operand(number: Any, dtype: torch.dtype) -> Any:
     """Cast a tensor number to the dtype of its 0-dim operand, as type promotion does for a Python number."""
     return number.to(dtype) if isinstance(number, Tensor) else number
 
 
-def _eta(kept: _Kept) -> Tensor:
+def _eta(kept: _Scalar) -> Tensor:
     """Return the step size of foreach ASGD, which computes with the count in its original dtype."""
     group, dtype = kept.group, kept.dtype
     lr, lambd, alpha = group["lr"], group["lambd"], group["alpha"]
-    grown = 1 + kept.entry["step"].to(dtype) * _to(lambd * lr, dtype)
-    return (grown ** _to(alpha, dtype)).reciprocal() * _to(lr, dtype)
+    grown = 1 + kept.entry["step"].to(dtype) * _as_operand(lambd * lr, dtype)
+    return (grown ** _as_operand(alpha, dtype)).reciprocal() * _as_operand(lr, dtype)

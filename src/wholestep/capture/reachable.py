@@ -357,7 +357,6 @@ class _Search:
                 self._class(base, base.__name__)
 
     def _class(self, kind: Any, path: str) -> None:
-        """Add the attributes and methods of a class of the user's."""
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
         table: dict[str, Any] = {**vars(kind)}
@@ -393,7 +392,6 @@ def _owner_path(path: str) -> str:
 
 @functools.cache
 def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """Return the globals that code and its nested functions read or write."""
     found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
     nested = (_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return frozenset(found).union(*nested)
@@ -451,11 +449,11 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, np.random.Generator):
         return lambda: repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
-        return lambda: _drawn(value)
+        return lambda: _generator_state(value)
     if isinstance(value, io.IOBase):
         return lambda: value.tell() if not value.closed and value.seekable() else -1
     if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
-        return lambda: _position(whole)
+        return lambda: _iterator_position(whole)
     return None
 
 
@@ -465,19 +463,19 @@ def _checksum(array: np.ndarray[Any, Any]) -> int:
     return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
 
 
-def _drawn(generator: torch.Generator) -> int:
+def _generator_state(generator: torch.Generator) -> int:
     """Return a hash of a generator's state, read outside of the trace, in which it would be a fake tensor."""
     with _torch.unobserved():
         return hash(generator.get_state().numpy().tobytes())
 
 
-def _position(iterator: Any) -> Any:
+def _iterator_position(iterator: Any) -> Any:
     """Return the position of a built-in iterator, without the items that it yields."""
     try:
         parts: tuple[Any, ...] = iterator.__reduce__()
     except TypeError:
         return 0
     given = tuple(parts[1]) if len(parts) > 1 else ()
-    inner = [_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
+    inner = [_iterator_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
     rest = [p for p in (*parts[1:], *given) if isinstance(p, (int, float))]
     return rest, inner, getattr(iterator, "__length_hint__", int)()

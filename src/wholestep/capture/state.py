@@ -97,7 +97,7 @@ def collect(
                 "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
                 "use one of these, or call this optimizer outside the compiled step",
             )
-    _follow(optimizers.values())
+    _follow_replaced(optimizers.values())
     by_id: dict[int, StepTensor] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
@@ -327,7 +327,7 @@ def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
     vars(old)[MOVED] = new
 
 
-def _follow(optimizers: Iterable[Optimizer]) -> None:
+def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:
     """Update optimizers whose parameters a step without them (an evaluation, say) has replaced."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

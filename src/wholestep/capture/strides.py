@@ -58,7 +58,6 @@ class _Call:
 
     @property
     def is_plain(self) -> bool:
-        """True if the view starts at the first element of a contiguous tensor."""
         return not self.absolute and self.start == 0 and self.whole.is_contiguous()
 
 
@@ -90,7 +89,6 @@ def _call(node: Node) -> _Call | None:
 
 
 def _viewed(view: Node) -> Node | None:
-    """Return the tensor that `view` is a view of, if any."""
     if view.op != "call_function" or not view.all_input_nodes:
         return None
     source = view.all_input_nodes[0]
@@ -112,13 +110,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Writer:
-    """Inserts the nodes that replace `node`."""
-
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
 
     def write(self, call: _Call) -> Node:
-        """Insert the rewritten view and return its node."""
         order = sorted(range(call.whole.dim()), key=lambda d: (call.whole.shape[d] > 1, -call.whole.stride(d)))
         contiguous = call.source
         if not call.whole.is_contiguous():

@@ -132,8 +132,6 @@ def trace_step(request: Request) -> Traced:
 
 @dataclass
 class _Run:
-    """The traced function, and what its trace recorded."""
-
     request: Request
     stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
@@ -182,7 +180,9 @@ class _Run:
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             numbers = self.watch.numbers
             groups = _groups(state)
-            watch = _Watch(swap, zeros, self.saw_zero_grad, self.known, chance := HostRngGuard(), numbers, self.counts)
+            watch = _TorchCalls(
+                swap, zeros, self.saw_zero_grad, self.known, chance := HostRngGuard(), numbers, self.counts
+            )
             with (
                 modules_seen(state.modules, request.options.mixed_precision),
                 self.watch.watching(given, called),
@@ -201,7 +201,7 @@ class _Run:
             return [
                 *(v.detach() for v in leaves if isinstance(v, torch.Tensor)),
                 *(v.detach() for v in self.watch.extra),
-                *self._finals(given),
+                *self._new_values(given),
                 *self._new_state(given),
             ]
 
@@ -223,7 +223,7 @@ class _Run:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
-                self._repeat_hooks(name, param)
+                self._copy_hooks(name, param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
                     if grad is None:  # returned by a user's backward: the parameter gets no gradient
@@ -233,8 +233,7 @@ class _Run:
 
                 param.register_hook(ready)
 
-    def _repeat_hooks(self, name: str, param: torch.Tensor) -> None:
-        """Register the user's hooks of a parameter on its fake."""
+    def _copy_hooks(self, name: str, param: torch.Tensor) -> None:
         real = self._real[name]
         for hook in _torch.tensor_hooks(real):
             param.register_hook(hook)
@@ -260,8 +259,7 @@ class _Run:
                 "pass it to the step, or to wholestep.compile as optimizer=",
             )
 
-    def _finals(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the new value of each input."""
+    def _new_values(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         state, finals = self.request.state, list[torch.Tensor]()
         helds, optimizers = {**state.params, **state.buffers}, list(state.optimizers.values())
         for i in self.stand_ins.inputs:
@@ -286,7 +284,6 @@ class _Run:
         return finals
 
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the optimizer state and gradients that the step created."""
         state, out = self.request.state, list[torch.Tensor]()
         for o, (label, optimizer) in enumerate(state.optimizers.items()):
             for name, held in state.params.items():
@@ -307,7 +304,7 @@ class _Run:
 _ASKS_FOR_ZERO = ("eq", "ne", "bool")
 
 
-class _Watch(TorchFunctionMode):
+class _TorchCalls(TorchFunctionMode):
     """Intercepts the torch calls of the step: answers or refuses reads of values, maps parameters to their fakes.
 
     `zeros` maps hypers to whether they are zero, which optimizers test; guards check it in each call.
@@ -317,15 +314,15 @@ class _Watch(TorchFunctionMode):
         self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
         known: Known, chance: HostRngGuard, numbers: Numbers, counts: Counts,
     ) -> None:  # fmt: skip
-        self._swap, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
+        self._fakes, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
         self._numbers, self._counts = numbers, counts
         self.refused: Exception | None = None
 
-    def _stand_in(self, value: Any) -> Any:
+    def _fake_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._swap.get(id(value), value)
-        if type(value) in (list, tuple) and any(id(v) in self._swap for v in value):
-            return type(value)(self._swap.get(id(v), v) for v in value)
+            return self._fakes.get(id(value), value)
+        if type(value) in (list, tuple) and any(id(v) in self._fakes for v in value):
+            return type(value)(self._fakes.get(id(v), v) for v in value)
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -369,8 +366,8 @@ class _Watch(TorchFunctionMode):
                 "text of values that are known before the step runs",
                 "return the tensor, or format it in a function passed to wholestep.callback",
             )
-        args = [self._stand_in(a) for a in args]
-        named: dict[str, Any] = {k: self._stand_in(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
+        args = [self._fake_of(a) for a in args]
+        named: dict[str, Any] = {k: self._fake_of(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
         refuse_generators(named)
         form = form_of(func)
         if form is not None:
@@ -436,7 +433,6 @@ def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
 
 
 def _calling_line() -> tuple[str, int] | None:
-    """Return file and line of the innermost user frame on the stack."""
     frame = inspect.currentframe()
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -455,7 +451,6 @@ def _calling_text() -> str:
 
 
 def _is_called_by_user() -> bool:
-    """Return whether the user's code, not torch's, made the current call."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.endswith(_INTERNAL):
         frame = frame.f_back

@@ -50,7 +50,6 @@ def _scattered(target: Any) -> Put:
 
 
 def _sections(view: Node) -> tuple[int, list[int]]:
-    """Return the dim of a split, and the lengths of its parts."""
     whole = cast(Node, view.args[0])
     dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
     return dim, [int(part.shape[dim]) for part in meta.value(whole)]
@@ -89,9 +88,5 @@ VIEWS: dict[Any, Put] = {
 }
 """Inverses of ops that return one view."""
 
-PIECES: dict[Any, Put] = {
-    aten.split.Tensor: _section,
-    aten.split_with_sizes.default: _section,
-    aten.unbind.int: _row,
-}
+PIECES: dict[Any, Put] = {aten.split.Tensor: _section, aten.split_with_sizes.default: _section, aten.unbind.int: _row}
 """Inverses of ops that return several views; `view` is the getitem node."""

@@ -101,10 +101,10 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
-        containers, outside = self._begin(called), _Outside(given)
+        containers, outside = self._begin(called), _TorchSettings(given)
         trainable = {name: given[name].requires_grad for name in self.state.params}
-        patched = _torch.patched_host(self._math, self._schedulers.step, self._printed, self._clock)
-        reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._read, self._written)
+        patched = _torch.patched_host(self._on_math, self._schedulers.step, self._on_print, self._on_clock)
+        reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
             with recorded(self.call), patched, reads as self._unobserved:
@@ -131,7 +131,7 @@ class Watch:
                     if numbers and is_number(value) and container.path_of(key) in numbers:
                         self._replace(container, key, self.numbers.read(container.place_of(key), value))
                     elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                        self._replace(container, key, _Untouched(container.path_of(key), value, self.line))
+                        self._replace(container, key, _RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
         self._schedulers.begin()
@@ -152,7 +152,6 @@ class Watch:
                 cached.cache_clear()  # it may hold fake tensors
 
     def _state_entries(self) -> list[Container]:
-        """Return the containers of optimizer state, by fake parameter."""
         return [
             state_container(self.state, number, label, name, entry, dict(entry))
             for number, (label, optimizer) in enumerate(self.state.optimizers.items())
@@ -164,27 +163,26 @@ class Watch:
         """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
 
-    def _read(self, owner: Any, name: str) -> None:
+    def _on_read(self, owner: Any, name: str) -> None:
         if (id(owner), name) in self._assigned:
             return
         if name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
             self._reads.add((id(owner), name))
 
-    def _written(self, owner: Any, name: str) -> None:
+    def _on_write(self, owner: Any, name: str) -> None:
         self._assigned.add((id(owner), name))
 
-    def _math(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _on_math(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return self.numbers.call(function, args) if self.numbers else NotImplemented
 
-    def _users(self) -> bool:
-        """Return whether the user's code called the patched function."""
+    def _called_by_user(self) -> bool:
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
         while frame is not None and "wholestep/_torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
 
-    def _printed(self, *args: Any, **kwargs: Any) -> None:
-        if not self._users():
+    def _on_print(self, *args: Any, **kwargs: Any) -> None:
+        if not self._called_by_user():
             _PRINT(*args, **kwargs)
             return
         tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
@@ -197,8 +195,8 @@ class Watch:
             )
         self.call(_PRINT, args, kwargs)
 
-    def _clock(self, name: str) -> None:
-        if self._users():
+    def _on_clock(self, name: str) -> None:
+        if self._called_by_user():
             raise CaptureError(
                 f"the step reads the clock with time.{name}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
@@ -226,7 +224,6 @@ class Watch:
         self.needed |= Promoted(frozenset(self._schedulers.needed))
 
     def _compare_new_entries(self, known: set[int]) -> None:
-        """Record numbers and plain values in state that the optimizers created."""
         for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
             for name, held in self.state.params.items():
                 entry = cast(dict[str, Any], optimizer.state.get(held.tensor, {}))
@@ -242,9 +239,8 @@ class Watch:
         return is_state and isinstance(after, torch.Tensor) and after not in self.numbers
 
     def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
-        """Record an assignment for each call, or raise RefusedError."""
         path, place = container.path_of(key), container.place_of(key)
-        if before is MISSING and (_of_library(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
+        if before is MISSING and (_is_library_hook(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
             self.set_up.append((container, key, after))
             return
         if (container.owner is not None and key in _TORCH_INTERNAL) or _torch.only_looks(after):
@@ -285,8 +281,7 @@ class Watch:
             why = "it has no items that each call could assign"
             raise RefusedError(path, Words(f"a {kind}"), Words("changed"), why, WAYS_OUT)
         if isinstance(container.holder, list) and (before is MISSING or after is MISSING):
-            counts = (len(container.before), len(cast(list[Any], container.holder)))
-            had, has = (Words(f"{n} items") for n in counts)
+            had, has = Words(f"{len(container.before)} items"), Words(f"{len(cast(list[Any], container.holder))} items")
             raise RefusedError(container.path, had, has, "lists must keep their length", WAYS_OUT)
         if isinstance(key, torch.Tensor):
             raise RefusedError(path, before, after, "a key that is a number of the step or a tensor", WAYS_OUT)
@@ -357,7 +352,7 @@ class Watch:
             tuple(self._flags), self.promoted, self._arguments,
         )  # fmt: skip
 
-    def _absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
+    def _read_from_class(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
         """Guard attributes that were read from the class because the object had none."""
         kind = container.kind
         return [
@@ -396,7 +391,9 @@ class Watch:
                 out.append(size(container.path, container.holder))
             if container.opaque is not None or not (container.owner or container.style in _ALWAYS_READ):
                 continue
-            out += self._absent(container, reads.get(container.owner, set()) - container.before.keys(), changed)
+            out += self._read_from_class(
+                container, reads.get(container.owner, set()) - container.before.keys(), changed
+            )
             for key, value in container.before.items():
                 path = container.path_of(key)
                 if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or key == "training":
@@ -406,13 +403,13 @@ class Watch:
         return out
 
 
-def _of_library(hook: object) -> bool:
+def _is_library_hook(hook: object) -> bool:
     """Return whether a hook is a function of an installed package, which its library installs at the first call."""
     code = getattr(hook, "__code__", None)
     return code is not None and not is_own_code(code.co_filename)
 
 
-class _Outside:
+class _TorchSettings:
     """Checks settings of torch and attributes of the fakes, which a step must not change."""
 
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -424,7 +421,6 @@ class _Outside:
         return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
 
     def refuse_changes(self) -> None:
-        """Raise RefusedError if the step changed one."""
         for name, before, after in zip(_SETTINGS, self._settings, self._now(), strict=True):
             if before != after:
                 why = "later calls would not change it"
@@ -437,7 +433,6 @@ class _Outside:
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
 
     def restore(self) -> None:
-        """Restore torch's settings."""
         torch.set_grad_enabled(self._settings[0])
         torch.set_default_dtype(self._settings[1])
 
@@ -445,13 +440,13 @@ class _Outside:
 _SETTINGS = ("torch's grad mode", "torch's default dtype", "torch's autocast")
 
 
-class _Untouched:
+class _RefusedIterator:
     """Replaces an iterator during a trace and refuses `next`: later calls would reuse the item."""
 
     def __init__(self, path: str, original: Any, line: Callable[[], str]) -> None:
         self._path, self._original, self._line = path, original, line
 
-    def __iter__(self) -> _Untouched:
+    def __iter__(self) -> _RefusedIterator:
         return self
 
     def __next__(self) -> Any:

@@ -84,7 +84,6 @@ def _refuse_switch(state: Any, value: bool) -> None:
 
 
 def _users_line() -> str:
-    """Return the user's line that called the library."""
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_USERS:
         frame = frame.f_back

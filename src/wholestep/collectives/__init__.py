@@ -1,4 +1,4 @@
-"""Collectives along the dims of a DeviceMesh, and reshards between layouts, on real process groups.
+"""Collectives along the dims of a DeviceMesh, and reshards between layouts, on process groups.
 
 Example:
     >>> rows = collectives.shard_dim_scatter(torch.ones(11, 6), 0, devices, "dp")

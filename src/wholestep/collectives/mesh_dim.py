@@ -1,4 +1,4 @@
-"""Scatter and broadcast from one rank to those along a dim of the mesh."""
+"""Scatter and broadcast from one rank to the ranks along a dim of the mesh."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def mesh_scatter(
     *,
     group_src: int = 0,
 ) -> dist.Work | None:
-    """Write into `output` this rank's tensor of the `scatter_list` of the source, along one dim of the mesh.
+    """Scatter the `scatter_list` of a source rank to the ranks along one dim of the mesh, into `output`.
 
-    Each line of ranks along `mesh_dim` has a source of its own: its first rank, or number `group_src` of it. All
-    tensors have the shape of `output`: uneven pieces are padded first, see `split`. On `meta` nothing happens.
+    Each group of ranks along `mesh_dim` has its own source: rank number `group_src` of the group. All tensors have the
+    shape of `output`; pad uneven pieces with `split`. No effect on `meta`.
 
     Args:
-        output: what is written, on every rank.
-        scatter_list: a tensor for each rank along the dim; read on the source alone.
+        output: the tensor to write, on every rank.
+        scatter_list: a tensor for each rank along the dim; used on the source only.
         mesh: the ranks.
         mesh_dim: number or name of the dim.
-        async_op: return the work, to be waited for, in place of waiting; `output` must be contiguous then.
-        group_src: which rank along the dim the tensors come from.
+        async_op: return the work without waiting; `output` must be contiguous.
+        group_src: position of the source along the dim.
 
     Example:
         >>> output = torch.empty(2)
@@ -43,7 +43,7 @@ def mesh_scatter(
 
     Raises:
         LayoutError: the list does not have one tensor like `output` for each rank.
-        MeshError: this rank, the dim or the source is no part of the mesh.
+        MeshError: this rank, the dim or the source is not in the mesh.
     """
     if output.is_meta:
         return None
@@ -52,20 +52,20 @@ def mesh_scatter(
     if index == group_src:
         pieces = [piece.contiguous() for piece in scatter_list or ()]
         _check_pieces(pieces, output, parts)
-    landing = _landing(output, async_op, "output")
-    work = cast(dist.Work | None, dist.scatter(landing, pieces, group=group, async_op=async_op, group_src=group_src))
-    if landing is not output:
-        output.copy_(landing)
+    buffer = _buffer(output, async_op, "output")
+    work = cast(dist.Work | None, dist.scatter(buffer, pieces, group=group, async_op=async_op, group_src=group_src))
+    if buffer is not output:
+        output.copy_(buffer)
     return work
 
 
 def mesh_broadcast(
     tensor: Tensor, mesh: DeviceMesh, mesh_dim: int | str = 0, async_op: bool = False, *, group_src: int = 0
 ) -> dist.Work | None:
-    """Give `tensor` on all ranks along one dim of the mesh the values it has on the source.
+    """Broadcast `tensor` in place from a source rank to the ranks along one dim of the mesh.
 
-    The source is the first rank along the dim, or number `group_src`. On `meta` nothing happens. With `async_op`, the
-    work is returned, to be waited for; `tensor` must be contiguous then.
+    The source is rank number `group_src` along the dim. With `async_op`, returns the work without waiting; `tensor`
+    must be contiguous. No effect on `meta`.
 
     Example:
         >>> weights = torch.ones(3)
@@ -73,34 +73,34 @@ def mesh_broadcast(
 
     Raises:
         LayoutError: `tensor` is not contiguous, with `async_op`.
-        MeshError: this rank, the dim or the source is no part of the mesh.
+        MeshError: this rank, the dim or the source is not in the mesh.
     """
     if tensor.is_meta:
         return None
     group, _, _ = _group(mesh, mesh_dim, group_src)
-    landing = _landing(tensor, async_op, "tensor")
-    if landing is not tensor:
-        landing.copy_(tensor)
-    work = cast(dist.Work | None, dist.broadcast(landing, group=group, async_op=async_op, group_src=group_src))
-    if landing is not tensor:
-        tensor.copy_(landing)
+    buffer = _buffer(tensor, async_op, "tensor")
+    if buffer is not tensor:
+        buffer.copy_(tensor)
+    work = cast(dist.Work | None, dist.broadcast(buffer, group=group, async_op=async_op, group_src=group_src))
+    if buffer is not tensor:
+        tensor.copy_(buffer)
     return work
 
 
 def shard_dim_scatter(
     tensor: Tensor, dim: int, mesh: DeviceMesh, mesh_dim: int | str = 0, *, group_src: int = 0
 ) -> Tensor:
-    """This rank's piece of the source's `tensor`, cut along `dim` over the ranks along `mesh_dim`.
+    """Return this rank's shard along `dim` of the source's `tensor`, over the ranks along `mesh_dim`.
 
-    Every rank gives a tensor of the same shape; only the source's values count. Sizes that do not divide are cut as
-    `torch.chunk` cuts; the last ranks may get an empty piece.
+    Every rank passes a tensor of the same shape; only the source's values are used. Uneven sizes are sharded as by
+    `torch.chunk`; the last ranks may get an empty shard.
 
     Example:
         >>> rows = collectives.shard_dim_scatter(torch.ones(11, 6), 0, devices, "dp")
 
     Raises:
         LayoutError: the tensor has no such dim.
-        MeshError: this rank, the mesh dim or the source is no part of the mesh.
+        MeshError: this rank, the mesh dim or the source is not in the mesh.
     """
     dim = checked_dim(tensor, dim)
     _, parts, index = _group(mesh, mesh_dim, group_src)
@@ -111,26 +111,26 @@ def shard_dim_scatter(
 
 
 def _group(mesh: DeviceMesh, mesh_dim: int | str, group_src: int) -> tuple[dist.ProcessGroup, int, int]:
-    """The process group along the dim, its number of ranks, and this rank's number."""
-    here = place(mesh)
-    axis = axis_of(here, mesh, mesh_dim)
-    parts = here.mesh.axis_size(axis)
+    """Return the process group along the dim, its size, and this rank's position in it."""
+    placed = place(mesh)
+    axis = axis_of(placed, mesh, mesh_dim)
+    parts = placed.mesh.axis_size(axis)
     if not 0 <= group_src < parts:
         raise MeshError(
             f"group_src={group_src} along {axis!r} of {mesh}", f"a rank along it, from 0 to {parts - 1}", "correct it"
         )
-    return here.groups[axis], parts, here.coordinate[axis]
+    return placed.groups[axis], parts, placed.coordinate[axis]
 
 
-def _landing(tensor: Tensor, async_op: bool, name: str) -> Tensor:
-    """Contiguous memory like `tensor`, itself if it is: what process groups write into."""
+def _buffer(tensor: Tensor, async_op: bool, name: str) -> Tensor:
+    """Return `tensor` if it is contiguous, else a contiguous buffer, which process groups require."""
     if tensor.is_contiguous():
         return tensor
     if async_op:
         raise LayoutError(
             f"{name} of shape {list(tensor.shape)} and stride {list(tensor.stride())} with async_op",
             "a contiguous tensor",
-            f"give {name}.contiguous(), or wait for it: async_op=False",
+            f"pass {name}.contiguous(), or async_op=False",
         )
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Where this rank stands in a DeviceMesh, in wholestep's own terms."""
+"""This rank's position in a DeviceMesh, as a wholestep Mesh with coordinate and groups."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """This rank's coordinate on a mesh and the process group of each of its axes."""
+    """This rank's coordinate on a mesh, and the process group of each axis."""
 
     mesh: Mesh
     coordinate: Mapping[str, int]
     groups: Mapping[str, dist.ProcessGroup]
 
     def along(self, axis: str) -> MeshPosition:
-        """The same rank on the mesh that has this axis alone."""
+        """Return this rank's place on the mesh of one axis."""
         only = Mesh((Axis(axis, self.mesh.axis_size(axis)),))
         return MeshPosition(only, {axis: self.coordinate[axis]}, {axis: self.groups[axis]})
 
 
 def place(devices: DeviceMesh) -> MeshPosition:
-    """This rank on `devices`. Axes of a mesh without names are called d0, d1 and so on.
+    """Return this rank's place on `devices`. Axes of a mesh without names are called d0, d1, ...
 
     Raises:
-        MeshError: this rank is no part of the mesh, or a group of the mesh counts its ranks in another order than the
-            mesh does (torch sorts the ranks of a group).
+        MeshError: this rank is not in the mesh, or a group has another order of ranks than the mesh (torch sorts the
+            ranks of a group).
     """
     found = devices.get_coordinate()
     if found is None:
         raise MeshError(
-            f"rank {dist.get_rank()} is no part of {devices}",
+            f"rank {dist.get_rank()} is not in {devices}",
             "a rank of the mesh",
             "call this on the ranks of the mesh only",
         )
@@ -50,23 +50,23 @@ def place(devices: DeviceMesh) -> MeshPosition:
         counted = dist.get_process_group_ranks(groups[name])
         if line != counted:
             raise MeshError(
-                f"ranks {line} along {name!r} of {devices}, whose group counts them {counted}",
-                "ranks in rising order along each dim of the mesh",
+                f"ranks {line} along {name!r} of {devices}, but {counted} in its group",
+                "ranks in ascending order along each dim of the mesh",
                 "build the mesh with init_device_mesh",
             )
     mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True)))
     return MeshPosition(mesh, dict(zip(names, found, strict=True)), groups)
 
 
-def axis_of(here: MeshPosition, devices: DeviceMesh, mesh_dim: int | str) -> str:
-    """The name of a dim of the mesh, given by number or name.
+def axis_of(placed: MeshPosition, devices: DeviceMesh, mesh_dim: int | str) -> str:
+    """Return the name of a dim of the mesh, given by number or name.
 
     Raises:
         MeshError: there is no such dim.
     """
-    names = here.mesh.names
+    names = placed.mesh.names
     if isinstance(mesh_dim, str):
-        here.mesh.axis_size(mesh_dim)
+        placed.mesh.axis_size(mesh_dim)
         return mesh_dim
     if not -len(names) <= mesh_dim < len(names):
         raise MeshError(f"mesh_dim={mesh_dim} of {devices}", f"from 0 to {len(names) - 1}, or a name", "correct it")

@@ -1,4 +1,4 @@
-"""Pieces of equal size out of a dim that does not divide: rows of zeros go in before a collective and out after it."""
+"""Padding of uneven shards to equal sizes before a collective, and its removal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..partition.rank_ops import cut_to, pad_to
 
 
 def split(tensor: Tensor, dim: int, parts: int, padded: bool = True) -> tuple[list[Tensor], list[int]]:
-    """Cut `dim` as `torch.chunk` cuts, into exactly `parts` pieces; the last ones may be short or empty.
+    """Split `dim` as `torch.chunk` does, into exactly `parts` pieces; the last ones may be shorter or empty.
 
-    Returns the pieces, contiguous, and how many rows each lacks to be as long as the first; with `padded` it has them,
-    as zeros.
+    Returns the contiguous pieces, and for each the number of rows that it is shorter than the first; with `padded`,
+    zeros fill these rows.
 
     Example:
         >>> pieces, pads = split(torch.ones(11, 2), 0, 8)
@@ -36,7 +36,7 @@ def split(tensor: Tensor, dim: int, parts: int, padded: bool = True) -> tuple[li
 
 
 def pad(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """`tensor` with `rows` entries of zeros appended along `dim`; itself where there are none to append.
+    """Append `rows` entries of zeros along `dim`; returns `tensor` itself for 0 rows.
 
     Example:
         >>> collectives.pad(torch.ones(3, 2), 0, 1).shape
@@ -51,14 +51,14 @@ def pad(tensor: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def unpad(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """`tensor` without the last `rows` entries along `dim`: a view.
+    """Remove the last `rows` entries along `dim`; returns a view.
 
     Example:
         >>> collectives.unpad(torch.ones(4, 2), 0, 1).shape
         torch.Size([3, 2])
 
     Raises:
-        LayoutError: the tensor has no such dim, or not so many entries.
+        LayoutError: the tensor has no such dim, or too few entries.
     """
     dim = checked_dim(tensor, dim)
     _checked_rows(rows, tensor, dim, at_most=tensor.shape[dim])
@@ -66,12 +66,12 @@ def unpad(tensor: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def checked_dim(tensor: Tensor, dim: int) -> int:
-    """`dim` counted from the front; LayoutError where the tensor has no such dim."""
+    """Return `dim` as a non-negative number; raise LayoutError if the tensor has no such dim."""
     ndim = tensor.dim()
     if not -ndim <= dim < ndim:
         raise LayoutError(
             f"dim {dim} of a tensor of shape {list(tensor.shape)}",
-            f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor that has dims",
+            f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor with dims",
         )
     return dim % ndim
 

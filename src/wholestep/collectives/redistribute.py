@@ -1,4 +1,4 @@
-"""From one layout to another on real process groups."""
+"""Resharding on process groups."""
 
 from __future__ import annotations
 
@@ -26,47 +26,48 @@ Placed = Layout | Sequence[object]
 
 
 def reshard(tensor: Tensor, source: Placed, target: Placed, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
-    """This rank's piece of a tensor laid out as `target`, from its piece laid out as `source`.
+    """Reshard this rank's local tensor from the layout `source` to the layout `target`.
 
-    Takes the cheapest collectives: nothing is sent where a rank has all it needs, nor along a dim of `mesh` of one
-    rank; between two sharded dims it is one all-to-all. All ranks of `mesh` must call it alike. The result is
-    contiguous and shares no memory with `tensor`; gradients do not flow through. From `meta` comes a tensor on `meta`.
+    Uses the cheapest collectives: none if a rank has all it needs, none along a mesh dim of one rank, one all-to-all
+    between two sharded dims. All ranks of `mesh` must make the same call. The result is contiguous and shares no memory
+    with `tensor`; it has no gradient. A tensor on `meta` gives a tensor on `meta`.
 
     Args:
-        tensor: this rank's piece; sizes that do not divide are cut as `torch.chunk` cuts them, without padding.
-        source: how the tensor is laid out: a `Layout` of the axes of `mesh`, or placements as
-            `[Shard(0), Replicate()]`, one for each dim of `mesh`.
-        target: how it shall be.
+        tensor: this rank's local tensor; uneven sizes are sharded as by `torch.chunk`, without padding.
+        source: the current layout: a `Layout` of the axes of `mesh`, or placements such as `[Shard(0), Replicate()]`,
+            one for each dim of `mesh`.
+        target: the layout of the result.
         mesh: the ranks.
-        shape: of the whole tensor.
+        shape: global shape of the tensor.
 
     Example:
         >>> rows = collectives.reshard(torch.ones(11, 6), [Replicate()], [Shard(0)], devices, shape=(11, 6))
 
     Raises:
-        LayoutError: the piece has another shape than `source` gives it, a layout does not fit, or the values cannot
-            become `target` (shards never become partial values).
-        MeshError: this rank is no part of `mesh`.
+        LayoutError: the local tensor has another shape than `source` implies, a layout does not fit, or the values
+            cannot become `target` (shards never become partial values).
+        MeshError: this rank is not in `mesh`.
     """
-    here, whole = place(mesh), tuple(shape)
-    return move(tensor, _layout(source, here.mesh, whole), _layout(target, here.mesh, whole), here, whole)
+    placed, whole = place(mesh), tuple(shape)
+    return move(tensor, _layout(source, placed.mesh, whole), _layout(target, placed.mesh, whole), placed, whole)
 
 
-def move(tensor: Tensor, source: Layout, target: Layout, here: MeshPosition, shape: tuple[int, ...]) -> Tensor:
-    """`reshard`, for layouts on the mesh of `here`."""
-    path = route(source, target, shape, tensor.dtype, here.mesh)
-    wanted = path.layouts[0].local_shape(shape, here.mesh, here.coordinate)
+def move(tensor: Tensor, source: Layout, target: Layout, placed: MeshPosition, shape: tuple[int, ...]) -> Tensor:
+    """`reshard`, for layouts on the mesh of `placed`."""
+    mesh = placed.mesh
+    path = route(source, target, shape, tensor.dtype, mesh)
+    wanted = path.layouts[0].local_shape(shape, mesh, placed.coordinate)
     if tuple(tensor.shape) != wanted:
         raise LayoutError(
-            f"a piece of shape {list(tensor.shape)} at {dict(here.coordinate)} of mesh {here.mesh}",
-            f"{list(wanted)}: the piece of {list(shape)} laid out as {source.show(shape)}",
-            "give this rank's piece, unpadded, and the shape of the whole tensor",
+            f"a local tensor of shape {list(tensor.shape)} at {dict(placed.coordinate)} of mesh {mesh}",
+            f"{list(wanted)}: the shard of {list(shape)} with layout {source.show(shape)}",
+            "pass this rank's shard, unpadded, and the shape of the whole tensor",
         )
     if tensor.is_meta:
-        return tensor.new_empty(path.layouts[-1].local_shape(shape, here.mesh, here.coordinate))
-    key = (source, target, shape, tensor.dtype, str(tensor.device), here.mesh)
-    names = tuple((axis, group.group_name) for axis, group in here.groups.items())
-    made = _runner(key, names, tuple(here.coordinate.items()))([tensor.detach().contiguous()])[0]
+        return tensor.new_empty(path.layouts[-1].local_shape(shape, mesh, placed.coordinate))
+    key = (source, target, shape, tensor.dtype, str(tensor.device), mesh)
+    names = tuple((axis, group.group_name) for axis, group in placed.groups.items())
+    made = _runner(key, names, tuple(placed.coordinate.items()))([tensor.detach().contiguous()])[0]
     made = cast(Tensor, made).contiguous()
     shared = made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     return made.clone() if shared else made
@@ -77,7 +78,6 @@ _Key = tuple[Layout, Layout, tuple[int, ...], torch.dtype, str, Mesh]
 
 @lru_cache(maxsize=4096)
 def _runner(key: _Key, groups: tuple[tuple[str, str], ...], coordinate: tuple[tuple[str, int], ...]) -> Run:
-    """The program of a reshard, compiled for one rank."""
     return eager(bind(program(*key), dict(coordinate), dict(groups), exchange=exchanges(key[4])))
 
 

@@ -1,1 +1,1 @@
-"""A `torch.compile` backend for models wrapped in DDP: one compilation for each bucket of gradients."""
+"""A `torch.compile` backend for DDP models, which compiles one graph for each bucket of gradients."""

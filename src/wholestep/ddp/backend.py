@@ -1,4 +1,4 @@
-"""`ws.ddp_backend`: splits what dynamo captured of a DDP model on DDP's bucket boundaries and compiles the parts."""
+"""`ws.ddp_backend`: splits dynamo's graph of a DDP model at DDP's bucket boundaries and compiles the parts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import BackendError
 from . import bucket_table
 from .buckets import Param, Reducer
 from .compile_parts import compile_parts
-from .gradient_order import call_whole, detach_idle, until_settled, with_order
-from .model import held, reduced_by, reduced_in, reducer_of
+from .gradient_order import call_whole, detach_idle, until_rebuilt, with_order
+from .model import params_of_nodes, reduced_by, reduced_in, reducer_of
 from .split import DdpBucket, Split, cut, plan_split
 
 NAME = "wholestep.ddp"
@@ -23,10 +23,10 @@ log = logging.getLogger(NAME)
 
 
 class DdpBackend:
-    """A backend for `torch.compile`, made by `ws.ddp_backend`; prints as the table of the buckets it cut last."""
+    """A backend for `torch.compile`, created by `ws.ddp_backend`; prints as a table of the last graph's buckets."""
 
     def __init__(self, inner: str | Callable[..., Any], cap_bytes: int | None, first_bytes: int | None) -> None:
-        self.__name__ = NAME  # what dynamo calls it
+        self.__name__ = NAME  # dynamo reads it
         self.name = inner if isinstance(inner, str) else ""
         self.inner = _torch.dynamo_backend(inner) if isinstance(inner, str) else inner
         self.cap_bytes, self.first_bytes = cap_bytes, first_bytes
@@ -34,25 +34,25 @@ class DdpBackend:
 
     @property
     def buckets(self) -> tuple[DdpBucket, ...]:
-        """The buckets of the graph compiled last, the one nearest the input first; empty before."""
+        """The buckets of the last compiled graph, from the input to the output; empty before."""
         return self.splits[-1].buckets if self.splits else ()
 
     def __str__(self) -> str:
         if not self.splits:
-            return f"{NAME}: no graph with parameters of a DDP model was compiled yet"
+            return f"{NAME}: no graph with parameters of a DDP model compiled yet"
         return f"{NAME}: {bucket_table.headline(self.splits[-1])}\n{bucket_table.table(self.splits[-1])}"
 
     def __call__(self, whole: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one dynamo graph.
 
         Raises:
-            BackendError: torch's own splitter has cut the graph already.
+            BackendError: torch's splitter for DDP models has already split the graph.
         """
         if _torch.split_by_torch():
             raise BackendError(
-                f"torch's own splitter for DDP models cut this graph before {NAME!r} got it",
-                "one of the two alone",
-                "leave torch._dynamo.config.optimize_ddp as it is after ws.ddp_backend(), which sets it to False",
+                f"torch's own splitter for DDP models split this graph before {NAME!r}",
+                "only one of the two splitters",
+                "do not change torch._dynamo.config.optimize_ddp after ws.ddp_backend(), which sets it to False",
             )
 
         passed = _torch.inductor_settings(**options) if self.name == "inductor" else options
@@ -60,33 +60,31 @@ class DdpBackend:
         def compiler(part: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             return self.inner(part, list(fakes), **passed)
 
-        params = held(whole, example_inputs)
+        params = params_of_nodes(whole, example_inputs)
         ddp = _torch.ddp_in_use()
         known = reduced_by(ddp) if ddp is not None else reduced_in(whole, params)
         uses = {node: [known[p] for p in found if p in known] for node, found in params.items()}
         reducer = self._reducer(ddp, list(known.values()))
         if reducer is None or not any(uses.values()) or not _torch.in_dynamo():
-            log.debug("%s: no parameter of a DDP model in this graph, compiled whole", NAME)
+            log.debug("%s: no parameter of a DDP model in this graph, not split", NAME)
             return compiler(whole, example_inputs)
         split = plan_split(whole.graph, uses, reducer)
         self._keep(split)
         return _compile(whole, example_inputs, split, uses, compiler, ddp is not None and reducer.by_arrival)
 
     def _reducer(self, ddp: Any, params: Sequence[Param]) -> Reducer | None:
-        """The rules to split by: those of the DDP module in use, unless the user gave others."""
+        """Return the reducer to split by: the running DDP module's, with the user's bucket caps if given."""
         given = self.cap_bytes is not None or self.first_bytes is not None
         if ddp is not None:
-            own = reducer_of(ddp, params)
+            reducer = reducer_of(ddp, params)
             if not given:
-                return own
-            limits = self._limits(own.limits[-1])
-            if limits != own.limits:
-                log.warning(
-                    "%s: asked to split at %s bytes, but this DDP model fills its buckets to %s: they will not agree",
-                    NAME,
-                    limits,
-                    own.limits,
+                return reducer
+            limits = self._limits(reducer.limits[-1])
+            if limits != reducer.limits:
+                text = (
+                    "%s: bucket caps of %s bytes differ from the caps %s of this DDP model: parts are not its buckets"
                 )
+                log.warning(text, NAME, limits, reducer.limits)
             return Reducer(tuple(params), limits)
         return Reducer(tuple(params), self._limits(25 * MIB)) if given else None
 
@@ -97,7 +95,7 @@ class DdpBackend:
 
     def _keep(self, split: Split) -> None:
         self.splits.append(split)
-        log.info("%s: %s (DEBUG shows which)", NAME, bucket_table.headline(split))
+        log.info("%s: %s (level DEBUG lists them)", NAME, bucket_table.headline(split))
         log.debug("%s: buckets, from the input to the output\n%s", NAME, bucket_table.table(split))
         if split.extended:
             log.warning("%s: %s", NAME, bucket_table.extension(split))
@@ -111,7 +109,7 @@ def _compile(
     compiler: Callable[..., Any],
     ordered: bool,
 ) -> Callable[..., Any]:
-    """The callable for dynamo: the parts, compiled; with `ordered`, gradients first arrive as the split says."""
+    """Compile the parts; with `ordered`, gradients arrive in the order of the split until DDP rebuilds its buckets."""
     places = whole.graph.find_nodes(op="placeholder")
     number = {param: i for i, node in enumerate(places) for param in uses.get(node, ())}
     arrivals = [[number[param] for param in bucket.params if param in number] for bucket in split.buckets]
@@ -122,21 +120,21 @@ def _compile(
         plain = outer = cut(whole, split)
         detach_idle(outer, arrivals)
         compile_parts(whole, outer, compiler)
-    return until_settled(plain, with_order(outer, arrivals)) if ordered else plain
+    return until_rebuilt(plain, with_order(outer, arrivals)) if ordered else plain
 
 
 def check_limits(cap_bytes: int, first_bytes: int) -> tuple[int, int]:
-    """The two limits, first bucket's first.
+    """Return `(first_bytes, cap_bytes)`.
 
     Raises:
-        BackendError: one is not positive, or the first is larger than the others'.
+        BackendError: one is not positive, or the first is larger than the other.
     """
     if cap_bytes <= 0 or first_bytes <= 0:
         raise BackendError(f"bucket caps of {first_bytes:,} and {cap_bytes:,} bytes", "positive sizes")
     if first_bytes > cap_bytes:
         raise BackendError(
             f"first_bucket_cap is {first_bytes:,} bytes, more than the {cap_bytes:,} bytes of the other buckets",
-            "a first bucket no larger than the others: it is there to be sent early",
+            "a first bucket no larger than the others, so that it is sent early",
             f"pass first_bucket_cap={cap_bytes} or less, or a larger bucket_cap_mb",
         )
     return first_bytes, cap_bytes
@@ -148,21 +146,21 @@ def ddp_backend(
     bucket_cap_mb: float | None = None,
     first_bucket_cap: int | None = None,
 ) -> DdpBackend:
-    """A `torch.compile` backend for models in DistributedDataParallel, which splits on DDP's bucket boundaries.
+    """Return a `torch.compile` backend that splits models in DistributedDataParallel at DDP's bucket boundaries.
 
-    Each bucket of gradients is complete when the backward of one part has run, so DDP sends it while the next part
-    computes. Where the boundaries lie follows from the DDP module in use. torch's own splitter is switched off for the
-    process (`torch._dynamo.config.optimize_ddp`). In dynamo's registry `ddp_backend()` has the name "wholestep.ddp".
+    The backward of one part completes one bucket of gradients, so DDP reduces it while the next part computes. The
+    boundaries depend on the running DDP module. Disables torch's own splitter in this process
+    (`torch._dynamo.config.optimize_ddp`). `ddp_backend()` is registered with dynamo as "wholestep.ddp".
 
     Args:
         inner: the backend that compiles the parts, by name or as a callable `(graph_module, example_inputs)`.
-        bucket_cap_mb: split at other sizes than DDP does, in MiB; the parts then are not DDP's buckets. Needed to
-            split a model that no DDP module holds.
-        first_bucket_cap: bytes of the bucket nearest the output, which is sent first: 1,048,576 if not given, or
-            `bucket_cap_mb` where that is smaller.
+        bucket_cap_mb: bucket size in MiB, if other than DDP's; the parts are then not DDP's buckets. Required to split
+            a model without a DDP module.
+        first_bucket_cap: bytes of the bucket nearest the output, which is sent first; by default 1,048,576, or
+            `bucket_cap_mb` if smaller.
 
     Raises:
-        BackendError: `inner` is not known, or a size is out of range.
+        BackendError: `inner` is unknown, or a size is out of range.
 
     Example:
         >>> model = torch.compile(DistributedDataParallel(net), backend=ws.ddp_backend(inner="aot_eager"))
@@ -175,12 +173,12 @@ def ddp_backend(
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
     made = DdpBackend(inner, cap_bytes, first_bucket_cap)
     if _torch.disable_torch_splitter():
-        log.info("%s: set torch._dynamo.config.optimize_ddp to False: torch's own splitter stays out of the way", NAME)
+        log.info("%s: set torch._dynamo.config.optimize_ddp to False, which disables torch's own splitter", NAME)
     return made
 
 
 def __getattr__(name: str) -> DdpBackend:
-    """`registered` is what dynamo's registry loads when the name "wholestep.ddp" is used for the first time."""
+    """Create `registered` lazily: dynamo's registry loads it at the first use of the name "wholestep.ddp"."""
     if name == "registered":
         return ddp_backend()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,21 +1,22 @@
-"""The table of buckets."""
+"""Formats the buckets of a split."""
 
 from __future__ import annotations
 
+from ..graph import text
 from .split import Split
 
 HEAD = ("bucket", "bytes", "parameters, in the order in which DDP gets their gradients", "")
 
 
 def headline(split: Split) -> str:
-    """One line: the limits and how many parts there are."""
+    """Return one line with the limits and the number of buckets."""
     caps = " bytes, then ".join(f"{limit:,}" for limit in split.limits)
     count = len(split.buckets)
     return f"bucket cap {caps} bytes: {count} {'bucket' if count == 1 else 'buckets'}, compiled one by one"
 
 
 def table(split: Split) -> str:
-    """The buckets, the one nearest the input first; those of DDP's own that a part holds share its row."""
+    """Return a table of the buckets from the input to the output, with the numbers of DDP's buckets."""
     sent = {name: number for number, bucket in enumerate(split.reduced) for name in bucket}
     rows = [HEAD]
     for index, bucket in enumerate(split.buckets):
@@ -25,22 +26,15 @@ def table(split: Split) -> str:
             (str(index) if i == 0 else "", f"{bucket.size_bytes:,}" if i == 0 else "", name, note)
             for i, (name, note) in enumerate(zip(names, notes, strict=True))
         ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column < 2 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(text.table(rows, left=(2, 3)))
 
 
 def extension(split: Split) -> str:
-    """What to say about buckets that were extended."""
+    """Return a warning about extended buckets."""
     lines = [
         f"  bucket {index}: {bucket.extra_ops} more ops, {bucket.extra_bytes:,} more bytes"
         for index, bucket in enumerate(split.buckets)
         if bucket.extra_ops
     ]
-    why = "buckets were extended, since nothing outside them used what they make (in-place writes only)"
+    why = "buckets were extended, because no op outside of them reads their results (in-place writes only)"
     return "\n".join([why, *lines])

@@ -1,4 +1,4 @@
-"""Which gradients DDP's reducer sends together: its rules as plain bookkeeping, without a tensor or a process group."""
+"""A model of DDP's reducer: which gradients it puts into one bucket."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from itertools import chain
 class Param:
     """A parameter whose gradient is reduced.
 
-    `number` is its place in the reducer's own list, which is the order of registration; `size_bytes` is that of its
-    gradient; only gradients of one `kind` (dtype and device) share a bucket, and a sparse one has a bucket to itself.
+    `number` is its position in order of registration, `size_bytes` the size of its gradient. Only gradients of the same
+    `kind` (dtype and device) share a bucket; a sparse gradient has its own bucket.
     """
 
     name: str
@@ -23,10 +23,10 @@ class Param:
 
 
 def assign(params: Sequence[Param], limits: Sequence[int]) -> tuple[tuple[Param, ...], ...]:
-    """The reducer's buckets of `params`, filled in the order given; those that never reach their limit come last.
+    """Return the reducer's buckets, filled in the order of `params`; buckets that do not reach their limit are last.
 
     A bucket closes when its bytes reach the limit, so it may be larger. The n-th bucket of a kind has the n-th of
-    `limits` (bytes), further ones the last.
+    `limits` (bytes), later ones the last.
     """
     closed: list[tuple[Param, ...]] = []
     filling: dict[tuple[str, str], list[Param]] = {}
@@ -46,10 +46,10 @@ def assign(params: Sequence[Param], limits: Sequence[int]) -> tuple[tuple[Param,
 
 @dataclass(frozen=True)
 class Reducer:
-    """What decides the buckets of one DDP module: its parameters in order of registration, and its limits in bytes.
+    """The reducer of one DDP module: its parameters in order of registration, and its limits in bytes.
 
-    `by_arrival` says that the buckets are made anew after the first backward, in the order in which gradients came;
-    else (DDP's `find_unused_parameters` without `static_graph`) they stay as they are made from the registered order.
+    `by_arrival`: the reducer rebuilds its buckets after the first backward, in the order of arrival of the gradients;
+    else (DDP's `find_unused_parameters` without `static_graph`) buckets keep the order of registration.
     """
 
     params: tuple[Param, ...]
@@ -57,13 +57,13 @@ class Reducer:
     by_arrival: bool = True
 
     def buckets(self, arrivals: Sequence[Param]) -> tuple[tuple[Param, ...], ...]:
-        """The buckets, in the order in which they are sent, when the gradients of one graph arrive in this order.
+        """Return the buckets in the order of reduction, if the gradients of one graph arrive in this order.
 
-        Parameters registered behind all of these are taken to come before them, from graphs that follow this one.
+        Parameters registered after all of these are assumed to arrive before them, from later graphs.
         """
         if not self.by_arrival:
             made = assign(self.params, self.limits)
             return tuple(sorted(made, key=lambda bucket: min(p.number for p in bucket), reverse=True))
-        newest = max((p.number for p in arrivals), default=-1)
-        before = (p for p in reversed(self.params) if p.number > newest)
+        last = max((p.number for p in arrivals), default=-1)
+        before = (p for p in reversed(self.params) if p.number > last)
         return assign(tuple(chain(before, arrivals)), self.limits)

@@ -1,4 +1,4 @@
-"""Compiles the parts of a split graph one after the other, each on fakes of what the ones before really return."""
+"""Compiles the parts of a split graph in order, each with fakes that have the strides of the earlier parts' results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
 class CompiledPart(nn.Module):
-    """What the inner backend made of one part; `single` for a part that returns one value and no tuple."""
+    """A compiled part; `single` if the part returns one value instead of a tuple."""
 
     def __init__(self, run: Callable[..., Any], single: bool) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class CompiledPart(nn.Module):
 
 
 def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) -> None:
-    """Replace each part of `outer`, cut out of dynamo's graph `whole`, by what `compiler` makes of it."""
+    """Compile each part of `outer`, the split of dynamo's graph `whole`, in place."""
     fakes: dict[Node, Any] = {}
     for node in outer.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -50,12 +50,11 @@ def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) ->
 
 
 def _compile_part(part: GraphModule, fakes: list[Any], compiler: Compiler) -> tuple[CompiledPart, Any]:
-    """The compiled part and what it returns for `fakes`."""
     single = _return_a_tuple(part)
     context = _torch.PartContext()
     with context.compiling():
         compiled = CompiledPart(compiler(part, fakes), single)
-        if context.through_aot:  # which may have chosen other strides than the graph says
+        if context.through_aot:  # the compiler may have changed strides
             return compiled, context.call(compiled, fakes)
     recorded = [meta.example(node) for node in _results(part)]
     return compiled, recorded[0] if single else tuple(recorded)
@@ -66,7 +65,7 @@ def _results(part: GraphModule) -> Sequence[Node]:
 
 
 def _return_a_tuple(part: GraphModule) -> bool:
-    """Have `part` return a tuple, which compilers need; True if it returned one value before."""
+    """Make `part` return a tuple, which compilers require; return whether it returned a single value."""
     output = part.graph.output_node()
     single = not isinstance(output.args[0], tuple)
     if single:

@@ -1,8 +1,8 @@
-"""Has the gradients of a compiled graph arrive in a known order, as long as DDP makes its buckets from that order.
+"""Makes the gradients of a compiled graph arrive in the order of the split, until DDP has rebuilt its buckets.
 
-Autograd hands out the gradients of one compiled backward in an order that is its own affair, and the reducer fills its
-buckets as they come: with no more than that, parts and buckets differ. A view of each parameter, taken in front of the
-part that first uses it, gives every gradient a step of its own, and autograd takes the latest step first.
+DDP fills its buckets in the order in which gradients arrive, and autograd returns the gradients of one compiled
+backward in an unspecified order, so parts and buckets could differ. A view of each parameter before the part that
+first uses it gives every gradient its own autograd node, and autograd runs the latest node first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .compile_parts import CompiledPart
 
 
 def call_whole(whole: Graph, compiled: Callable[..., Any]) -> GraphModule:
-    """A module that calls `compiled`, made of the graph `whole`, as its only part."""
+    """Return a module that calls `compiled`, the compiled graph `whole`, as its only part."""
     graph = Graph()
     inputs = [graph.placeholder(str(node.target)) for node in whole.find_nodes(op="placeholder")]
     graph.output(graph.call_module("part", tuple(inputs)))
@@ -27,9 +27,9 @@ def call_whole(whole: Graph, compiled: Callable[..., Any]) -> GraphModule:
 
 
 def detach_idle(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> None:
-    """Detach what a part takes without making a gradient for it (under `no_grad`), though a later part makes one.
+    """Detach parameters that a part uses only under `no_grad`, if a later part computes their gradient.
 
-    Else autograd would wait for the backward of this part too. `arrivals` as for `with_order`.
+    Otherwise autograd would wait for the backward of this part. `arrivals`: see `with_order`.
     """
     inputs = outer.graph.find_nodes(op="placeholder")
     owner = {inputs[number]: part for part, numbers in enumerate(arrivals) for number in numbers}
@@ -40,15 +40,15 @@ def detach_idle(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> None:
 
 
 def with_order(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> GraphModule:
-    """`outer` such that the gradients of its inputs arrive in order.
+    """Return a copy of `outer` whose input gradients arrive in order.
 
-    For each part `arrivals` has the numbers of the inputs whose gradients its backward completes, in that order.
+    `arrivals` has, for each part, the numbers of the inputs whose gradients its backward completes, in that order.
     """
     graph = copy.deepcopy(outer.graph)
     inputs = graph.find_nodes(op="placeholder")
     done: set[Node] = set()
     for part, numbers in zip(graph.find_nodes(op="call_module"), arrivals, strict=True):
-        for number in reversed(numbers):  # the last to be made is the first in backward
+        for number in reversed(numbers):  # the last view is the first in the backward
             with graph.inserting_before(part):
                 view = graph.call_function(_view, (inputs[number],))
             for user in list(inputs[number].users):
@@ -63,12 +63,12 @@ def _view(param: torch.Tensor) -> torch.Tensor:
         return param.view_as(param)
 
 
-def until_settled(plain: Callable[..., Any], ordered: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable that runs `ordered` while the DDP module in use has yet to settle its buckets, `plain` otherwise."""
+def until_rebuilt(plain: Callable[..., Any], ordered: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a callable that runs `ordered` until the DDP module has rebuilt its buckets, then `plain`."""
 
     def run(*args: Any) -> Any:
         ddp = _torch.ddp_in_use()
-        unsettled = ddp is not None and torch.is_grad_enabled() and not _torch.buckets_are_rebuilt(ddp)
-        return (ordered if unsettled else plain)(*args)
+        pending = ddp is not None and torch.is_grad_enabled() and not _torch.buckets_are_rebuilt(ddp)
+        return (ordered if pending else plain)(*args)
 
     return run

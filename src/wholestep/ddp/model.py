@@ -1,4 +1,4 @@
-"""What a DDP module says about its reducer, and which inputs of a dynamo graph are its parameters."""
+"""Reads the reducer's settings from a DDP module, and finds its parameters in a dynamo graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reduced = dict[nn.Parameter, Param]
 
 
 def reduced_by(ddp: DistributedDataParallel) -> Reduced:
-    """The parameters whose gradients `ddp` reduces, in the order in which it registered them."""
+    """Return the parameters whose gradients `ddp` reduces, in order of registration."""
     known: Any = ddp
     ignored: set[str] = known.parameters_to_ignore
     modules: Iterable[tuple[str, nn.Module]] = known.module.named_modules()
@@ -30,13 +30,13 @@ def reduced_by(ddp: DistributedDataParallel) -> Reduced:
 
 
 def describe(param: nn.Parameter, name: str, number: int, sparse: bool = False) -> Param:
-    """`param` as the reducer sees it."""
+    """Return the reducer's view of `param`."""
     size_bytes = param.numel() * param.element_size()
     return Param(name, number, size_bytes, (str(param.dtype), str(param.device)), sparse)
 
 
 def reducer_of(ddp: DistributedDataParallel, params: Iterable[Param]) -> Reducer:
-    """The rules by which `ddp` makes its buckets."""
+    """Return the reducer of `ddp` with its bucket limits."""
     known: Any = ddp
     limits: list[int] = list(known.bucket_bytes_cap_list)
     if not limits:
@@ -46,8 +46,8 @@ def reducer_of(ddp: DistributedDataParallel, params: Iterable[Param]) -> Reducer
     return Reducer(tuple(params), tuple(limits), by_arrival)
 
 
-def held(whole: GraphModule, inputs: Sequence[Any]) -> dict[Node, list[nn.Parameter]]:
-    """The parameters that nodes of dynamo's graph stand for: inputs, attributes, and modules that are called."""
+def params_of_nodes(whole: GraphModule, inputs: Sequence[Any]) -> dict[Node, list[nn.Parameter]]:
+    """Return the parameters of the inputs, attributes and module calls in dynamo's graph."""
     places = whole.graph.find_nodes(op="placeholder")
     found = {n: [value] for n, value in zip(places, inputs, strict=True) if isinstance(value, nn.Parameter)}
     for node in whole.graph.nodes:
@@ -61,7 +61,7 @@ def held(whole: GraphModule, inputs: Sequence[Any]) -> dict[Node, list[nn.Parame
 
 
 def reduced_in(whole: GraphModule, params: dict[Node, list[nn.Parameter]]) -> Reduced:
-    """Without a DDP module: every parameter of the graph that needs a gradient and is not marked to be ignored."""
+    """Return the parameters of a graph without a DDP module that need a gradient and that DDP does not ignore."""
     found: Reduced = {}
     for node in whole.graph.nodes:
         for param in params.get(node, ()):

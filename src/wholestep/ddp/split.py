@@ -1,4 +1,4 @@
-"""Where a dynamo graph is cut, so that each of DDP's buckets is complete when the backward of one part ends."""
+"""Splits a dynamo graph so that each of DDP's buckets is complete when the backward of one part ends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Uses = Mapping[Node, Sequence[Param]]
 
 @dataclass(frozen=True)
 class DdpBucket:
-    """One part of a graph: the parameters whose gradients are complete when its backward has run.
+    """One part of a graph: the parameters whose gradients its backward completes, in the order of arrival.
 
-    They are in the order in which DDP gets them. `extra_ops` counts the ops that the part was extended by, so that it
-    returns something, and `extra_bytes` the gradients that came with them.
+    `extra_ops` is the number of ops added so that another part reads a result of this one, `extra_bytes` the gradients
+    that these complete.
     """
 
     params: tuple[Param, ...]
@@ -37,9 +37,9 @@ class DdpBucket:
 
 @dataclass(frozen=True)
 class Split:
-    """How one graph is cut: `buckets[0]` is nearest the input, `starts` has the number of the first op of each.
+    """The split of one graph: `buckets[0]` is nearest the input, `starts` has the number of the first op of each.
 
-    `reduced` are the buckets of DDP's reducer that hold parameters of this graph, as names, in the order of sending.
+    `reduced` are the reducer's buckets with parameters of this graph, as names, in the order of reduction.
     """
 
     buckets: tuple[DdpBucket, ...]
@@ -49,20 +49,19 @@ class Split:
 
     @property
     def extended(self) -> tuple[DdpBucket, ...]:
-        """The buckets that hold more ops than their parameters asked for."""
+        """The buckets with `extra_ops`."""
         return tuple(bucket for bucket in self.buckets if bucket.extra_ops)
 
 
 def ops(graph: Graph) -> list[Node]:
-    """The nodes that run, in order; numbers of ops count these."""
+    """Return the nodes that run, in order; op numbers count these."""
     return [node for node in graph.nodes if node.op not in NOT_RUN]
 
 
 def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
-    """For each parameter the number of the first op that takes it, whose backward completes its gradient.
+    """Return, for each parameter, the number of the first op that reads it, whose backward completes its gradient.
 
-    Arguments count wherever they stand, in lists and by keyword too; `held` names the parameters of nodes. What runs
-    without gradients counts for parameters that nothing else takes.
+    `held` maps nodes to parameters. An op under `no_grad` counts only for parameters without another use.
     """
     first: dict[Param, int] = {}
     idle: dict[Param, int] = {}
@@ -77,7 +76,7 @@ def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
 
 
 def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
-    """Cut `graph` in front of each op with which a bucket of the reducer is complete."""
+    """Split `graph` before each op whose backward completes a bucket of the reducer."""
     first = first_uses(graph, held)
     arrivals = sorted(first, key=lambda p: (-first[p], -p.number))
     buckets = [tuple(p for p in bucket if p in first) for bucket in reducer.buckets(arrivals)]
@@ -93,7 +92,7 @@ def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
 
 
 def _with_params(cuts: Sequence[int], first: Mapping[Param, int]) -> list[int]:
-    """Where parts start: ops in front of the first parameter are no part of their own."""
+    """Return the starts of parts; ops before the first parameter join the first part."""
     return [0, *(cut for cut in cuts if any(number < cut for number in first.values()))]
 
 
@@ -102,9 +101,9 @@ def _spans(starts: Sequence[int]) -> list[tuple[int, float]]:
 
 
 def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Let each part begin earlier until something outside uses what it makes; also by how many ops.
+    """Move the start of each part forward until another part reads a result of it; return starts and added ops.
 
-    A first part that nothing outside uses joins the next.
+    A first part without such a result joins the next part.
     """
     nodes = ops(graph)
     kept: list[int] = []
@@ -112,11 +111,11 @@ def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[
     end = max(len(nodes), 1)
     for wanted in reversed(starts):
         if wanted >= end:
-            continue  # the part behind has reached it
+            continue  # the next part includes it
         start = wanted
-        while start > 0 and not _leaves(nodes[start:end]):
+        while start > 0 and not _is_read_outside(nodes[start:end]):
             start -= 1
-        if start == 0 and kept and not _leaves(nodes[:end]):
+        if start == 0 and kept and not _is_read_outside(nodes[:end]):
             extra[-1] += kept[-1]
             kept[-1] = 0
             continue
@@ -126,13 +125,13 @@ def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[
     return kept[::-1], extra[::-1]
 
 
-def _leaves(part: Sequence[Node]) -> bool:
+def _is_read_outside(part: Sequence[Node]) -> bool:
     inside = set(part)
     return any(user not in inside for node in part for user in node.users)
 
 
 def cut(whole: GraphModule, split: Split) -> GraphModule:
-    """A module that calls the parts, each a module of its own, in the order of the graph."""
+    """Return a module that calls the parts, each a submodule, in the order of the graph."""
     part = -1
     part_of: dict[Node, int] = {}
     for number, node in enumerate(ops(whole.graph)):
@@ -146,7 +145,7 @@ def cut(whole: GraphModule, split: Split) -> GraphModule:
 
 
 def _keep_together(node: Node, part_of: dict[Node, int]) -> None:
-    """Move what picks one of several results next to what makes them: parts pass tensors on, not tuples of them."""
+    """Move getitem nodes next to their operand: parts exchange tensors, not tuples."""
     last = node
     for user in [user for user in node.users if user.target is operator.getitem]:
         last.append(user)

@@ -26,7 +26,7 @@ ROUNDS = TUNING.expand_rounds
 
 def can_expand(node: Node) -> bool:
     """Return whether `node` has a decomposition for its arguments."""
-    return _smaller(node) is not None
+    return _decomposition(node) is not None
 
 
 def expandable(nodes: Iterable[Node]) -> list[Node]:
@@ -54,9 +54,9 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
         elif node.name in names and unmerge_matmul.factors(node) is not None:
             whole, at[node] = unmerge_matmul.write(node, new, at)
             merged[node] = whole
-        elif (given := _first(node)) in merged and unmerge_matmul.undoes(node, merged[given]):
+        elif (given := next(iter(node.all_input_nodes), node)) in merged and unmerge_matmul.undoes(node, merged[given]):
             at[node] = merged[given]
-        elif node.name in names and (body := _smaller(node)) is not None:
+        elif node.name in names and (body := _decomposition(node)) is not None:
             at[node] = _inline(node, body, new, at)
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
             at[node] = at[node_at(node, 0)][cast(int, node.args[1])]
@@ -71,14 +71,7 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
     return made
 
 
-def _first(node: Node) -> Node:
-    """Return the first operand of `node`, or `node` itself."""
-    given = node.args[0] if node.args else None
-    return given if isinstance(given, Node) else node
-
-
 def _last(graph: Graph, name: str) -> str:
-    """Return the name of the last node in the decomposition of `name`."""
     found = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
     return found[-1] if found else ""
 
@@ -90,7 +83,7 @@ def _fake(value: Any, mode: Any) -> Any:
         return torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device=found.device)
 
 
-def _smaller(node: Node) -> Graph | None:
+def _decomposition(node: Node) -> Graph | None:
     """Return the traced decomposition of `node`; None if there is none for its arguments."""
     make = EXPANSIONS.get(node.target)
     if make is None:
@@ -126,7 +119,8 @@ def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
             inner[part] = at[next(feed)]
         elif part.op == "output":
             made = [inner[p] if isinstance(p, Node) else p for p in cast(Sequence[Any], part.args[0])]
-            return made[0] if len(made) == 1 and not _many(node) else tuple(made)
+            several = len(made) > 1 or isinstance(meta.value(node), (tuple, list))
+            return tuple(made) if several else made[0]
         else:
             args, kwargs = map_arg((part.args, part.kwargs), inner.__getitem__)
             copied = new.create_node("call_function", part.target, args, kwargs, name=f"{node.name}__{part.name}")
@@ -134,7 +128,3 @@ def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
             meta.copy_origin(node, copied)
             inner[part] = copied
     raise AssertionError("a traced graph ends in an output")
-
-
-def _many(node: Node) -> bool:
-    return isinstance(meta.value(node), (tuple, list))

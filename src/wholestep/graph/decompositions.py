@@ -60,7 +60,6 @@ def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim
 
 
 def _affine(matmul: Any) -> Callable[..., Tensor]:
-    """`addmm` and `baddbmm`: a product, then the bias."""
 
     def run(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         product = matmul(a, b)
@@ -201,7 +200,6 @@ def batch_norm_backward(
 
 
 def _nll(op: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A mean negative log-likelihood as sum over total weight."""
 
     def run(
         x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int

@@ -52,7 +52,7 @@ def run_all(
             continue
         for rank in ranks:
             args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
-            if draws := _draws(node):
+            if draws := _is_random(node):
                 torch.set_rng_state(streams[rank])
             envs[rank][node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
             if draws:
@@ -60,7 +60,7 @@ def run_all(
     return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
 
 
-def _draws(node: Node) -> bool:
+def _is_random(node: Node) -> bool:
     """Return whether a node calls a random op, or a function with a random op as an argument."""
     called = (target for target in (node.target, *node.args) if _torch.is_op(target))
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in called)
@@ -94,32 +94,15 @@ def _reduce(given: list[Tensor], op: str) -> Tensor:
     raise GraphError(f"reduction {op!r} is unknown", "sum, avg, max or min")
 
 
-def _all_reduce(given: list[Tensor], args: Any) -> list[Tensor]:
-    return [_reduce(given, args[1]) for _ in given]
-
-
-def _all_gather(given: list[Tensor], args: Any) -> list[Tensor]:
-    return [torch.cat(given) for _ in given]
-
-
-def _reduce_scatter(given: list[Tensor], args: Any) -> list[Tensor]:
-    return [piece.clone() for piece in _reduce(given, args[1]).chunk(len(given))]
-
-
 def _all_to_all(given: list[Tensor], args: Any) -> list[Tensor]:
-    ranks = range(len(given))
-    parts = [piece.chunk(len(given)) for piece in given]
-    return [torch.cat([parts[sender][receiver] for sender in ranks]) for receiver in ranks]
-
-
-def _broadcast(given: list[Tensor], args: Any) -> list[Tensor]:
-    return [given[args[1]].clone() for _ in given]
+    sent = zip(*(piece.chunk(len(given)) for piece in given), strict=True)
+    return [torch.cat(received) for received in sent]
 
 
 _COMPUTE: dict[Collective, Callable[[list[Tensor], Any], list[Tensor]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "all_reduce": lambda given, args: [_reduce(given, args[1]) for _ in given],
+    "all_gather": lambda given, args: [torch.cat(given) for _ in given],
+    "reduce_scatter": lambda given, args: [x.clone() for x in _reduce(given, args[1]).chunk(len(given))],
     "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
+    "broadcast": lambda given, args: [given[args[1]].clone() for _ in given],
 }

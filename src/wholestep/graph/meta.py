@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
@@ -57,6 +58,17 @@ class TensorMeta:
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Return the TensorMeta of a real or fake tensor."""
     return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of `shape`."""
+    strides = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
+
+
+def contiguous(shape: Sequence[int], like: TensorMeta) -> TensorMeta:
+    """Return a row-major TensorMeta of `shape` with the dtype and device of `like`."""
+    return replace(like, shape=tuple(shape), stride=row_major(shape))
 
 
 def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
@@ -258,44 +270,29 @@ def layouts(node: Node) -> tuple[Layout, ...]:
     return node.meta.get("wholestep_layouts", ())
 
 
-def set_ranked(node: Node) -> None:
-    """Record that arguments of `node` contain rank-dependent numbers (`layout.Extent`)."""
-    node.meta["wholestep_ranked"] = True
+def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:
+    """Return functions that set (by default to True) and get a boolean of a node, False if not set."""
+
+    def put(node: Node, value: bool = True) -> None:
+        node.meta[key] = value
+
+    def get(node: Node) -> bool:
+        return bool(node.meta.get(key))
+
+    return put, get
 
 
-def is_ranked(node: Node) -> bool:
-    """Return whether `set_ranked` was called."""
-    return bool(node.meta.get("wholestep_ranked"))
+set_ranked, is_ranked = _flag("wholestep_ranked")
+"""Whether arguments of a node contain rank-dependent numbers (`layout.Extent`)."""
 
+set_batch_invariant, is_batch_invariant = _flag("wholestep_batch_invariant")
+"""Whether a node of a local graph depends on parameters, state and complete gradients only."""
 
-def set_batch_invariant(node: Node, invariant: bool) -> None:
-    """Record whether a node of a local graph depends on parameters, state and complete gradients only."""
-    node.meta["wholestep_batch_invariant"] = invariant
+set_strided, is_strided = _flag("wholestep_strided")
+"""Whether the output of a node on a rank may have other strides than recorded."""
 
-
-def is_batch_invariant(node: Node) -> bool:
-    """Return the value of `set_batch_invariant`; False by default."""
-    return bool(node.meta.get("wholestep_batch_invariant"))
-
-
-def set_strided(node: Node, strided: bool) -> None:
-    """Record whether the output of `node` on a rank may have other strides than recorded."""
-    node.meta["wholestep_strided"] = strided
-
-
-def is_strided(node: Node) -> bool:
-    """Return the value of `set_strided`; False by default."""
-    return bool(node.meta.get("wholestep_strided"))
-
-
-def set_again(node: Node) -> None:
-    """Record that `node` recomputes the value of another node."""
-    node.meta["wholestep_again"] = True
-
-
-def is_again(node: Node) -> bool:
-    """Return whether `set_again` was called."""
-    return bool(node.meta.get("wholestep_again"))
+set_again, is_again = _flag("wholestep_again")
+"""Whether a node recomputes the value of another node."""
 
 
 def copy_origin(source: Node, target: Node) -> None:

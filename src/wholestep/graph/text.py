@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -44,12 +45,12 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Format rows as lines with aligned columns: the first left-aligned, the others right-aligned."""
+def table(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
+    """Format rows as lines with aligned columns: those in `left` left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -117,20 +118,16 @@ def op_name(node: Node) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(map_arg(value, _named)) if not isinstance(value, Node) else f"%{value.name}"
+    text = f"%{value.name}" if isinstance(value, Node) else repr(map_arg(value, cast(Any, _Name)))
     return text.replace("torch.", "")
 
 
-def _named(node: Node) -> Any:
-    return _Name(node.name)
-
-
+@dataclass(frozen=True)
 class _Name:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    node: Node
 
     def __repr__(self) -> str:
-        return f"%{self.name}"
+        return f"%{self.node.name}"
 
 
 def _returns(graph: TrainGraph | LocalGraph) -> list[str]:

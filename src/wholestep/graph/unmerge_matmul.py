@@ -49,7 +49,7 @@ def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
     made = meta.tensor(product)
     assert made is not None, "a product is one tensor"
     shape = (*_meta(left).shape[:-1], _meta(right).shape[-1])
-    whole = _node(new, aten.matmul.default, (left, right), _contiguous(shape, made), product, "product")
+    whole = _node(new, aten.matmul.default, (left, right), meta.contiguous(shape, made), product, "product")
     return whole, _node(new, aten.view.default, (whole, list(made.shape)), made, product, "merged")
 
 
@@ -71,7 +71,6 @@ def _before(node: Node) -> tuple[Node, bool] | None:
 
 
 def _is_transpose(node: Node) -> bool:
-    """Return whether a node transposes the matrices of a batch."""
     if node.target is not aten.transpose.int or len(_shape(node)) != 3:
         return False
     return {cast(int, d) % 3 for d in node.args[1:3]} == {1, 2}
@@ -95,10 +94,6 @@ def _node(new: Graph, target: object, args: tuple[object, ...], made: TensorMeta
     meta.set_tensors(node, (made,))
     meta.copy_origin(like, node)
     return node
-
-
-def _contiguous(shape: tuple[int, ...], like: TensorMeta) -> TensorMeta:
-    return replace(like, shape=shape, stride=tuple(prod(shape[d + 1 :]) for d in range(len(shape))))
 
 
 def _meta(node: Node) -> TensorMeta:

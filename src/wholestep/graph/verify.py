@@ -50,9 +50,7 @@ def check_local_graph(local: LocalGraph) -> None:
             continue
         if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):
             raise GraphError(
-                f"%{node.name} ({node.target}) is dead",
-                "no node without a user",
-                "remove it in the pass that left it",
+                f"%{node.name} ({node.target}) is dead", "no node without a user", "remove it in the pass that left it"
             )
         if is_collective(node):
             _check_waited(node, node in carried)

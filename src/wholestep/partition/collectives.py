@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from ..errors import LayoutError
 from ..graph import meta
-from ..graph.meta import TensorMeta
+from ..graph.meta import TensorMeta, contiguous
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
@@ -118,7 +118,6 @@ class Emitter:
         return size % (prod(self.mesh.axis_size(a) for a in outer) * parts) == 0
 
     def _ranked(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
-        """Append a call whose arguments may differ between ranks."""
         node = self.call(target, args, made, like)
         if has_extent(args):
             meta.set_ranked(node)
@@ -211,13 +210,3 @@ def _tensor(node: Node) -> TensorMeta:
     found = meta.tensor(node)
     assert found is not None, "a reshard has one tensor"
     return found
-
-
-def contiguous(shape: list[int] | tuple[int, ...], like: TensorMeta) -> TensorMeta:
-    """Return a row-major TensorMeta of `shape` with the dtype and device of `like`."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return replace(like, shape=tuple(shape), stride=tuple(strides))

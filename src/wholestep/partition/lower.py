@@ -15,7 +15,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
-from ..graph.meta import TensorMeta
+from ..graph.meta import TensorMeta, contiguous
 from ..graph.op_kinds import VIEWS, goes_by_memory, is_pointwise, packet_name
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
@@ -28,7 +28,7 @@ from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import is_random
 from . import rank_ops
-from .collectives import Emitter, contiguous
+from .collectives import Emitter
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
 
@@ -81,7 +81,7 @@ class _Lowering:
             self._placeholder(given, node, self.plan.rest[given.name])
         for node in self.train.graph.nodes:
             if node.op == "call_function" and node not in self.regions.on_demand:
-                self._place(node, 0)
+                self._emit(node, 0)
         made = [self._result(output.kind, output.target, node) for output, node in self.train.results()]
         self.graph.output(tuple(made))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
@@ -94,16 +94,15 @@ class _Lowering:
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
-        meta.set_tensors(new, (self._local(node, layout),))
+        meta.set_tensors(new, (self._local_meta(meta.tensor(node), layout),))
         self.at[node, 0], self.layouts[node] = new, (layout,)
         whole = meta.tensor(node)
         if given.role is Role.BATCH and layout.is_sharded and whole is not None:
             meta.set_strided(new, any(layout.dims[1:]) or not whole.is_contiguous)  # a part of the user's tensor
         if self.plan.options.broadcast_buffers and given.role is Role.BUFFER:
-            self._from_first(node, new)
+            self._broadcast(node, new)
 
-    def _from_first(self, node: Node, new: Node) -> None:
-        """Broadcast a buffer from the first rank, axis by axis."""
+    def _broadcast(self, node: Node, new: Node) -> None:
         made = meta.tensor(new)
         assert made is not None, "a buffer is one tensor"
         for axis in self.plan.mesh.axes:
@@ -115,13 +114,13 @@ class _Lowering:
     def _local_node(self, node: Node, region: int) -> Node:
         """Return the local node of `node` for a segment; waits for a started reduction."""
         if node in self.regions.on_demand:
-            self._place(node, region)
+            self._emit(node, region)
         key = (node, self.regions.of(node, region) if node in self.regions.on_demand else 0)
         if key in self.started:
             self.at[key] = self.started.pop(key)()
         return self.at[key]
 
-    def _place(self, node: Node, region: int) -> None:
+    def _emit(self, node: Node, region: int) -> None:
         """Emit `node` for a segment of the step, once."""
         key = (node, self.regions.of(node, region))
         if key in self.at:
@@ -138,24 +137,23 @@ class _Lowering:
             self.started[key] = self._begin(node, new, decision.outputs[0], decision.settle)
             self.layouts[node] = (decision.settle,)
         else:
-            self._start_early(node)
+            self._start_reductions(node)
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         segment = region if node in self.regions.on_demand else self.regions.at(node)
-        given = [self._bring(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
+        given = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
             found = zip(operands(node), given, decision.operands, strict=True)
-            given = [self._ordered(node.target, n, at, layout) for n, at, layout in found]
+            given = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in found]
         ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
-        made = [self._made(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
+        made = [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
         meta.set_tensors(new, made)
         return new
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
-        """Emit the call of `node` with local shapes in its arguments."""
         layouts = (*decision.operands, *decision.outputs)
         cut = any(layout.is_sharded for layout in layouts)
         rule = find_rule(node) if cut else None
@@ -186,7 +184,9 @@ class _Lowering:
         meta.copy(node, new)
         meta.set_strided(new, meta.is_strided(made))
         layouts = self.plan.decisions[node.name].outputs
-        meta.set_tensors(new, [self._made(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)])
+        meta.set_tensors(
+            new, [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)]
+        )
         return new
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
@@ -199,9 +199,9 @@ class _Lowering:
             want = self.plan.created[target]
         else:
             want = Layout(((),) * len(have.dims), (), have.varies)
-        return self._bring(node, want, self.regions.last)
+        return self._resharded(node, want, self.regions.last)
 
-    def _ordered(self, op: Any, node: Node, at: Node, layout: Layout) -> Node:
+    def _in_dim_order(self, op: Any, node: Node, at: Node, layout: Layout) -> Node:
         """Return `at`, the shard of `node`, with the dim order of the unsharded tensor, which kernels may assume."""
         whole, local = meta.tensor(node), meta.tensor(at)
         if whole is None or local is None:
@@ -228,7 +228,7 @@ class _Lowering:
             return self.layouts[node][0]
         return self.plan.decisions[node.name].given[0]
 
-    def _bring(self, node: Node, want: Layout, region: int) -> Node:
+    def _resharded(self, node: Node, want: Layout, region: int) -> Node:
         """Return `node` resharded to `want`, once per segment."""
         at = self._local_node(node, region)
         have = self._layout(node)
@@ -241,8 +241,7 @@ class _Lowering:
         self.moved[key] = lambda: done
         return done
 
-    def _start_early(self, node: Node) -> None:
-        """Start the reductions of `node` that later nodes need."""
+    def _start_reductions(self, node: Node) -> None:
         have = self.layouts[node][0] if self.layouts[node] else None
         if have is None or not have.partial or len(self.layouts[node]) > 1:
             return
@@ -287,17 +286,14 @@ class _Lowering:
         dtype = getattr(torch, name) if name and whole.dtype.is_floating_point else None
         return None if dtype == whole.dtype else dtype
 
-    def _local(self, node: Node, layout: Layout) -> TensorMeta | None:
-        return self._shape(meta.tensor(node), layout)
-
-    def _made(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+    def _local_output(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         """Return the local output of an op; a shard of separate rows has the strides of the unsharded tensor."""
-        found = self._shape(whole, layout)
+        found = self._local_meta(whole, layout)
         if found is None or whole is None or any(layout.dims[1:]) or not meta.rows_are_separate(whole):
             return found
         return replace(found, stride=whole.stride)
 
-    def _shape(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+    def _local_meta(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)

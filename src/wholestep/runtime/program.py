@@ -60,7 +60,7 @@ class Program:
         self._batch = [at[i.name] for i in inputs if i.role is Role.BATCH]
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
         effects = self.capture.effects
-        self._works = effects if effects.works else None
+        self._works = effects if effects.acts else None
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
         self._count = sum(o.kind == "result" for o in self.local.outputs) - effects.extra
