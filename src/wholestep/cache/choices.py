@@ -92,9 +92,9 @@ class Choices:
         Raises:
             TypeError, KeyError, ValueError: not what `to_json` writes.
         """
-        fitting = data["fitting"]
+        measured, fitting = data["hardware"], data["fitting"]
         return Choices(
-            None if data["hardware"] is None else from_json(data["hardware"]),
+            None if measured is None else from_json(measured),
             None if data["auto"] is None else AutoChoice.from_json(data["auto"]),
             strategy_file.decode(data["solved"]),
             None if fitting is None else Fitting(int(fitting["way"]), tuple(map(str, fitting["names"]))),

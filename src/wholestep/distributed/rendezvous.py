@@ -92,7 +92,7 @@ class Rendezvous:
 
     def next_label(self, kind: str) -> str:
         """A new label, the same on all ranks that ask equally often; counted in the store."""
-        return f"wholestep/{kind}/{self.store.add(f'wholestep/{kind}/{self.rank}/count', 1) if self.store else 0}"
+        return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1) if self.store else 0}"
 
     # -- exchanges -----------------------------------------------------------------------
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
