@@ -58,7 +58,7 @@ def test_alone_the_links_are_those_of_loopback(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["calibrate", "--device", "tpu", "--out", str(tmp_path / "hardware.json")])
     assert done.exit_code == 2
-    assert done.stderr == "wholestep calibrate: device 'tpu' is not there\n  needed: cpu, or cuda with a GPU\n"
+    assert done.stderr == "wholestep calibrate: no device 'tpu'\n  needed: cpu, or cuda with a GPU\n"
     assert not list(tmp_path.iterdir())
 
 
