@@ -45,14 +45,6 @@ def data(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.to(dtype), y.to(dtype)
 
 
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def train_by_closure(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -180,7 +180,7 @@ def test_a_scaled_loss_is_seen_through_other_batches(case: str) -> None:
 def scheduled_later(rank: int, world: int) -> list[int]:
     """A scheduler is made after the first call and moves momentum; then one rank alone is given another batch."""
     model, optimizer, step = job(rank, kind=torch.optim.SGD, momentum=0.9)
-    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=5.0)
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=60.0)
     compiled(model, optimizer, torch.randn(4, 3))
     scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, base_momentum=0.8, max_momentum=0.9)
     compiled(model, optimizer, torch.randn(4 + rank, 3))

@@ -13,18 +13,11 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
+from tests.steps import sum_from_one as train
 from wholestep.runtime.step import CompiledStep
 
 FAST = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
 LATE = ws.Hardware.measured(link_us=50_000.0, link_bytes_per_us=1e6)
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = (model(x) - 1.0).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def trained(rank: int, rows: int = 16, layers: int = 1, **options: Any) -> tuple[CompiledStep, list[Tensor]]:

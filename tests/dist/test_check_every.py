@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from tests.steps import mean_square as train_step
 
 EVERY = 3
 STYLES = {
@@ -29,14 +30,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(b, 3) -> (b, 2)."""
         return self.last(self.norm(self.first(x)))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def trained(rank: int, calls: int, change: Any = None, **options: Any) -> tuple[int, str]:

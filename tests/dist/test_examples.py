@@ -60,6 +60,7 @@ print("in step", end=" "), count()
     assert min(sorted(counts)[2:]) > 0, "before"
 
 
+@pytest.mark.full
 def test_styles_of_mlp_agree() -> None:
     replicate, zero1, sharded = (
         losses(run("mlp.py", "--steps", "5", "--style", style, ranks=2))

@@ -9,17 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from tests.steps import mean_square as train_step
 from wholestep.backend.gloo.collectives import funcol, gather
 
 IN_FLIGHT = 8
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 class _Seen(TorchDispatchMode):

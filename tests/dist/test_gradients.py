@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import wholestep as ws
 from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
+from tests.steps import mse as _train
 
 STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
 SCHEDULES = ("auto", "across_steps", None)
@@ -163,14 +164,6 @@ class _Stopped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Stops.apply(self.body(x), self.scale)
-
-
-def _train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def _no_gradient(rank: int, world: int) -> dict[str, Any]:

@@ -42,6 +42,9 @@ JOBS = [
 ]
 
 
+USUAL = (Job("zero1"), Job("replicate", schedule=SMALL), Job("fully_shard", "global", 0.5))
+
+
 class Order(TorchDispatchMode):
     """Collectives, waits and matrix products in the order in which they are called."""
 
@@ -140,15 +143,11 @@ def test_two_axes() -> None:
     assert max(run_ranks(_cut, 4, timeout=290)) < 2e-6
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[tuple[float, list[str], list[str], bool]]]:
-    ranks = run_ranks(_both, 2, JOBS, timeout=290)
-    return {str(job): [rank[i] for rank in ranks] for i, job in enumerate(JOBS)}
-
-
-@pytest.mark.parametrize("job", [str(job) for job in JOBS])
-def test_the_numbers_and_the_order_of_eager(found: Any, job: str) -> None:
-    for worst, eager, compiled, same_draws in found[job]:
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=() if job in USUAL else pytest.mark.full) for job in JOBS], ids=str
+)
+def test_the_numbers_and_the_order_of_eager(job: Job) -> None:
+    for ((worst, eager, compiled, same_draws),) in run_ranks(_both, 2, [job], timeout=290):
         assert worst < 2e-6
         assert _collapsed(compiled) == _collapsed(eager)
         assert same_draws, "the caller's generator was left elsewhere"

@@ -11,19 +11,12 @@ import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.live_bytes import peak_of
+from tests.steps import sum_from_one as train
 from wholestep.capture.call_structure import take_apart
 from wholestep.runtime.memory_budget import bound_to_rank
 from wholestep.runtime.step import CompiledStep
 
 SCHEDULE = ws.Schedule(ws.Hardware.default())
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = (model(x) - 1.0).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def make() -> tuple[nn.Module, Optimizer]:

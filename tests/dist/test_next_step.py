@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.optim import Optimizer
 
 import wholestep as ws
 from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
+from tests.steps import mse as train
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 TOLERANCE = 1e-6
@@ -27,14 +27,6 @@ def _data(rank: int, call: int, *shape: int) -> Tensor:
 def _mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def _whole(model: nn.Module) -> list[Tensor]:

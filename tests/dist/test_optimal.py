@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
+from tests.steps import mean_from_one as train
 from tests.tp_models import MLP, Llama, next_token, step_of
 from wholestep.plan.optimal.mixed import Mixed
 
@@ -17,14 +18,6 @@ TOLERANCE = 1e-10
 QUICK_LINK = ws.Hardware.measured(
     flops_per_us=10, memory_bytes_per_us=100, launch_us=0.1, link_us=0.1, link_bytes_per_us=10_000
 )
-
-
-def train(model: torch.nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = (model(x) - 1.0).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def rows(part: int, step: int, count: int = 6) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.dist.test_global import whole
+from tests.steps import mean_square as _step
 
 
 class Net(nn.Module):
@@ -26,14 +27,6 @@ class Net(nn.Module):
         seen = self.bend(self.conv(x).relu()).flatten(2)
         turned = self.head(self.pool(seen).flatten(1)) * torch.view_as_complex(self.waves)
         return turned.abs().square() * self.odd.sum() + torch.as_strided(self.head.weight, (4,), (6,), 2)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def _trains(rank: int, world: int, style: str, semantics: str) -> float:

@@ -10,20 +10,13 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from tests.steps import mean_square as train
 
 HALF, MIXED = ws.MixedPrecision(torch.bfloat16), ws.MixedPrecision(torch.bfloat16, torch.float32)
 PRECISIONS = (None, HALF, MIXED)
 OFFLOADS = (None, "cpu")
 SCHEDULES = (None, "auto", "across_steps", ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default", "hybrid")
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def made(rows: int = 6, layers: int = 1) -> tuple[nn.Module, Optimizer, Tensor]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from tests.steps import mse as train_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
@@ -48,14 +49,6 @@ def make(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimize
         {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 0.03},
     ]
     return model, OPTIMIZERS[optimizer](groups)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,16 +4,9 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import mean_square as train_step
 from wholestep.graph.verify import is_collective
 from wholestep.passes.bucket import Bucket
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def picture(local: ws.LocalGraph) -> str:

@@ -5,17 +5,10 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import mean_square as train_step
 from wholestep.graph.verify import is_collective, is_wait
 
 MACHINE = ws.Hardware.measured(flops_per_us=10, memory_bytes_per_us=100, launch_us=1, link_us=5, link_bytes_per_us=20)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def picture(local: ws.LocalGraph) -> str:

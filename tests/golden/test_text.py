@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import clipped as train_step
 
 
 class Net(nn.Module):
@@ -18,15 +19,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.first(x)))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.steps import mean_from_one as train
 from wholestep.auto.costs import costs, least_us
 from wholestep.auto.fit import Finish
 from wholestep.auto.meshes import meshes
@@ -42,14 +43,6 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.two(self.one(x).relu()).relu().mean((2, 3)))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = (model(x) - 1.0).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def graph_of(kind: str, rows: int = 32) -> ws.TrainGraph:

@@ -88,6 +88,7 @@ def short_of(graph: ws.TrainGraph, hardware: Any) -> Short:
     return short
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("kind", "hardware"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
 def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
@@ -99,6 +100,7 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     assert short.plan.to_json() == long.plan.to_json()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("hardware", "mesh", "tensor", "least"),
     [

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import wholestep as ws
 from tests.backends import Interpreted
+from tests.steps import mean_square as train_step
 from wholestep.cache import folder as files
 from wholestep.cache import key as cache_key
 from wholestep.cache.choices import AutoChoice, Choices
@@ -45,14 +46,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layers(x) * self.mask) ** self.power
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @dataclass

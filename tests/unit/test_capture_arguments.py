@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import wholestep as ws
 from tests.catalogue import CASES
 from tests.eager import batches, same, same_as_eager, same_holder
+from tests.steps import mse as train
 
 Made = tuple[nn.Module, Optimizer]
 CALLS = batches((6, 6), (6, 3))
@@ -22,14 +23,6 @@ CALLS = batches((6, 6), (6, 3))
 def make() -> Made:
     model = CASES["tiny"].build()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 # -- arguments ----------------------------------------------------------------------------

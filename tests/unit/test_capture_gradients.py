@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import wholestep as ws
 from tests.eager import batches, same_as_eager
+from tests.steps import mse as train
 
 CALLS = batches((5, 6), (5, 3), count=4)
 
@@ -22,14 +23,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 class Stops(torch.autograd.Function):

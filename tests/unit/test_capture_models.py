@@ -13,17 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.catalogue import CASES, OPTIMIZERS
 from tests.eager import batches, same_as_eager
+from tests.steps import mse as train
 
 Made = tuple[nn.Module, Optimizer]
 F64 = torch.float64
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def with_sgd(model: Callable[[], nn.Module], dtype: torch.dtype = F64, **options: Any) -> Callable[[], Made]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS, Recipe
 from tests.eager import batches, same_as_eager
+from tests.steps import mse as train
 
 Made = tuple[nn.Module, Optimizer]
 CALLS = batches((6, 6), (6, 3), count=4)
@@ -34,14 +35,6 @@ def tiny(recipe: str | Recipe = "AdamW-plain") -> Callable[[], Made]:
         return model, chosen.make(model.parameters())
 
     return make
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("recipe", OPTIMIZERS)

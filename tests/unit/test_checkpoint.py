@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import mean_square as train_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
@@ -33,14 +34,6 @@ def make(optimizer: str = "adamw", width: int = 7) -> tuple[nn.Module, torch.opt
         {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 0.03},
     ]
     return model, OPTIMIZERS[optimizer](groups)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def train(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> list[float]:

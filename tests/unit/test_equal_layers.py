@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoints
 
 import wholestep as ws
+from tests.steps import mean_square as mean
 from wholestep.errors import GraphError
 from wholestep.graph import meta
 from wholestep.graph.fold import folded
@@ -336,14 +337,6 @@ class Beside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.cat([layer(x) for layer in self.layers], -1))
-
-
-def mean(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("kind", [Wider, AllAtOnce])

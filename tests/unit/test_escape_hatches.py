@@ -7,17 +7,10 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import mean_square
 from wholestep.backend.pipeline import edited
 from wholestep.graph.graph import copy_graph
 from wholestep.passes.overlap import SameOrder
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def make():
@@ -38,10 +31,10 @@ class Halved(nn.Module):
 def test_a_submodule_is_replaced_for_the_trace_only():
     (model, optimizer), (other, another) = make(), make()
     inner = other[2]
-    step, x = ws.compile(train_step, module_overrides={"2": Halved(model[2])}), torch.randn(6, 4)
+    step, x = ws.compile(mean_square, module_overrides={"2": Halved(model[2])}), torch.randn(6, 4)
     loss = step(model, optimizer, x)
     other[2] = Halved(inner)
-    expected = train_step(other, another, x)
+    expected = mean_square(other, another, x)
     assert torch.equal(loss, expected)
     assert torch.equal(model[2].weight, inner.weight)
     assert isinstance(model[2], nn.Linear)
@@ -57,7 +50,7 @@ def test_a_submodule_is_replaced_for_the_trace_only():
 def test_a_wrong_override_is_refused(overrides, message):
     model, optimizer = make()
     with pytest.raises(ws.CaptureError) as caught:
-        ws.compile(train_step, module_overrides=overrides)(model, optimizer, torch.randn(6, 4))
+        ws.compile(mean_square, module_overrides=overrides)(model, optimizer, torch.randn(6, 4))
     assert str(caught.value).splitlines()[0] == message
 
 
@@ -79,7 +72,7 @@ def test_the_program_is_transformed_once():
     model, optimizer = make()
     weights = [p.detach().clone() for p in model.parameters()]
     x = torch.randn(6, 4)
-    step = ws.compile(train_step, passes=lambda passes: [count, *passes])
+    step = ws.compile(mean_square, passes=lambda passes: [count, *passes])
     loss = step(model, optimizer, x)
     step(model, optimizer, x)
     first = torch.tanh(x @ weights[0].T + weights[1])
@@ -100,7 +93,7 @@ def test_a_transformation_that_breaks_the_graph_is_named():
         (forget, "pass forget returned NoneType"),
     ):
         with pytest.raises(ws.GraphError, match=message):
-            ws.compile(train_step, passes=lambda passes, broken=broken: [broken, *passes])(
+            ws.compile(mean_square, passes=lambda passes, broken=broken: [broken, *passes])(
                 model, optimizer, torch.randn(6, 4)
             )
 
@@ -117,19 +110,19 @@ def test_lists_of_passes_that_cannot_run_are_refused():
             edited(given, edit)
     model, optimizer = make()
     with pytest.raises(ws.PlanError, match="passes= gives None"):
-        ws.compile(train_step, passes=lambda passes: None)(model, optimizer, torch.randn(6, 4))
+        ws.compile(mean_square, passes=lambda passes: None)(model, optimizer, torch.randn(6, 4))
 
 
 def test_every_stage_is_dumped(tmp_path, monkeypatch):
     monkeypatch.setenv("WHOLESTEP_DUMP", str(tmp_path))
     model, optimizer = make()
-    step = ws.compile(train_step)
+    step = ws.compile(mean_square)
     step(model, optimizer, torch.randn(6, 4))
     step(model, optimizer, torch.randn(7, 4))
     passes = [f"3-pass-0{n}-{name}" for n, name in enumerate(("Offload", "Fill", "Reinplace", "Flat"), 1)]
     stages = ["1-train-graph", "2-plan", "3-local-graph", *passes, "4-final-graph"]
     names = sorted(p.name for p in (tmp_path / "rank0").iterdir())
-    assert names == [f"train_step-{capture}-{stage}.txt" for capture in (1, 2) for stage in stages]
-    assert "addmm" in (tmp_path / "rank0" / "train_step-1-1-train-graph.txt").read_text()
-    final = (tmp_path / "rank0" / "train_step-2-4-final-graph.txt").read_text()
+    assert names == [f"mean_square-{capture}-{stage}.txt" for capture in (1, 2) for stage in stages]
+    assert "addmm" in (tmp_path / "rank0" / "mean_square-1-1-train-graph.txt").read_text()
+    final = (tmp_path / "rank0" / "mean_square-2-4-final-graph.txt").read_text()
     assert final == f"{step.local_graph}\n"

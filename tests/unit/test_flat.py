@@ -2,23 +2,16 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch import nn
+from torch.optim import Adam
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.passes.bucket import join_rows
 from wholestep.passes.contiguous_shards import ContiguousShards, buckets, side_by_side
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.runtime.shard_buffers import pack_buckets
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def program(reshard: bool, bucket_bytes: int = 40 << 10) -> ws.LocalGraph:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cache.key import text_of
 from wholestep.cost.compute import node_us, work
 from wholestep.cost.simulation import Clock
@@ -245,14 +246,6 @@ def step_of_a_rank():
         x = torch.empty(512, 4096)
     graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
     return ws.partition(graph, ws.plan(graph, "dp=16", ws.DataParallel("fully_shard")))
-
-
-def train(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def test_a_step_is_simulated_and_scheduled_on_described_hardware():

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 import wholestep as ws
 from tests.eager import batches, same_as_eager
+from tests.steps import mean_square as train
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +24,6 @@ def double() -> Iterator[None]:
 def make() -> tuple[nn.Sequential, Optimizer]:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def halve(param: Tensor) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch import nn
+from torch.optim import SGD
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cost.compute import node_us, work
 from wholestep.cost.simulation import Clock, kind_of, simulate, whole_bytes
 from wholestep.distributed.launch import join
@@ -34,14 +35,6 @@ def hardware_with(**changed: Any) -> ws.Hardware:
 
 PLAIN = hardware_with()
 aten = torch.ops.aten
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def training() -> ws.TrainGraph:

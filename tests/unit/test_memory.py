@@ -4,12 +4,13 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, AdamW
 
 import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
+from tests.steps import mean_square as train
 from wholestep.capture import Capture, capture_step
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
@@ -66,14 +67,6 @@ def test_kernels_may_keep_a_little_more(case: str) -> None:
         local = ws.run_passes(ws.partition(capture.graph, ws.plan(capture.graph, "dp=1")), [Reinplace()])
         predicted, measured = predicted_and_measured(local, group, exchange=False)
     assert predicted.size_bytes <= measured <= predicted.size_bytes + squares
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def test_what_is_held() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import wholestep as ws
-from tests.optimizers import Kind, build, data, of_others, of_torch, train, train_by_closure
+from tests.optimizers import Kind, build, data, of_others, of_torch, train_by_closure
+from tests.steps import mse as train
 
 CALLS = 6
 

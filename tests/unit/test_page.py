@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human
@@ -28,14 +29,6 @@ from wholestep.report.tree import tree
 H100 = ws.Hardware.preset("dgx-h100")
 EVIL = """</script><script>alert("1")</script><!--'&"""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 class Named(nn.Module):

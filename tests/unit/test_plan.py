@@ -11,21 +11,13 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import clipped as train_step
 from wholestep.graph.graph import copy_graph
 from wholestep.graph.verify import check_local_graph, check_train_graph
 from wholestep.hardware.presets import one_host
 from wholestep.layout import REPLICATED, AxisState, Layout, chunk_range, replicated, sharded
 from wholestep.mesh import Mesh
 from wholestep.reshard import reshard
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
 
 
 def capture(rows: int = 33, **options) -> ws.TrainGraph:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
 from wholestep.plan.optimal.cuts import Cuts
@@ -25,14 +26,6 @@ BY_HAND: dict[str, Any] = {
     "*.2": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
 }
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def model_of(width: int = 8, layers: int = 3) -> nn.Module:

@@ -16,6 +16,7 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
 from tests.simulate import Simulation
+from tests.steps import mean_square
 from wholestep.capture import Capture, capture_step
 from wholestep.cost.compute import flops, node_us
 from wholestep.graph.graph import LocalGraph
@@ -110,14 +111,6 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(F.dropout(torch.tanh(self.first(x)), 0.5)) ** 2)
-
-
-def mean_square(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.smoke

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 import wholestep as ws
+from tests.steps import clipped as train_step
 
 CALLS = 20
 
@@ -37,15 +38,6 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
     "ByHand": ByHand,
 }
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
 
 
 class Run:

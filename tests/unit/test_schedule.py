@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 import wholestep as ws
 from tests.catalogue import CASES
 from tests.simulate import index_of
+from tests.steps import mean_square as train
 from wholestep.auto.fit import Finish
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
@@ -32,14 +33,6 @@ from wholestep.passes.split_optimizer import SplitOptimizer
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, part_of_average, put_pieces
 
 MB = 1 << 20
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def layers(
@@ -260,27 +253,37 @@ def test_plain_optimizers_need_no_splitting() -> None:
 
 
 def test_buckets_by_the_link() -> None:
+    """The faster a link, the larger its buckets."""
     sizes = [Hardware.measured(link_us=200, link_bytes_per_us=rate).bucket_bytes for rate in (30, 119, 1500, 100_000)]
-    assert sizes == [256 << 10, 512 << 10, 8 << 20, 64 << 20]
+    assert sorted(set(sizes)) == sizes
 
 
-@pytest.mark.parametrize(("busy", "left"), [(0.2, 10), (0.6, 6), (1.0, 2)])
-def test_all_reduces_that_processors_send_are_few(busy: float, left: int) -> None:
-    """Nothing hides what takes the processors. The first bucket closes at 1 MiB; a size that is given is kept to."""
-    wire = CollectiveCost("all_reduce", start_us=50.0, byte_us=0.001, cpu_byte_us=busy * 0.001)
-    hardware = Hardware.measured(link_us=50.0, link_bytes_per_us=1000.0, collectives=(wire,))
-    local = layers(10, 600)
-    assert count(Schedule(hardware)(local)) == {"all_reduce": left}
-    assert count(Schedule(hardware, bucket_bytes=MB)(local)) == {"all_reduce": 10}
+def test_all_reduces_that_processors_send_are_few() -> None:
+    """Nothing hides what takes the processors, so it is merged; a bucket size that is given is kept to."""
+    local, left = layers(10, 600), list[int]()
+    for busy in (0.2, 0.6, 1.0):
+        wire = CollectiveCost("all_reduce", start_us=50.0, byte_us=0.001, cpu_byte_us=busy * 0.001)
+        hardware = Hardware.measured(link_us=50.0, link_bytes_per_us=1000.0, collectives=(wire,))
+        chosen, given = Schedule(hardware)(local), Schedule(hardware, bucket_bytes=MB)(local)
+        left.append(count(chosen)["all_reduce"])
+        assert left[-1] <= count(given)["all_reduce"]
+        assert simulate(chosen, hardware).step_us <= 1.01 * simulate(given, hardware).step_us
+    assert left[0] > left[1] > left[2]
 
 
 def test_few_bytes_go_in_smaller_buckets() -> None:
-    """Nothing hides the last bucket: a link that starts slowly wants 8 MiB at once, but not of a step that has 14."""
+    """Nothing hides the last bucket: a link that starts slowly wants large ones, but not of a step that sends few."""
     local, hardware = layers(10, 600), Hardware.measured(link_us=2000, link_bytes_per_us=120)
-    assert hardware.bucket_bytes == 8 * MB
-    assert count(Schedule(hardware)(local)) == {"all_reduce": 6}, "one, then pairs of 1.4 MB each"
-    late = [even_bytes(hardware, local.mesh, reduced, 8 * MB) for reduced in (0, MB, 14 * MB, 100 * MB, 1000 * MB)]
-    assert late == [8 * MB, 512 << 10, 2 * MB, 4 * MB, 8 * MB]
+    most = hardware.bucket_bytes
+    even, large = Schedule(hardware)(local), Schedule(hardware, bucket_bytes=most)(local)
+    assert count(large)["all_reduce"] < count(even)["all_reduce"] < count(local)["all_reduce"]
+    assert simulate(even, hardware).step_us <= 1.05 * simulate(large, hardware).step_us
+    unknown, *late = (
+        even_bytes(hardware, local.mesh, reduced, most) for reduced in (0, MB, 14 * MB, 100 * MB, 1 << 40)
+    )
+    assert late == sorted(late), "the more there is to send, the larger"
+    assert unknown == late[-1] == most
+    assert 0 < late[0] < MB
 
 
 def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
@@ -290,11 +293,12 @@ def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
     def of_whole(hardware: Hardware, whole: Carried) -> ws.LocalGraph:
         return ws.run_passes(local, resized(Schedule(hardware).passes, whole=whole))
 
-    assert count(of_whole(hardware, Carried(1000 * MB, 0))) == {"all_reduce": 3}
+    alone = count(Schedule(hardware)(local))["all_reduce"]
+    assert count(of_whole(hardware, Carried(1000 * MB, 0)))["all_reduce"] < alone, "much is sent after it"
     hardware = Hardware.measured(link_us=200, link_bytes_per_us=100_000)
-    assert count(Schedule(hardware)(local)) == {"all_reduce": 2}
-    assert count(of_whole(hardware, Carried(12 * MB, 12 * MB))) == {"all_reduce": 10}
-    assert count(of_whole(hardware, Carried(36 * MB, 36 * MB))) == {"all_reduce": 4}, "one, then three each"
+    alone = count(Schedule(hardware)(local))["all_reduce"]
+    of_few, of_many = (count(of_whole(hardware, Carried(n, n)))["all_reduce"] for n in (12 * MB, 36 * MB))
+    assert of_few > of_many > alone, "what the whole gathers again bounds what is in flight"
 
 
 def test_gathering_again_holds_less_on_any_link() -> None:
@@ -308,8 +312,7 @@ def test_gathering_again_holds_less_on_any_link() -> None:
             ws.peak_memory(Finish(ws.pipeline(hardware))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
             for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
         )
-        assert again < kept - 6 * MB
-    assert hardware.bucket_bytes == 64 * MB
+        assert again < 0.9 * kept
 
 
 def test_the_order_of_another_rank() -> None:

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+from tests.steps import mean_square
 
 
 def made(layers: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -25,23 +18,23 @@ def made(layers: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tenso
 
 @pytest.mark.smoke
 def test_a_step() -> None:
-    step = ws.compile(train_step, parallel=ws.DataParallel("zero1"))
-    assert repr(step) == "<CompiledStep train_step: zero1; backend eager; not compiled yet>"
+    step = ws.compile(mean_square, parallel=ws.DataParallel("zero1"))
+    assert repr(step) == "<CompiledStep mean_square: zero1; backend eager; not compiled yet>"
     model, optimizer, x = made()
     step(model, optimizer, x)
-    line = "CompiledStep train_step: zero1 on dp, mean over ranks; mesh dp=1; backend eager; {}"
+    line = "CompiledStep mean_square: zero1 on dp, mean over ranks; mesh dp=1; backend eager; {}"
     assert repr(step) == f"<{line.format('1 call, 1 capture')}>"
     step(model, optimizer, torch.randn(5, 3))
     assert str(step) == f"<{line.format('2 calls, 2 captures')}>"
     assert step._repr_html_().startswith(f"<p>{line.format('2 calls, 2 captures')}</p>\n<p>Plan ")
-    other = ws.compile(train_step, parallel=[ws.TensorParallel({"0": "colwise"})], mesh="tp=2")
-    assert repr(other) == "<CompiledStep train_step: TensorParallel; mesh tp=2; backend eager; not compiled yet>"
-    assert repr(ws.compile(train_step, parallel=ws.Auto())).startswith("<CompiledStep train_step: Auto; ")
+    other = ws.compile(mean_square, parallel=[ws.TensorParallel({"0": "colwise"})], mesh="tp=2")
+    assert repr(other) == "<CompiledStep mean_square: TensorParallel; mesh tp=2; backend eager; not compiled yet>"
+    assert repr(ws.compile(mean_square, parallel=ws.Auto())).startswith("<CompiledStep mean_square: Auto; ")
 
 
 @pytest.mark.smoke
 def test_a_plan() -> None:
-    plan = ws.plan(ws.capture(train_step, *made()), "dp=4", ws.DataParallel("fully_shard"))
+    plan = ws.plan(ws.capture(mean_square, *made()), "dp=4", ws.DataParallel("fully_shard"))
     assert repr(plan) == "<Plan fully_shard on dp, mean over ranks; mesh dp=4; 2 parameters, 16 B stored per rank>"
     assert str(plan).startswith("plan  fully_shard on dp")
     assert len(str(plan).splitlines()) > 4
@@ -63,7 +56,7 @@ class Rows(HTMLParser):
 
 
 def test_a_plan_in_a_notebook() -> None:
-    html = ws.plan(ws.capture(train_step, *made(30)), "dp=4")._repr_html_()
+    html = ws.plan(ws.capture(mean_square, *made(30)), "dp=4")._repr_html_()
     found = Rows()
     found.feed(html)
     assert found.open == []

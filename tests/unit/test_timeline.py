@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, Node
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cost.compute import flops, node_us, work
 from wholestep.cost.simulation import Clock, sent_us
 from wholestep.graph import meta
@@ -21,14 +22,6 @@ from wholestep.passes.write_into_buckets import WriteIntoBuckets
 MACHINE = ws.Hardware.measured(
     flops_per_us=1000, memory_bytes_per_us=1000, launch_us=1, link_us=10, link_bytes_per_us=100
 )
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def program(style: str = "fully_shard", mesh: str = "dp=2", schedule: ws.Schedule | None = None) -> ws.LocalGraph:

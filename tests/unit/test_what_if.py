@@ -5,24 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.report.compare import costs
 from wholestep.report.page import page
 from wholestep.report.what_if import WhatIfCase, as_json, other_sizes, resized, show, what_if
 
 H100 = ws.Hardware.preset("dgx-h100")
-
-
-def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def graph_of(rows: int = 64) -> ws.TrainGraph:
