@@ -1,7 +1,6 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
 from . import collectives
-from .auto.auto import Auto
 from .backend.pipeline import pipeline
 from .backend.protocol import Backend
 from .capture import CaptureOptions
@@ -37,9 +36,10 @@ from .passes.base import run_passes
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
-from .plan.make_plan import plan
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
+from .planner.auto import Auto
+from .planner.resolve import plan
 from .precision import MixedPrecision
 from .report.page import report
 from .rules.registry import rule

@@ -12,7 +12,7 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.steps import mean_from_one as train
 from tests.tp_models import MLP, Llama, next_token, step_of
-from wholestep.plan.optimal.mixed import Mixed
+from wholestep.plan.per_parameter_storage import KEPT, REGATHERED, REPLICATE, ZERO1, PerParameterStorage
 
 TOLERANCE = 1e-10
 QUICK_LINK = ws.Hardware.measured(
@@ -78,8 +78,8 @@ def test_a_language_model() -> None:
 
 
 STORAGE = {
-    "net1.weight": "fully_shard, gathered again", "net1.bias": "replicate", "net2.weight": "zero1",
-    "net2.bias": "fully_shard, kept",
+    "net1.weight": REGATHERED, "net1.bias": REPLICATE, "net2.weight": ZERO1,
+    "net2.bias": KEPT,
 }  # fmt: skip
 
 
@@ -89,7 +89,9 @@ def _mixed(rank: int, world: int) -> dict[str, Any]:
     model, alone = MLP(hidden=32), MLP(hidden=32)
     alone.load_state_dict(model.state_dict())
     optimizer, other = AdamW(model.parameters(), lr=0.05), AdamW(alone.parameters(), lr=0.05)
-    step = ws.compile(train, parallel=Mixed(semantics="global", storage=STORAGE, reshard_after_forward=False))
+    step = ws.compile(
+        train, parallel=PerParameterStorage(semantics="global", storage=STORAGE, reshard_after_forward=False)
+    )
     worst = 0.0
     for number in range(2):
         loss = step(model, optimizer, rows(rank, number))

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.steps import mean_from_one as train
-from wholestep.auto.costs import costs, least_us
-from wholestep.auto.fit import Finish
-from wholestep.auto.meshes import meshes
-from wholestep.auto.search import Found, Search, sends_less
-from wholestep.plan.optimal.mixed import Mixed
+from wholestep.plan.per_parameter_storage import PerParameterStorage
+from wholestep.planner.bounds import costs, lower_bound
+from wholestep.planner.candidates import TemplateKey, meshes
+from wholestep.planner.evaluate import Evaluator
+from wholestep.planner.search import Search
+from wholestep.planner.search_result import SearchResult
 from wholestep.report.compare import compare, templates
 
 SLOW, FAST = (
@@ -83,16 +84,17 @@ def test_never_worse_than_any_template(kind: str, hardware: str) -> None:
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_bounds_are_bounds(kind: str, hardware: str) -> None:
     mesh, hardware = ws.Mesh("dp=4,tp=2"), MACHINES[hardware]
-    tensor, bounds = PAIRS if kind == "blocks" else None, dict[str, float]()
+    tensor, bounds = PAIRS if kind == "blocks" else None, dict[TemplateKey, float]()
     for template in templates(mesh, tensor):
         assert isinstance(template.strategies, tuple)
         planned = ws.plan(GRAPHS[kind], mesh, template.strategies)
         local = ws.partition(GRAPHS[kind], planned)
-        least, step = least_us(local, hardware), costs(local, planned, hardware).step_s * 1e6
+        least, step = lower_bound(local, hardware).us(hardware, mesh), costs(local, planned, hardware).step_s * 1e6
         assert 0 < least <= step * (1 + 1e-12), template.name
-        bounds[template.name] = least
-    for name, least in bounds.items():
-        assert bounds[sends_less(name)] <= least * (1 + 1e-12), name
+        assert template.key is not None
+        bounds[template.key] = least
+    for key, least in bounds.items():
+        assert bounds[key.sending_less] <= least * (1 + 1e-12), key
 
 
 # -- what it chooses ---------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def test_tight_memory_shards_everything() -> None:
     found = ws.Auto(least, far).search(GRAPHS["wide"], "dp=8")
     assert found.best.name.startswith("fully_shard")
     assert found.best.needs_bytes <= least
-    assert {row.fate for row in found.rows} >= {"chosen", "rest"}
+    assert {row.status for row in found.rows} >= {"chosen", "rest"}
 
 
 def deep(rows: int) -> ws.TrainGraph:
@@ -130,10 +132,10 @@ def test_recomputes_where_nothing_fits() -> None:
     free = ws.Auto().search(graph, "dp=4")
     least = min(row.costs.peak_bytes for row in free.rows if row.costs)
     found = ws.Auto(int(least * 0.7)).search(graph, "dp=4")
-    assert found.best.again
+    assert found.best.rematerialized
     assert found.best.needs_bytes <= int(least * 0.7)
     assert found.best.batch_s > free.best.batch_s
-    assert "values are made again" in str(ws.plan(graph, "dp=4", ws.Auto(int(least * 0.7))))
+    assert "tensors are rematerialized" in str(ws.plan(graph, "dp=4", ws.Auto(int(least * 0.7))))
     with pytest.raises(ws.PlanError, match="no plan fits"):
         ws.Auto(int(least * 0.7), recompute=False).search(graph, "dp=4")
 
@@ -164,8 +166,8 @@ def test_a_refusal_tells_the_truth(recompute: bool, part: float) -> None:
 
 
 # -- what it says --------------------------------------------------------------------------------
-def fates(found: Found) -> dict[str, str]:
-    return {row.name: row.fate for row in found.rows}
+def statuses(found: SearchResult) -> dict[str, str]:
+    return {row.name: row.status for row in found.rows}
 
 
 def test_counts_add_up_and_pruning_happens() -> None:
@@ -174,32 +176,32 @@ def test_counts_add_up_and_pruning_happens() -> None:
     assert seen[0] == "solve for layouts"
     assert found.simulated + found.pruned == len(found.rows) == 14  # twelve templates, two that are solved for
     assert found.simulated == sum(row.costs is not None for row in found.rows)
-    assert "bounded" in fates(found).values()
+    assert "bounded" in statuses(found).values()
     assert len(seen[1:]) == 14
-    bounded = [row for row in found.rows if row.fate == "bounded"]
+    bounded = [row for row in found.rows if row.status == "bounded"]
     assert all(row.costs is None and row.bound_s >= found.best.batch_s for row in bounded)
 
 
 def test_what_sends_more_than_a_loser_is_not_planned() -> None:
     """Where gathering once is known to lose, gathering twice is not looked at."""
     seen: list[str] = []
-    search = Search(GRAPHS["wide"], SLOW, None, Finish(ws.pipeline(SLOW)), watch=seen.append)
-    search.bounds[MESH, "fully_shard, kept on dp"] = 1e9
+    search = Search(Evaluator(GRAPHS["wide"], SLOW, None, ws.pipeline(SLOW), watch=seen.append))
+    search.bounds[MESH, TemplateKey("fully_shard", False, ("dp",))] = 1e9
     chosen = [template for template in templates(MESH) if "kept" not in template.name]
     found = search.run([(MESH, template) for template in chosen])
-    assert fates(found)["fully_shard, gathered again on dp"] == "bounded"
+    assert statuses(found)["fully_shard, gathered again on dp"] == "bounded"
     assert seen == [template.name for template in chosen if "again" not in template.name]
 
 
 def test_zero2_without_micro_batches_is_zero1() -> None:
-    assert fates(ws.Auto().search(GRAPHS["wide"], "dp=8"))["zero2 on dp"] == "same"
+    assert statuses(ws.Auto().search(GRAPHS["wide"], "dp=8"))["zero2 on dp"] == "same"
 
 
 def test_what_rests_is_too_much_before_anything_is_planned() -> None:
     seen: list[str] = []
     weights = 2 * (1024 * 1024 + 1024) * 4
     found = ws.Auto(int(2.6 * weights)).search(GRAPHS["wide"], "dp=8", watch=seen.append)
-    assert fates(found)["replicate on dp"] == "rest"
+    assert statuses(found)["replicate on dp"] == "rest"
     assert "replicate on dp" not in seen
 
 
@@ -230,13 +232,13 @@ def test_styles_limit_the_choice() -> None:
     names = {row.name.split(",")[0].split(" ")[0] for row in found.rows}
     assert names == {"zero1", "hybrid", "solved"}
     stored = {
-        how
+        str(option)
         for row in found.rows
         for part in (row.strategies.parts if row.strategies else ())
-        if isinstance(part, Mixed)
-        for how in part.storage.values()
+        if isinstance(part, PerParameterStorage)
+        for option in part.storage.values()
     }
-    assert stored <= {"zero1", "hybrid, kept", "hybrid, gathered again"}
+    assert stored <= {"zero1", "hybrid kept", "hybrid gathered again"}
 
 
 def test_options_that_are_not_searched_are_kept() -> None:
@@ -258,7 +260,7 @@ def test_compile_keeps_what_ranks_are_given() -> None:
 def test_a_schedule_of_ones_own() -> None:
     plain = ws.Auto(hardware=SLOW, styles=("replicate",)).search(GRAPHS["blocks"], "dp=4")
     none = ws.Auto(hardware=SLOW, styles=("replicate",)).search(
-        GRAPHS["blocks"], "dp=4", finish=Finish(ws.pipeline(schedule=None))
+        GRAPHS["blocks"], "dp=4", passes=ws.pipeline(schedule=None)
     )
     assert plain.best.batch_s < none.best.batch_s
 
@@ -321,7 +323,7 @@ def test_no_template_at_all() -> None:
     with pytest.raises(ws.PlanError, match="no template can be planned: tensor parallel on tp"):
         ws.Auto(tensor=wrong).search(GRAPHS["wide"], "tp=2", same_batches=True)
     found = ws.Auto(tensor=wrong).search(GRAPHS["wide"], "dp=2,tp=2")
-    assert {row.fate for row in found.rows if "tensor" in row.name} == {"no plan"}
+    assert {row.status for row in found.rows if "tensor" in row.name} == {"no plan"}
 
 
 def test_one_rank_compiles_with_auto() -> None:

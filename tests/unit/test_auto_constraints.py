@@ -1,4 +1,4 @@
-"""Wishes of a user in `Auto`: kept by every plan that is considered, along every axis; refused where they cannot be."""
+"""Constraints in `Auto`: every plan that is considered keeps them, along every axis; others are refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,13 @@ from tests.tp_models import MLP, squares, step_of
 from tests.unit.test_auto_short_steps import FAST, GRAPHS, LAYERS, PAIRS, deep
 from tests.unit.test_optimal import QUICK_LINK
 from tests.unit.test_tensor_parallel import builder, floats
-from wholestep.auto import search
-from wholestep.auto.costs import costs
-from wholestep.auto.search import Found
-from wholestep.auto.wanted import Wanted, wanted
 from wholestep.capture import capture_step
-from wholestep.plan.optimal.mixed import Mixed
-from wholestep.plan.optimal.wishes import Wishes
+from wholestep.plan.per_parameter_storage import REPLICATE, PerParameterStorage
+from wholestep.planner import resolve
+from wholestep.planner.bounds import costs
+from wholestep.planner.constraints import Constraints, constraints_of
+from wholestep.planner.ilp.axis_constraints import AxisConstraints
+from wholestep.planner.search_result import SearchResult
 
 TOLERANCE = 1e-10
 
@@ -37,10 +37,10 @@ def shape_on(plan: ws.Plan, name: str) -> str:
     return plan.rest[name].show(next(i.meta.shape for i in plan.inputs if i.name == name))
 
 
-def planned(found: Found, graph: ws.TrainGraph) -> Iterator[tuple[str, ws.Plan]]:
+def planned(found: SearchResult, graph: ws.TrainGraph) -> Iterator[tuple[str, ws.Plan]]:
     """Every candidate that was in the race, planned again on its own."""
     for row in found.rows:
-        if row.strategies is not None and row.fate != "no plan":
+        if row.strategies is not None and row.status != "no plan":
             yield row.name, ws.plan(graph, row.mesh, row.strategies)
 
 
@@ -90,10 +90,15 @@ def test_groups_keep_one_axis() -> None:
 def test_the_solver_stores_as_is_wanted() -> None:
     asked = {"pinned": {"net2.weight": {"dp": Shard(0)}}, "whole": {"net1": "dp"}}
     found = auto(**asked).search(mlp(), "dp=4")
-    made = [p for row in found.rows for p in (row.strategies.parts if row.strategies else ()) if isinstance(p, Mixed)]
-    solved = next(part for part in made if part.said)
-    assert solved.storage["net1.weight"] == solved.storage["net1.bias"] == "replicate"
-    assert solved.storage["net2.weight"].startswith("fully_shard")
+    made = [
+        p
+        for row in found.rows
+        for p in (row.strategies.parts if row.strategies else ())
+        if isinstance(p, PerParameterStorage)
+    ]
+    solved = next(part for part in made if part.solution)
+    assert solved.storage["net1.weight"] == solved.storage["net1.bias"] == REPLICATE
+    assert solved.storage["net2.weight"].style == "fully_shard"
 
 
 # -- over an axis whose ranks compute together -------------------------------------------------------
@@ -103,7 +108,7 @@ def test_results_and_parameters_along_tp() -> None:
     assert shape_on(found.plan, "net1.weight").endswith("12@tp") or "12@tp" in shape_on(found.plan, "net1.weight")
     made = [d for name, d in found.plan.decisions.items() if name.startswith("addmm_1")][-1]
     assert made.given[0].state("tp").dim == 0
-    lost = [row for row in found.rows if row.fate == "no plan"]
+    lost = [row for row in found.rows if row.status == "no plan"]
     assert lost
     assert all("needed: " in row.why for row in lost)
 
@@ -120,9 +125,9 @@ def test_a_plan_by_module_that_breaks_a_wish_is_none() -> None:
     found = auto(tensor=tensor, whole={"net1": "tp"}).search(mlp(), "dp=2,tp=2")
     by_hand = [row for row in found.rows if "tensor parallel on tp" in row.name]
     assert by_hand
-    assert {row.fate for row in by_hand} == {"no plan"}
+    assert {row.status for row in by_hand} == {"no plan"}
     assert by_hand[0].why.startswith("'net1' is to be whole over tp: net1.weight is cut along dim 0; needed: ")
-    assert auto(tensor=tensor, whole={"net1": "dp"}).search(mlp(), "dp=2,tp=2").best.fate == "chosen"
+    assert auto(tensor=tensor, whole={"net1": "dp"}).search(mlp(), "dp=2,tp=2").best.status == "chosen"
 
 
 def test_tensor_parallel_auto_gets_the_wishes() -> None:
@@ -137,14 +142,14 @@ def test_tensor_parallel_auto_gets_the_wishes() -> None:
 def test_the_check_finds_what_is_broken() -> None:
     graph = mlp()
     plan = ws.plan(graph, "dp=4", ws.DataParallel("zero1"))
-    fine = wanted(graph, [plan.mesh], {"net1.weight": {"dp": Replicate()}}, {})
+    fine = constraints_of(graph, [plan.mesh], {"net1.weight": {"dp": Replicate()}}, {})
     assert fine is not None
     fine.check(plan, complete=True)
-    broken = wanted(graph, [plan.mesh], {}, {"net1": "dp"})
+    broken = constraints_of(graph, [plan.mesh], {}, {"net1": "dp"})
     assert broken is not None
     with pytest.raises(ws.PlanError, match=r"'net1' is to be whole over dp: net1\.(weight|bias) is cut along dim 0"):
         broken.check(plan)
-    lost = Wanted({"dp": Wishes({"gone": (plan.rest["net1.weight"].state("dp"), "*.gone")})})
+    lost = Constraints({"dp": AxisConstraints({"gone": (plan.rest["net1.weight"].state("dp"), "*.gone")})})
     lost.check(plan)
     with pytest.raises(ws.PlanError, match=r"'\*.gone' asks for a layout of gone, which the plan does not have"):
         lost.check(plan, complete=True)
@@ -163,7 +168,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     options: dict[str, Any] = {"solve": layer == 0, "styles": None if layer == 0 else ("replicate", "fully_shard")}
     asked = auto(hardware=FAST, tensor=PAIRS, whole={f"layers.{layer}": ("dp", "tp")}, **options)
     found = asked.search(graph, "dp=4,tp=2")
-    assert (found.short.count if found.short else 0) == equal
+    assert (found.folded.count if found.folded else 0) == equal
     assert found.best.blocks is None
     assert found.best.costs == costs(ws.partition(graph, found.plan), found.plan, FAST)
     rests = {name: layout for name, layout in found.plan.rest.items() if name.startswith(f"layers.{layer}.")}
@@ -173,16 +178,16 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
 
 def test_a_wish_for_all_layers_leaves_them_equal() -> None:
     found = auto(hardware=FAST, whole={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
-    assert found.short is not None
-    assert found.short.count == LAYERS
+    assert found.folded is not None
+    assert found.folded.count == LAYERS
     assert found.plan.rest["layers.7.norm.weight"].is_replicated
 
 
 def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
-    plan = search.plan
+    plan = resolve.make_plan
     monkeypatch.setattr(
-        search, "plan", lambda graph, *rest: planned.append(len(graph.graph.nodes)) or plan(graph, *rest)
+        resolve, "make_plan", lambda graph, *rest: planned.append(len(graph.graph.nodes)) or plan(graph, *rest)
     )
     graph = GRAPHS["wide"]
     with pytest.raises(ws.PlanError, match=r"'head' is to be cut along dim 0 over dp: \w+ is another value on each"):
@@ -195,11 +200,11 @@ def test_on_searched_meshes_axes_that_a_mesh_lacks_are_left_out() -> None:
     tensor, graph = ws.TensorParallel({"net1": "colwise", "net2": "rowwise"}), mlp()
     nodes = ws.Hardware.preset("dgx-h100")
     found = auto(tensor=tensor, whole={"net1.weight": ("shard", "dp")}, hardware=nodes).search(graph, "auto=16")
-    assert {str(row.mesh) for row in found.rows if row.fate != "no plan"} >= {"dp=16", "replicate=2,shard=8"}
+    assert {str(row.mesh) for row in found.rows if row.status != "no plan"} >= {"dp=16", "replicate=2,shard=8"}
     assert not {"dp", "shard"} & set(found.plan.rest["net1.weight"].axes)
-    with pytest.raises(ws.PlanError, match=r"axis 'sp' of the wish for 'net1' is on no mesh: the \d+ meshes that are"):
+    with pytest.raises(ws.PlanError, match=r"axis 'sp' of the constraint on 'net1' is on no mesh: the \d+ meshes"):
         auto(tensor=tensor, whole={"net1": "sp"}).search(graph, "auto=8")
-    with pytest.raises(ws.PlanError, match="axis 'tp' of the wish for 'net1'"):
+    with pytest.raises(ws.PlanError, match="axis 'tp' of the constraint on 'net1'"):
         auto(whole={"net1": "tp"}).search(graph, "auto=8")
 
 
@@ -232,7 +237,7 @@ def test_what_is_wanted_computes_the_same(mesh: str) -> None:
     [
         ({"pinned": {"net3": {"dp": Replicate()}}}, "the pattern 'net3' names no module and no parameter"),
         ({"whole": {"net3": "dp"}}, "the pattern 'net3' names no module and no parameter"),
-        ({"whole": {"net1": "tp"}}, "axis 'tp' of the wish for 'net1' is on no mesh: mesh dp=4\n  needed: one of dp"),
+        ({"whole": {"net1": "tp"}}, "axis 'tp' of the constraint on 'net1' is on no mesh: mesh dp=4\n  needed: one of"),
         ({"pinned": {"net1.weight": {"dp": Shard(2)}}}, "'net1.weight' is to be cut along dim 2: %net1.weight has no"),
         ({"pinned": {"net2": {"dp": Shard(-3)}}}, "'net2' is to be cut along dim -3: %addmm_1 has no such layout, it"),
         ({"pinned": {"net1.weight": {"dp": Shard(1)}}}, "net1.weight to be cut along dim 1 over dp: no way to store a"),

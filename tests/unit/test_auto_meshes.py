@@ -9,15 +9,15 @@ from torch import nn
 import wholestep as ws
 from tests.unit.test_auto import GRAPHS, PAIRS, train
 from tests.unit.test_auto_short_steps import FAST, deep
-from wholestep.auto.batches import ENOUGH, search_batches, show
-from wholestep.auto.even import Even
-from wholestep.auto.program import Programs
-from wholestep.auto.search import Considered, Fate
-from wholestep.auto.several import best_meshes
-from wholestep.auto.short import shortened
 from wholestep.layout import REPLICATED, AxisState
-from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategy import compose
+from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
+from wholestep.planner.folded_step import fold_step
+from wholestep.planner.ilp_candidates import IlpCandidates
+from wholestep.planner.search_result import Candidate, Status
+from wholestep.planner.solve_meshes import best_meshes
+from wholestep.planner.symmetrize import Symmetrizer
 
 NODES = ws.Hardware.preset("dgx-h100")
 
@@ -27,7 +27,7 @@ def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
     auto, seen = ws.Auto(hardware=NODES, tensor=PAIRS), list[str]()
     found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
     plain = replace(auto, solve=False).search(GRAPHS["blocks"], "auto=16")
-    ranked = list(dict.fromkeys(str(row.mesh) for row in plain.rows if row.fate in ("chosen", "slower", "bounded")))
+    ranked = list(dict.fromkeys(str(row.mesh) for row in plain.rows if row.status in ("chosen", "slower", "bounded")))
     solved = [name.removeprefix("solve for layouts on ") for name in seen if name.startswith("solve ")]
     assert solved == ranked[:3]
     assert {str(row.mesh) for row in found.rows if row.name.startswith("solved for")} == set(solved)
@@ -51,8 +51,8 @@ def test_how_many_meshes_are_solved_for() -> None:
 
 
 def test_meshes_where_something_fits_come_first() -> None:
-    def row(mesh: str, fate: Fate, batch_s: float = float("inf"), bound_s: float = 0.0) -> Considered:
-        return Considered("", ws.Mesh(mesh), None, fate=fate, batch_s=batch_s, bound_s=bound_s)
+    def row(mesh: str, status: str, batch_s: float = float("inf"), bound_s: float = 0.0) -> Candidate:
+        return Candidate("", ws.Mesh(mesh), None, status=Status(status), batch_s=batch_s, bound_s=bound_s)
 
     rows = [
         row("a=4", "peak", 1.0), row("b=4", "slower", 3.0), row("c=4", "bounded", bound_s=2.5), row("d=4", "rest"),
@@ -65,14 +65,14 @@ def test_meshes_where_something_fits_come_first() -> None:
 def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     """Solutions that differ at the ends are made even: few layers then say what all cost."""
     graph, mesh = deep(256), ws.Mesh("dp=2,tp=4")
-    short = shortened(graph, FAST)
+    short = fold_step(graph, FAST)
     assert short is not None
     tensor = ws.TensorParallel("auto", hardware=FAST)
-    made = next(t.solved for t in Programs(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
+    made = next(t.solved for t in IlpCandidates(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
     first = f"{short.repeats.prefix}.0.up.weight"
     odd = AxisState("S", 1) if made.found.params[first] != AxisState("S", 1) else REPLICATED
     uneven = replace(made, found=replace(made.found, params={**made.found.params, first: odd}))
-    even = Even(graph, short.repeats)(uneven)
+    even = Symmetrizer(graph, short.repeats)(uneven)
     assert even.found.params[first] == made.found.params["layers.6.up.weight"] != odd
     names = [node.name for node, (_, slot) in short.repeats.places.items() if node.op == "call_function"]
     by_slot: dict[object, set[str]] = {}
@@ -87,17 +87,17 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     assert set(even.found.params) == set(made.found.params)
     outside = {n: w for n, w in made.found.pins.ways.items() if n.partition("__")[0] not in slots}
     assert {n: even.found.pins.ways[n] for n in outside} == outside
-    strategies = compose([Cuts("tp", even.found.params, even.found.pins), ws.DataParallel("zero1", axis="dp")])
+    strategies = compose([SolvedLayouts("tp", even.found.params, even.found.pins), ws.DataParallel("zero1", axis="dp")])
     ws.partition(graph, ws.plan(graph, mesh, strategies))
 
 
 def test_what_may_be_made_again_is_not_counted() -> None:
     """A budget that activations alone are over has a solution only where they are not counted."""
     graph, mesh, tensor = wide(512), ws.Mesh("tp=2"), ws.TensorParallel("auto")
-    programs = Programs(graph, mesh, ws.Hardware.default(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
+    programs = IlpCandidates(graph, mesh, ws.Hardware.default(), ws.DataParallel(), tensor, budget_bytes=80_000_000)
     peaks = [
         [t.solved.solution.load.peak_bytes for t in one.templates() if t.solved]
-        for one in (programs, replace(programs, again=True))
+        for one in (programs, replace(programs, recomputes=True))
     ]
     assert not peaks[0] or min(peaks[0]) > 80_000_000
     assert peaks[1]
@@ -111,7 +111,7 @@ def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
     plain = ws.Auto(budget, hardware, recompute=False).search(graph, "dp=4")
     made = ws.Auto(budget, hardware).search(graph, "dp=4")
     assert made.best.needs_bytes <= budget
-    assert made.best.again
+    assert made.best.rematerialized
     assert made.best.batch_s < plain.best.batch_s
 
 
@@ -168,8 +168,8 @@ def test_values_made_again_let_more_fit() -> None:
     budget = int(peak(8, ws.Auto()) * 0.9)
     found = search_batches(ws.Auto(budget), wide, "dp=4", [1, 8])
     assert found.rows[1].best is not None
-    assert found.rows[1].best.again
-    assert f"{len(found.rows[1].best.again)} values" in show(found)
+    assert found.rows[1].best.rematerialized
+    assert f"{len(found.rows[1].best.rematerialized)} tensors" in show(found)
 
 
 def test_sizes_are_doubled_while_that_helps() -> None:

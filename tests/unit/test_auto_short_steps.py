@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.auto.costs import costs, least
-from wholestep.auto.search import FEWEST, SURE, Found, Search
-from wholestep.auto.short import Short, shortened
-from wholestep.auto.short_fit import ShortFit
-from wholestep.auto.templates import Template, templates
 from wholestep.cost.memory import peak_memory
+from wholestep.passes.fit_memory import FitMemory
 from wholestep.plan.strategy import compose
+from wholestep.planner.bounds import costs, lower_bound
+from wholestep.planner.candidates import Template, templates
+from wholestep.planner.evaluate import Evaluator
+from wholestep.planner.folded_memory import FoldedFit
+from wholestep.planner.folded_step import FEWEST, FoldedStep, fold_step
+from wholestep.planner.search import SURE, Search
+from wholestep.planner.search_result import SearchResult
 
 LAYERS = 12
 FAST = ws.Hardware.measured(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -69,21 +72,15 @@ def deep(width: int, layers: int = LAYERS) -> ws.TrainGraph:
 GRAPHS = {"wide": deep(2048), "narrow": deep(256)}
 
 
-def search(graph: ws.TrainGraph, hardware: Any, short: Short | None, memory: int | None = None) -> Found:
+def search(graph: ws.TrainGraph, hardware: Any, short: FoldedStep | None, memory: int | None = None) -> SearchResult:
     """By the same code with and without short steps."""
     auto = ws.Auto(memory, hardware, PAIRS)
-    run = Search(graph, hardware, memory, finish_of(hardware), short=short)
+    run = Search(Evaluator(graph, hardware, memory, ws.pipeline(hardware), folded=short))
     return run.run(auto.candidates(MESH))
 
 
-def finish_of(hardware: Any) -> Any:
-    from wholestep.auto.fit import Finish
-
-    return Finish(ws.pipeline(hardware))
-
-
-def short_of(graph: ws.TrainGraph, hardware: Any) -> Short:
-    short = shortened(graph, hardware)
+def short_of(graph: ws.TrainGraph, hardware: Any) -> FoldedStep:
+    short = fold_step(graph, hardware)
     assert short is not None
     return short
 
@@ -120,7 +117,7 @@ def test_extrapolated_costs_are_near(hardware: str, mesh: str, tensor: ws.Tensor
             continue
         plans = [(ws.plan(g, on, strategies), g) for g in map(short.with_blocks, pair)]
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
-        made, real = short.priced(pair, programs, finish_of(hardware)), priced(graph, template, hardware, on)
+        made, real = short.priced(pair, programs, ws.pipeline(hardware)), priced(graph, template, hardware, on)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
         assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=0.35), template.name
         assert made.rest_bytes == real.rest_bytes
@@ -142,9 +139,9 @@ def test_bounds_are_those_of_all_layers(hardware: str) -> None:
         assert not isinstance(template.strategies, ws.WholestepError)
 
         def of(graph: ws.TrainGraph, template: Template = template) -> Any:
-            return least(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), hardware)  # pyright: ignore
+            return lower_bound(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), hardware)  # pyright: ignore
 
-        made, real = short.least(FEWEST, [of(short.with_blocks(n)) for n in FEWEST]), of(graph)
+        made, real = short.lower_bound(FEWEST, [of(short.with_blocks(n)) for n in FEWEST]), of(graph)
         assert made.sent == real.sent
         assert made.computed_us == pytest.approx(real.computed_us, rel=1e-3)
 
@@ -168,14 +165,15 @@ def test_values_are_made_again_alike_in_equal_layers() -> None:
     graph = GRAPHS["wide"]
     short, strategies = short_of(graph, FAST), compose(ws.DataParallel("fully_shard", reshard_after_forward=True))
     few, more, whole = (ws.partition(g, ws.plan(g, MESH, strategies)) for g in (*map(short.with_blocks, FEWEST), graph))
-    fitting = ShortFit(short, FEWEST, (few, more), finish_of(FAST), gathers=False)
+    memory = FitMemory(0, FAST, gathers=False, after=ws.pipeline(FAST))
+    fitting = FoldedFit(short, FEWEST, (few, more), memory)
     least = fitting.least()
-    made = fitting.whole(whole, least)
-    assert least.kinds
+    made = fitting.unfolded(whole, least)
+    assert least.classes
     assert made is not None
-    assert len(made[1]) % LAYERS <= 3  # as many of each kind as there are layers, and a few outside
-    assert len(made[1]) >= LAYERS
-    assert peak_memory(made[0]).size_bytes == pytest.approx(least.peak_bytes, rel=0.35)
+    assert len(made.names) % LAYERS <= 3  # as many of each class as there are layers, and a few outside
+    assert len(made.names) >= LAYERS
+    assert peak_memory(memory.run(whole, made)).size_bytes == pytest.approx(least.peak_bytes, rel=0.35)
 
 
 def test_a_refusal_tells_the_truth() -> None:
@@ -188,7 +186,7 @@ def test_a_refusal_tells_the_truth() -> None:
 
 
 def test_shallow_steps_are_left_whole() -> None:
-    assert shortened(deep(64, 6), FAST) is None
+    assert fold_step(deep(64, 6), FAST) is None
 
 
 def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
@@ -206,7 +204,7 @@ def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
     graph = GRAPHS["wide"]
     short = short_of(graph, FAST)
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
-    run = Search(graph, FAST, None, finish_of(FAST), short=short)
+    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short))
     found = run.run([(MESH, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)))])
     assert found.rows[0].blocks is None
     assert found.best.costs == priced(graph, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)), FAST)
@@ -216,13 +214,13 @@ def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
     """By what is alike in all of them; figures of the best are of what it does itself, in all layers."""
     graph, data = GRAPHS["wide"], ws.DataParallel("replicate", axis="dp")
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
-    template = Template("odd", (data, odd), alike=(data, PAIRS))
+    template = Template("odd", (data, odd), symmetric=(data, PAIRS))
     said: list[str] = []
-    run = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST), watch=said.append)
+    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), watch=said.append, folded=short_of(graph, FAST)))
     found = run.run([(MESH, template)])
     assert said == ["odd", "all layers: odd"]
     assert found.best.costs == priced(graph, template, FAST)
-    slower = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST))
+    slower = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short_of(graph, FAST)))
     both = slower.run([(MESH, template), (MESH, Template("even", (data, PAIRS)))])
     assert both.best.name == "even"
 
@@ -232,7 +230,7 @@ def test_a_pattern_for_each_layer() -> None:
     graph = GRAPHS["wide"]
     styles = {f"layers.{i}.{one}": how for i in range(LAYERS) for one, how in (("up", "colwise"), ("down", "rowwise"))}
     row = Template("each", (ws.DataParallel("replicate", axis="dp"), ws.TensorParallel(styles)))
-    run = Search(graph, FAST, None, finish_of(FAST), short=short_of(graph, FAST))
+    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short_of(graph, FAST)))
     found = run.run([(MESH, row)])
     assert found.best.costs == priced(graph, row, FAST)
 
@@ -240,7 +238,7 @@ def test_a_pattern_for_each_layer() -> None:
 def test_auto_says_what_is_extrapolated() -> None:
     graph = GRAPHS["wide"]
     found = ws.Auto(hardware=FAST, tensor=PAIRS).search(graph, MESH)
-    assert found.short is not None
+    assert found.folded is not None
     assert any(row.blocks is not None and row.costs is not None for row in found.rows)
     plan = ws.plan(graph, MESH, ws.Auto(hardware=FAST, tensor=PAIRS))
     assert plan.objective is not None

@@ -27,8 +27,8 @@ from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph, copy_graph
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
-from wholestep.plan.optimal.cuts import Cuts
 from wholestep.plan.plan import Objective
+from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategy import Pins, Strategies
 from wholestep.runtime import choose_strategy, finalize
 
@@ -328,7 +328,7 @@ def test_entries_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_entry_is_what_was_written(tmp_path: Path) -> None:
-    solved = Strategies((Cuts("tp", {}, Pins(expanded=("mm",)), "said"), ws.DataParallel("zero1", axis="dp")))
+    solved = Strategies((SolvedLayouts("tp", {}, Pins(expanded=("mm",)), "said"), ws.DataParallel("zero1", axis="dp")))
     hardware = ws.Hardware.measured(
         collectives=(CollectiveCost("all_reduce", 0.1, 1 / 3, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
     )

@@ -16,10 +16,10 @@ import wholestep as ws
 from tests.steps import mean_square as mean
 from wholestep.errors import GraphError
 from wholestep.graph import meta
-from wholestep.graph.fold import folded
+from wholestep.graph.folding.fold import fold
+from wholestep.graph.folding.repeats import Repeats, find_repeats, why_not
 from wholestep.graph.graph import Role
 from wholestep.graph.interpret import run_one
-from wholestep.graph.repeats import Repeats, find_repeats, why_not
 
 DEEP, SHALLOW, WIDTH, WORDS = 6, 3, 8, 12
 checkpoint: Any = vars(checkpoints)["checkpoint"]
@@ -175,7 +175,7 @@ def found_in(graph: ws.TrainGraph) -> Repeats:
 
 def check_against_capture(deep: ws.TrainGraph, shallow: ws.TrainGraph, blocks: int = SHALLOW) -> None:
     """Op for op, in what they read, in inputs, outputs and losses."""
-    short = folded(deep, found_in(deep), blocks)
+    short = fold(deep, found_in(deep), blocks)
     assert structure(short) == structure(shallow)
     for ours, theirs in ((short.inputs, shallow.inputs), (short.outputs, shallow.outputs)):
         assert [without_number(repr(one)) for one in ours] == [without_number(repr(one)) for one in theirs]
@@ -212,21 +212,21 @@ def test_any_number_of_blocks(blocks: int) -> None:
 
 def test_all_blocks_are_the_graph_itself() -> None:
     deep = step_of(DEEP)
-    assert folded(deep, found_in(deep), DEEP) is deep
+    assert fold(deep, found_in(deep), DEEP) is deep
 
 
 @pytest.mark.parametrize("blocks", [0, DEEP + 1])
 def test_numbers_of_blocks_that_there_are_not(blocks: int) -> None:
     deep = step_of(DEEP)
     with pytest.raises(GraphError, match=f"^{blocks} of 6 equal layers"):
-        folded(deep, found_in(deep), blocks)
+        fold(deep, found_in(deep), blocks)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "momentum-foreach"])
 def test_it_computes_what_the_smaller_model_does(name: str) -> None:
     """In float64, against the eager step of a model with the same values."""
     short = step_of(DEEP, clipped, OPTIMIZERS[name])
-    short = folded(short, found_in(short), SHALLOW)
+    short = fold(short, found_in(short), SHALLOW)
     model = build(SHALLOW)
     optimizer = OPTIMIZERS[name](model.parameters())
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -251,10 +251,9 @@ def test_what_repeats_says() -> None:
     assert str(repeats) == f"layers.0 to 5: 6 blocks of {len(repeats.blocks[0])} nodes"
     owned = {i.name: node for i, node in graph.placeholders()}
     one, other = owned["layers.1.up.weight"], owned["layers.3.up.weight"]
-    assert repeats.representative(one) is other
-    assert (repeats.block(one), repeats.multiplicity(one)) == (1, DEEP)
-    assert repeats.representative(owned["head.weight"]) is owned["head.weight"]
-    assert repeats.multiplicity(owned["head.weight"]) == 1
+    assert (repeats.block(one), repeats.block(other), repeats.count) == (1, 3, DEEP)
+    assert repeats.places[one][1] == repeats.places[other][1]
+    assert repeats.block(owned["head.weight"]) is None
     inside = sum(node in repeats.places for node in graph.graph.nodes)
     assert inside == DEEP * len(repeats.blocks[0]) > 0.8 * len(graph.graph.nodes)
 
@@ -359,12 +358,12 @@ def test_shapes_that_follow_from_the_number_of_layers() -> None:
     repeats = find_repeats(graph)
     if repeats is not None:
         with pytest.raises(GraphError, match=r"with fewer layers|depends on the number of layers"):
-            folded(graph, repeats, 3)
+            fold(graph, repeats, 3)
 
 
 def test_inputs_are_those_of_the_layers_that_are_left() -> None:
     deep = step_of(DEEP)
-    short = folded(deep, found_in(deep), 2)
+    short = fold(deep, found_in(deep), 2)
     layers = {i.name.split(".")[1] for i in short.inputs if i.name.startswith("layers.")}
     assert layers == {"0", "1"}
     assert sum(i.role is Role.BATCH for i in short.inputs) == 1

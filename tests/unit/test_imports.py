@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "units graph mesh layout precision rules hardware cost reshard dtensor errors tuning _torch"
-STAGES = "capture plan partition passes backend auto ddp collectives distributed cache profiling runtime checkpoint"
+STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
 READERS = "cli __main__"
 
 # A unit imports units of a lower level; support units and readers also import each other.

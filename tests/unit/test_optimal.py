@@ -18,20 +18,19 @@ from tests.together import OneDevice, compare
 from tests.tp_models import MLP, Llama, Normed, next_token, squares, step_of
 from tests.unit.test_tensor_parallel import builder, dp, floats, tokens
 from wholestep import DataParallel, Hardware, TensorParallel
-from wholestep.auto.costs import costs
 from wholestep.capture import capture_step
 from wholestep.cli.hf import ModelSpec, build
 from wholestep.graph.graph import TrainGraph
 from wholestep.layout import REPLICATED, AxisState
-from wholestep.plan.optimal.build import Asked, Build
-from wholestep.plan.optimal.chains import joined
-from wholestep.plan.optimal.find import find, written_out
-from wholestep.plan.optimal.highs import solve
-from wholestep.plan.optimal.mixed import Mixed
-from wholestep.plan.optimal.prices import Prices
-from wholestep.plan.optimal.problem import Choice, Load, Need, Option, Problem, Value, evaluate, fits
-from wholestep.plan.optimal.storage import STORAGES
+from wholestep.plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage
 from wholestep.plan.plan import Plan
+from wholestep.planner.bounds import costs
+from wholestep.planner.ilp.build_problem import ProblemBuilder, ProblemSpec
+from wholestep.planner.ilp.highs import solve
+from wholestep.planner.ilp.presolve import presolve
+from wholestep.planner.ilp.prices import Prices
+from wholestep.planner.ilp.problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge, evaluate, fits
+from wholestep.planner.ilp.solve import decomposable, solve_layouts
 
 TOLERANCE = 1e-10
 STATES = (REPLICATED, AxisState("S", 0), AxisState("P", op="sum"))
@@ -59,26 +58,28 @@ def random_problem(seed: int) -> Problem:
         a, b, c = (1000 * r.random() if r.random() < often else 0.0 for _ in range(3))
         return a, b, c
 
-    def load() -> Load:
+    def load() -> StepLoad:
         bytes_ = [1e9 * r.random() for _ in range(3)]
-        return Load(phases(0.8), phases(0.3), phases(0.3), phases(0.3), *bytes_)
+        return StepLoad(phases(0.8), phases(0.3), phases(0.3), phases(0.3), *bytes_)
 
     size = r.randint(3, 6)
     edges = [(i, j) for i in range(size) for j in range(i + 1, size) if r.random() < 0.5]
-    choices: list[Choice] = []
+    choices: list[OneOf] = []
     for number in range(size):
         takes = [at for at, (_, taker) in enumerate(edges) if taker == number]
         options = [
-            Option(f"{k}", {0: r.choice(STATES)}, {at: r.choice(STATES[:2]) for at in takes}, load())
+            Option({0: r.choice(STATES)}, {at: r.choice(STATES[:2]) for at in takes}, load())
             for k in range(r.randint(1, 4))
         ]
-        choices.append(Choice(f"{number}", tuple(options), r.randint(1, 3)))
-    values: list[Value] = []
+        choices.append(OneOf(f"{number}", tuple(options), r.randint(1, 3)))
+    values: list[ValueEdge] = []
     for maker in range(size):
         needs = tuple(Need(taker, at, r.random() < 0.4) for at, (m, taker) in enumerate(edges) if m == maker)
-        moves = {(a, b): load() if a != b else Load() for a in STATES for b in STATES[:2] if a == b or r.random() < 0.9}
+        moves = {
+            (a, b): load() if a != b else StepLoad() for a in STATES for b in STATES[:2] if a == b or r.random() < 0.9
+        }
         kept = {state: 1e9 * r.random() for state in STATES}
-        values += [Value(maker, 0, needs, moves, r.randint(1, 2), kept, r.randint(0, 2))] if needs else []
+        values += [ValueEdge(maker, 0, needs, moves, r.randint(1, 2), kept, r.randint(0, 2))] if needs else []
     return Problem(
         tuple(choices), tuple(values), r.choice([None, None, 2e10 * r.random()]), load(), r.choice([0.0, 0.5])
     )
@@ -116,8 +117,8 @@ def product_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Te
     return loss.detach()
 
 
-def asked(mesh: str, hardware: Any, **options: Any) -> Asked:
-    return Asked(Prices(hardware, ws.Mesh(mesh), "tp"), **options)
+def asked(mesh: str, hardware: Any, **options: Any) -> ProblemSpec:
+    return ProblemSpec(Prices(hardware, ws.Mesh(mesh), "tp"), **options)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -126,8 +127,8 @@ def test_of_a_layer_every_assignment_is_tried(name: str) -> None:
     graph = capture_step(
         product_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8)), {}
     ).graph
-    problem = Build(graph, asked("tp=2", MACHINES[name])).problem()
-    short = joined(problem)
+    problem = ProblemBuilder(graph, asked("tp=2", MACHINES[name])).problem()
+    short = presolve(problem)
     size = prod(len(choice.options) for choice in problem.choices)
     assert 100 < size < 200_000, "small enough to try, large enough to mean something"
     best, found, whole = best_of_all(problem), solve(short.problem, gap=0.0), solve(problem, gap=0.0)
@@ -135,7 +136,7 @@ def test_of_a_layer_every_assignment_is_tried(name: str) -> None:
     assert whole is not None
     assert whole.step_us == pytest.approx(best, rel=1e-6)
     assert found.step_us == pytest.approx(best, rel=1e-6), "joined chains lose nothing here"
-    again = evaluate(problem, short.opened(found.picked))
+    again = evaluate(problem, short.original(found.picked))
     assert again is not None
     assert again.step_us() == pytest.approx(best, rel=1e-6)
 
@@ -150,14 +151,17 @@ def llama(layers: int) -> tuple[TrainGraph, nn.Module]:
 
 def test_layers_that_repeat_are_solved_once() -> None:
     few, many = (
-        len(Build(llama(layers)[0], asked("tp=8", Hardware.preset("dgx-h100"))).problem().choices) for layers in (8, 11)
+        len(ProblemBuilder(llama(layers)[0], asked("tp=8", Hardware.preset("dgx-h100"))).problem().choices)
+        for layers in (8, 11)
     )
     assert few == many
 
 
 def test_the_optimum_of_many_layers() -> None:
     hardware = Hardware.preset("dgx-h100")
-    found = find(llama(9)[0], replace(asked("dp=32,tp=8", hardware), axes=("dp",), storages=STORAGES))[0]
+    found = solve_layouts(llama(9)[0], replace(asked("dp=32,tp=8", hardware), axes=("dp",), storages=STORAGE_OPTIONS))[
+        0
+    ]
     assert found.solution.gap < 0.01
     assert found.solution.binaries < 3000
 
@@ -169,14 +173,14 @@ def test_a_solution_is_that_of_smaller_budgets_that_it_fits(monkeypatch: pytest.
         solved.append(problem.budget_bytes)
         return solve(problem, *args)
 
-    monkeypatch.setattr(sys.modules[find.__module__], "solve", counted)
-    wanted = replace(asked("dp=32,tp=8", Hardware.preset("dgx-h100")), axes=("dp",), storages=STORAGES)
+    monkeypatch.setattr(sys.modules[solve_layouts.__module__], "solve", counted)
+    wanted = replace(asked("dp=32,tp=8", Hardware.preset("dgx-h100")), axes=("dp",), storages=STORAGE_OPTIONS)
     graph = llama(2)[0]
-    wide, same = find(graph, wanted, (1e15, 1e14))
+    wide, same = solve_layouts(graph, wanted, (1e15, 1e14))
     assert same is wide
     held = wide.solution.load.peak_bytes
     assert 1e14 not in solved
-    first, tight = find(graph, wanted, (1e15, 0.9 * held))
+    first, tight = solve_layouts(graph, wanted, (1e15, 0.9 * held))
     assert 0.9 * held in solved
     assert tight.solution.load.peak_bytes <= 0.9 * held < first.solution.load.peak_bytes
 
@@ -246,7 +250,7 @@ def test_what_is_placed_stays() -> None:
 
 def test_one_rank_solves_nothing() -> None:
     graph = llama(1)[0]
-    assert written_out(graph)
+    assert decomposable(graph)
     planned = ws.plan(graph, "dp=2,tp=1", [DataParallel("zero1", axis="dp"), TensorParallel("auto")])
     assert planned.expanded == ()
 
@@ -319,7 +323,7 @@ def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_nothing_is_written_out_of_what_is_empty() -> None:
+def test_nothing_is_decomposable_of_what_is_empty() -> None:
     """A softmax of no elements has no largest element."""
 
     class Empty(nn.Module):
@@ -364,7 +368,7 @@ def test_a_budget_that_only_a_mixed_plan_meets() -> None:
     templates = replace(slack, solve=False, styles=("replicate", "zero1", "zero2", "fully_shard")).search(graph, mesh)
     assert found.best.batch_s < templates.best.batch_s
     assert found.best.strategies is not None
-    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, Mixed)]
+    stored = [part.storage for part in found.best.strategies.parts if isinstance(part, PerParameterStorage)]
     assert len(set(stored[0].values())) > 1
 
 

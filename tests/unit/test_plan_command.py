@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import wholestep as ws
-from wholestep.auto import batches as auto_batches
 from wholestep.cli import app, hf
 from wholestep.cli.hf import ModelSpec, build, presets
+from wholestep.planner import batch_sizes
 from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
 from wholestep.tuning import table
 
@@ -344,7 +344,7 @@ def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
 
 @NEEDS_HF
 def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(auto_batches, "ENOUGH", 0.9)  # so that the second size gains too little
+    monkeypatch.setattr(batch_sizes, "ENOUGH", 0.9)  # so that the second size gains too little
     code, text = run("--hf", tiny, "--mesh", "dp=2", "--auto", "--batch", "auto")
     assert code == 0, text
     assert re.search(r"^1 +dp=2 ", text, re.MULTILINE)
@@ -376,7 +376,7 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
             "--pin 0.weight=dp:replicate: 0.weight is pinned on dp already",
         ),
         (["--auto", "--whole", "0"], "--whole 0: needed pattern=axis or pattern=axis,axis"),
-        (["--auto", "--whole", "0=tp"], "axis 'tp' of the wish for '0' is on no mesh: mesh dp=4"),
+        (["--auto", "--whole", "0=tp"], "axis 'tp' of the constraint on '0' is on no mesh: mesh dp=4"),
         (["--auto", "--whole", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
         (["--batch", "2"], "--batch without --hf"),
         (["--auto", "--batch", "1,2"], "--batch without --hf"),

@@ -16,7 +16,7 @@ import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
-from wholestep.plan.optimal.cuts import Cuts
+from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategy import Pins, Strategies
 from wholestep.plan.strategy_file import decode, encode
 
@@ -176,7 +176,7 @@ def test_pins_by_pairs_of_names_come_back() -> None:
     pins = Pins(
         reads={("relu", "addmm"): {"tp": AxisState("S", 1)}}, ways={"mm": {"tp": ("n", "")}}, expanded=("mean",)
     )
-    cuts = Strategies((Cuts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
+    cuts = Strategies((SolvedLayouts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
     assert decode(json.loads(json.dumps(encode(cuts)))) == cuts
 
 

@@ -12,7 +12,6 @@ import wholestep as ws
 from tests.catalogue import CASES
 from tests.simulate import index_of
 from tests.steps import mean_square as train
-from wholestep.auto.fit import Finish
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
 from wholestep.graph import meta
@@ -309,7 +308,9 @@ def test_gathering_again_holds_less_on_any_link() -> None:
     rates = (100.0, 2_000.0, 100_000.0)
     for hardware in (Hardware.measured(link_us=200, link_bytes_per_us=rate) for rate in rates):
         kept, again = (
-            ws.peak_memory(Finish(ws.pipeline(hardware))(ws.partition(graph, ws.plan(graph, "dp=2", data)))).size_bytes
+            ws.peak_memory(
+                ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=2", data)), ws.pipeline(hardware))
+            ).size_bytes
             for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
         )
         assert again < 0.9 * kept

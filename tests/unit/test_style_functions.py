@@ -8,18 +8,11 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.auto.templates import templates
+from tests.steps import mean_square as train
 from wholestep.cli.target import Style
-from wholestep.plan.optimal.storage import STORAGES, of_style
+from wholestep.plan.per_parameter_storage import STORAGE_OPTIONS, storage_of
 from wholestep.plan.storage_styles import STYLES
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+from wholestep.planner.candidates import templates
 
 
 def shard_weights(parameter, layout, mesh, axes):
@@ -132,10 +125,11 @@ def test_templates_storages_and_the_command_read_the_table() -> None:
     tried = [style for style in STYLES.values() if style.searched]
     named = {t.name.partition(" on ")[0].partition(",")[0] for t in templates(ws.Mesh("a=2,b=2"))}
     assert named == {style.name for style in tried}
-    assert {storage.style.name for storage in STORAGES} == {s.name for s in tried if not s.shards_gradients}
+    assert {option.style for option in STORAGE_OPTIONS} == {s.name for s in tried if not s.shards_gradients}
     assert [style.value for style in Style] == list(STYLES)
     for style in STYLES.values():
-        assert of_style(style, True).again == style.gathers_parameters
+        data = ws.DataParallel(style.name, reshard_after_forward=True)
+        assert storage_of(data).regathers == style.gathers_parameters
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=list(STYLES))

@@ -9,9 +9,9 @@ from .screen import Screen, each, staged
 from .target import Target, refuse
 
 if TYPE_CHECKING:
-    from wholestep.auto.auto import Auto
-    from wholestep.auto.batches import Batches
     from wholestep.graph.graph import TrainGraph
+    from wholestep.planner.auto import Auto
+    from wholestep.planner.batch_sizes import BatchSearch
 
     from .hf import ModelSpec
 
@@ -50,10 +50,10 @@ def sizes(batch: str | None, auto: bool) -> BatchSizes | None:
 
 def chosen(
     shown: Screen, asked: BatchSizes, wanted: ModelSpec, first: tuple[Target, TrainGraph], mesh: str, auto: Auto
-) -> tuple[Batches, Target, str]:
+) -> tuple[BatchSearch, Target, str]:
     """The search results by size, the step of the fastest size, and a table of all sizes."""
     import wholestep as ws
-    from wholestep.auto.batches import search_batches, show
+    from wholestep.planner.batch_sizes import search_batches, show
 
     from .hf import build
 

@@ -56,7 +56,7 @@ def diff(
 def _costs(shown: Screen, graph: "TrainGraph", plans: "dict[Path, Plan]", hardware: "Hardware") -> str:
     """A table of simulated costs with a row for each plan."""
     import wholestep as ws
-    from wholestep.auto.templates import batches
+    from wholestep.planner.candidates import batches
     from wholestep.report.compare import PlanRow, costs, show
 
     rows: list[PlanRow] = []

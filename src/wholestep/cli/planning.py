@@ -12,14 +12,14 @@ from .screen import Screen, each, staged
 from .target import Style, Target, refuse
 
 if TYPE_CHECKING:
-    from wholestep.auto.auto import Auto
-    from wholestep.auto.search import Found
     from wholestep.errors import WholestepError
     from wholestep.graph.graph import TrainGraph
     from wholestep.hardware.hardware import Hardware
     from wholestep.passes.base import Pass
     from wholestep.plan.plan import Plan
     from wholestep.plan.strategy import Strategy
+    from wholestep.planner.auto import Auto
+    from wholestep.planner.search_result import SearchResult
     from wholestep.report.compare import PlanRow
 
     from .hf import ModelSpec
@@ -153,9 +153,9 @@ def tensor_parallel(
     return ws.TensorParallel(pairs, axis=axis)
 
 
-def _search_done(shown: Screen, found: Found, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
+def _search_done(shown: Screen, found: SearchResult, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
     """The report of a search, below `head`."""
-    from wholestep.auto.report import explained, show
+    from wholestep.planner.search_report import explained, show
 
     made = explained(found)
     text = "\n".join([head, show(found), f"\n{made}", *_asked_of(shown, made, graph, asked)])

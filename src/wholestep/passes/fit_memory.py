@@ -79,6 +79,10 @@ class FitMemory:
         sizes = next(one for one in tighter(self.after)[found.way] if isinstance(one, SizeBuckets))
         return sizes(replace(local, sizes=None))
 
+    def run(self, local: LocalGraph, found: Fitting) -> LocalGraph:
+        """`local` with what was found, after all passes that follow."""
+        return run_passes(self.applied(local, found), self.after)
+
     def choose(self, local: LocalGraph) -> Fitting:
         """The shortest simulated step that fits.
 

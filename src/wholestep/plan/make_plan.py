@@ -2,63 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import ROUNDS, expand, expandable
-from ..graph.gc_control import collector_paused
 from ..graph.graph import Role, TrainGraph
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
-from .optimal.tensor import solved
 from .plan import Decision, Options, Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, per_rank_buffers, varying
 from .semantics import differences
-from .strategy import Chooser, Resting, Strategies, Strategy, compose
+from .strategy import Resting, Strategies
 
 
-@collector_paused()
-def plan(
-    graph: TrainGraph,
-    mesh: Mesh | str,
-    parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
-    placed: Mapping[str, Layout] | None = None,
+def make_plan(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
-) -> Plan:
-    """Choose the layout of every tensor of `graph` on `mesh`. Needs no process group, no device and no weights.
-
-    Args:
-        graph: a captured step.
-        mesh: a mesh, or its text such as `"dp=8"`; `"auto=N"` lets `Auto` choose the axes.
-        parallel: a strategy, a list of strategies for different axes, or `Auto`; `DataParallel("fully_shard")` by
-            default.
-        placed: storage layouts of inputs that another step has placed already: these do not change.
-        hardware: prices resharding; by default one host with all ranks. `Auto` has its own hardware.
-
-    Example:
-        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Hardware.preset("dgx-h100"))
-
-    Example:
-        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
-        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
+) -> Plan:  # fmt: skip
+    """The plan of `strategies`, none of which is to be solved or chosen.
 
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
-    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    if isinstance(parallel, Chooser):
-        return parallel.choose(graph, mesh, placed)
     hardware = hardware or one_host()
-    strategies = compose(parallel)
     axes, options = strategies.axes(mesh), strategies.options
-    strategies = solved(strategies, graph, mesh, placed)
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
     _check_batch_dim(graph, options)

@@ -56,6 +56,14 @@ def style_named(given: str | Store) -> StorageStyle:
     return StorageStyle(f"{given.__module__}:{function}", given, gathers_parameters=True, searched=False)
 
 
+def reduced_once(name: str) -> str:
+    """The style that stores the same, and reduces gradients once for all micro-batches."""
+    given = STYLES[name]
+    stores = replace(given, name="", store=_replicate, means="", shards_gradients=False)
+    alike = (s for s in STYLES.values() if replace(s, name="", store=_replicate, means="") == stores)
+    return next(alike, given).name
+
+
 def _sharded(have: Layout, axes: tuple[str, ...]) -> Layout:
     """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole."""
     return replace(have, dims=((*have.dims[0], *axes), *have.dims[1:])) if have.dims else have

@@ -11,13 +11,23 @@ import torch
 from ..layout import AxisState
 from .data_parallel import DataParallel
 from .module_styles import ModuleStyle
-from .optimal.cuts import Cuts
-from .optimal.mixed import Mixed
+from .per_parameter_storage import PerParameterStorage, StorageOption
+from .solved_layouts import SolvedLayouts
 from .strategy import Pins, Strategies, Strategy
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (DataParallel, TensorParallel, ModuleStyle, AxisState, Mixed, Cuts, Pins)
+    kind.__name__: kind
+    for kind in (
+        DataParallel,
+        TensorParallel,
+        ModuleStyle,
+        AxisState,
+        PerParameterStorage,
+        StorageOption,
+        SolvedLayouts,
+        Pins,
+    )
 }
 
 

@@ -105,7 +105,7 @@ class TensorParallel:
 
     @property
     def is_open(self) -> bool:
-        """True for `"auto"`: `plan.optimal` solves for the layouts on a graph and a mesh."""
+        """True for `"auto"`: `planner.ilp` solves for the layouts on a graph and a mesh."""
         return self.plan == "auto"
 
     def styles(self) -> dict[str, ModuleStyle]:

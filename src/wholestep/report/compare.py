@@ -6,11 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..auto.costs import Costs, costs
-from ..auto.fit import Finish
-from ..auto.search import first_line
-from ..auto.short import Short, shortened
-from ..auto.templates import Template, batches, templates
 from ..backend.pipeline import pipeline
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
@@ -18,8 +13,12 @@ from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.make_plan import plan
 from ..plan.strategy import compose
+from ..planner.bounds import Costs, costs
+from ..planner.candidates import Template, batches, templates
+from ..planner.folded_step import FoldedStep, fold_step
+from ..planner.resolve import plan
+from ..planner.search_result import first_line
 
 __all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show", "templates"]
 
@@ -57,7 +56,7 @@ def compare(
     `watch` is called with the name of each template before it is planned.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
-    short, rows = shortened(graph, hardware), list[PlanRow]()
+    short, rows = fold_step(graph, hardware), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
@@ -69,7 +68,9 @@ def compare(
     return rows
 
 
-def _row(graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, short: Short | None = None) -> PlanRow:
+def _row(
+    graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, short: FoldedStep | None = None
+) -> PlanRow:
     """A row with all layers, or extrapolated if `short` can."""
     if isinstance(template.strategies, WholestepError):
         return PlanRow(template.name, 1, None, first_line(template.strategies))
@@ -80,7 +81,7 @@ def _row(graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, 
         plans = [plan(one, mesh, strategies, hardware=hardware) for one in graphs]
         made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
-            found = short.priced(layers, made, Finish(pipeline(hardware)))
+            found = short.priced(layers, made, pipeline(hardware))
         else:
             found = costs(made[0][1], made[0][0], hardware)
     except WholestepError as error:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..auto.fit import Finish
 from ..backend.pipeline import pipeline
 from ..cost.timeline import COMPUTE, Timeline, timeline
 from ..errors import PlanError
@@ -14,6 +13,7 @@ from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..partition.lower import partition
+from ..passes.base import run_passes
 from ..plan.plan import Plan
 from .compare import PlanRow
 from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
@@ -100,7 +100,7 @@ def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> L
         PlanError: `graph` is not the planned graph.
     """
     if isinstance(graph, TrainGraph):
-        return Finish(pipeline(hardware))(partition(graph, plan))
+        return run_passes(partition(graph, plan), pipeline(hardware))
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh:

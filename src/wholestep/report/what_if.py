@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..auto.templates import Template
 from ..errors import MeshError, PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.plan import Plan
+from ..planner.candidates import Template
 from .compare import PlanRow, compare
 
 _HEAD = ("what if", "mesh", "at rest", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")

@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
-from ..auto.auto import Auto, Candidates
-from ..auto.fit import Finish
-from ..auto.report import explained
 from ..backend.pipeline import pipeline
 from ..backend.protocol import Backend
 from ..cache.choices import AutoChoice
@@ -21,11 +18,13 @@ from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..passes.schedule import Schedule
-from ..plan.optimal.cuts import Cuts
-from ..plan.optimal.mixed import Mixed
+from ..plan.per_parameter_storage import PerParameterStorage
 from ..plan.plan import Objective, Plan
+from ..plan.solved_layouts import SolvedLayouts
 from ..plan.strategy import Strategies, Strategy, compose
 from ..plan.tensor_parallel import TensorParallel
+from ..planner.auto import Auto, Candidates
+from ..planner.search_report import explained
 from ..tuning import TUNING
 
 _SEARCH_SECONDS = TUNING.search_seconds
@@ -54,17 +53,17 @@ def has_open_layouts(strategies: Strategies) -> bool:
 
 
 def lacks_hardware(strategies: Strategies) -> bool:
-    """True where layouts are to be solved for, and nobody says on which machine."""
-    return any(map(_lacks_machine, strategies.parts))
+    """True if layouts are to be solved for on hardware that is not given."""
+    return any(map(_lacks_hardware, strategies.parts))
 
 
-def with_hardware(strategies: Strategies, speeds: Hardware) -> Strategies:
-    """`strategies` with `speeds` where a machine is lacking."""
-    parts = (replace(part, hardware=speeds) if _lacks_machine(part) else part for part in strategies.parts)
+def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
+    """`strategies` with `hardware` where it is not given."""
+    parts = (replace(part, hardware=hardware) if _lacks_hardware(part) else part for part in strategies.parts)
     return Strategies(tuple(parts))
 
 
-def _lacks_machine(part: Strategy) -> TypeGuard[TensorParallel]:
+def _lacks_hardware(part: Strategy) -> TypeGuard[TensorParallel]:
     return isinstance(part, TensorParallel) and part.is_open and part.hardware is None
 
 
@@ -141,14 +140,14 @@ def _chosen(
         placed,
         same_batches=True,
         hardware=auto.hardware or measured,
-        finish=Finish(pipeline(schedule=schedule, backend=backend)),
+        passes=pipeline(schedule=schedule, backend=backend),
     )
     best = found.best.strategies
     assert best is not None, "it has a plan"
     made = explained(found)
     assert made.objective is not None, "it was chosen for one"
     notes = tuple(made.notes[len(found.plan.notes) :])
-    if any(isinstance(part, (Cuts, Mixed)) for part in best.parts):
+    if any(isinstance(part, (SolvedLayouts, PerParameterStorage)) for part in best.parts):
         return AutoChoice(made.objective, solved=best, notes=notes)
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
     return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)

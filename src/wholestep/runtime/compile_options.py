@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from ..auto.auto import Auto
 from ..backend.build import backend_of
 from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
@@ -24,6 +23,7 @@ from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.strategy import Strategies, Strategy, compose
+from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..units import parse_bytes
 from .memory_budget import with_kept_gathers

@@ -1,0 +1,1 @@
+"""The planner: `plan()`, and `Auto`, a branch and bound over candidate strategies by simulated step time."""

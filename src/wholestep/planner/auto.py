@@ -1,0 +1,285 @@
+"""`Auto`: the strategy that chooses a strategy, by simulated time of a step under a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.tensor import Replicate, Shard
+
+from ..backend.pipeline import pipeline
+from ..errors import MeshError, PlanError
+from ..graph.gc_control import collector_ahead
+from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import Layout
+from ..mesh import Mesh
+from ..passes.base import Pass
+from ..plan.data_parallel import DataParallel
+from ..plan.plan import Plan
+from ..plan.solved_layouts import SolvedLayouts
+from ..plan.storage_styles import STYLES
+from ..plan.strategy import Strategies
+from ..plan.tensor_parallel import TensorParallel
+from ..units import parse_bytes
+from .candidates import Template, is_open, meshes, templates
+from .constraints import Constraints, Pinned, Whole, check_form, constraints_of
+from .evaluate import Evaluator, Watch
+from .folded_step import fold_step
+from .ilp.solve import IlpResult
+from .ilp_candidates import IlpCandidates
+from .search import Search
+from .search_report import explained
+from .search_result import SearchResult
+from .solve_meshes import MeshSolver
+from .symmetrize import Symmetrizer
+
+Candidates = list[tuple[Mesh, Template]]
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Chooses the strategy with the shortest simulated step whose tensors fit into `memory_bytes`. Give it as
+    `parallel=` to `plan` and `compile`.
+
+    `plan` compares all uses of a mesh, by time for each captured batch. `compile` compares the ones that leave the
+    batch of each rank as it is: data parallelism over all axes, or over the axes that `tensor` leaves.
+
+    Candidates are templates (the styles of data parallelism, alone and beside `tensor`) and solutions of an integer
+    program (HiGHS): the storage of each parameter by itself, and, on a mesh of several axes, layouts of all operations
+    along the axis of `tensor`, or else along `tp` or the last axis.
+
+    Args:
+        memory_bytes: bytes that the tensors of a rank may take, activations included, as "80GiB"; None for no bound.
+        hardware: to predict times for. By default `compile` measures it, and `plan` takes `Hardware.default()`, a slow
+            CPU and a slow link.
+        tensor: tensor parallelism that may be used along its axis; `TensorParallel("auto")` is solved for.
+        data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
+            `axis` and `reshard_after_forward` are not read.
+        styles: the styles that may be used; all if None.
+        recompute: tensors may be rematerialized in the backward where candidates that fit are slower, or none fits.
+        solve: False compares templates alone.
+        solved_meshes: on a mesh `"auto=N"`, the number of meshes on which integer programs are solved: the ones whose
+            templates do best. A program takes seconds, and meshes far behind with templates do not catch up.
+        pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
+            `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
+        whole: axes that may not shard a module (or a parameter), by glob: `{"norm": ("dp", "tp")}`. Its parameters and
+            their state are replicated along them, and where ranks of the axis compute together, so is its forward.
+
+    Example:
+        >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Hardware.preset("dgx-h100")))
+
+    Raises:
+        PlanError: an option is malformed.
+    """
+
+    memory_bytes: int | str | None = None
+    hardware: Hardware | None = None
+    tensor: TensorParallel | None = None
+    data: DataParallel = field(default_factory=DataParallel)
+    styles: Sequence[str] | None = None
+    recompute: bool = True
+    solve: bool = True
+    solved_meshes: int = 3
+    pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
+    whole: Whole = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        check_form(self.pinned, self.whole)
+        if type(self.solved_meshes) is not int or self.solved_meshes < 0:
+            raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
+        if self.memory_bytes is not None:
+            object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
+        known = [style.name for style in STYLES.values() if style.searched]
+        wrong = [style for style in self.styles or () if style not in known]
+        if wrong or (self.styles is not None and (isinstance(self.styles, str) or not self.styles)):
+            raise PlanError(
+                f"Auto(styles={self.styles!r})", f"some of {', '.join(map(repr, known))}", "correct the names"
+            )
+        if not isinstance(self.data.style, str):
+            raise PlanError(
+                f"Auto(data=DataParallel(style={self.data.kind.name}))",
+                f"no style: Auto chooses among {', '.join(known)}",
+                "leave out the style, or give the DataParallel as parallel=",
+            )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """`memory_bytes` as a number."""
+        return None if self.memory_bytes is None else parse_bytes(self.memory_bytes)
+
+    def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
+        """The plan that `search` finds, with notes on all candidates.
+
+        Raises:
+            PlanError: none fits, or none can be made.
+        """
+        return explained(self.search(graph, mesh, placed=placed))
+
+    @collector_ahead()
+    def search(
+        self,
+        graph: TrainGraph,
+        mesh: Mesh | str,
+        placed: Mapping[str, Layout] | None = None,
+        same_batches: bool = False,
+        hardware: Hardware | None = None,
+        passes: Sequence[Pass] | None = None,
+        watch: Watch | None = None,
+    ) -> SearchResult:
+        """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
+
+        Args:
+            graph: the step.
+            mesh: the mesh, or `"auto=N"`.
+            placed: layouts of inputs that are placed already.
+            same_batches: consider only candidates that give ranks the batches of `base`.
+            hardware: replaces the option.
+            passes: replace `pipeline(hardware)`.
+            watch: called with the name of each candidate that is planned.
+
+        Raises:
+            PlanError: none fits, or none can be made.
+        """
+        mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+        hardware = hardware or self.hardware or Hardware.default()
+        passes = tuple(pipeline(hardware) if passes is None else passes)
+        on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
+        asked = constraints_of(graph, on, self.pinned, self.whole) or Constraints()
+        auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
+        folded = fold_step(graph, hardware, placed, asked.marks(graph))
+        evaluator = Evaluator(graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked)
+        symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
+
+        def programs(on: Mesh, free: str | None) -> IlpCandidates:
+            return replace(auto._programs(graph, on, hardware, asked, placed, free), symmetrize=symmetrize)
+
+        def rough(on: Mesh, recomputes: bool) -> IlpCandidates:
+            return replace(programs(on, None), recomputes=recomputes, rough=True)
+
+        solved = auto._solved(mesh, same_batches, programs, watch)
+        solver = MeshSolver(rough, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
+        chosen = auto.candidates(mesh, same_batches, hardware, solved.layouts)
+        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
+        found = Search(evaluator).run(chosen, solver if is_open(mesh) and self.solve else None)
+        asked.check(found.plan, complete=True)
+        return replace(found, solved=solved.program or solver.program(found.best.mesh))
+
+    def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
+        """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
+        axis = self.tensor.axis if self.tensor else None
+        return meshes(ranks, hardware or self.hardware or Hardware.default(), axis)
+
+    def candidates(
+        self,
+        mesh: Mesh,
+        same_batches: bool = False,
+        hardware: Hardware | None = None,
+        layouts: tuple[SolvedLayouts | None, SolvedLayouts | None] = (None, None),
+    ) -> Candidates:
+        """The templates that are compared on `mesh`; with `same_batches`, the ones that share batches as `base` does.
+        `layouts` take the place of `TensorParallel("auto")`: the solution, and the symmetrized one.
+
+        Raises:
+            MeshError: the mesh has no axis for `tensor`.
+        """
+        if is_open(mesh):
+            return [row for one in self.meshes(mesh.size, hardware) for row in self._open(one)]
+        tensor = self.tensor.axis if self.tensor else "tp"
+        exact, symmetric = layouts
+        found = templates(mesh, exact or self.tensor, tensor, base=self.data, alone=not same_batches)
+        if symmetric is not None:
+            others = templates(mesh, symmetric, tensor, base=self.data, alone=not same_batches)
+            found = [replace(t, symmetric=e.strategies if isinstance(e.strategies, tuple) else None)
+                     for t, e in zip(found, others, strict=True)]  # fmt: skip
+        return [(mesh, template) for template in found if self._allows(template)]
+
+    def _solved(
+        self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates],
+        watch: Watch | None,
+    ) -> _Solved:  # fmt: skip
+        """Solutions on `mesh`; none where its axes are to be chosen."""
+        is_asked = self.tensor is not None and self.tensor.is_open
+        by_hand = self.tensor is not None and not self.tensor.is_open
+        if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
+            return _Solved()
+        if watch is not None:
+            watch("solve for layouts")
+        programs = programs_on(mesh, None if same_batches else _compute_axis(mesh))
+        found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
+        if self.solve and programs.tensor is not None and not same_batches:
+            found += replace(programs, tensor=None).templates()
+        made = next((t.solved for t in found if t.solved is not None), None)
+        return _Solved(programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made)
+
+    def _programs(
+        self,
+        graph: TrainGraph,
+        mesh: Mesh,
+        hardware: Hardware,
+        asked: Constraints,
+        placed: Mapping[str, Layout] | None,
+        free: str | None = None,
+    ) -> IlpCandidates:
+        """The programs of one mesh: along the axis of `tensor` where the mesh has it, or else along `free`."""
+        given = self.tensor
+        axis = free if given is None else given.axis if given.axis in mesh.names else None
+        tensor = given if given is not None and given.is_open and axis else None
+        tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
+        return IlpCandidates(graph, mesh, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
+
+    def _open(self, mesh: Mesh) -> Candidates:
+        """Templates on one of several meshes: they use all of its axes, and `hybrid` exactly the meshes with groups."""
+        tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
+        grouped = "shard" in mesh.names
+        found = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
+        return [(mesh, t) for t in found if self._allows(t) and _is_grouped(t) == grouped]
+
+    def _allows(self, template: Template) -> bool:
+        style = template.key.style if template.key else None
+        return self.styles is None or style is None or style in self.styles
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line that is the same on all ranks that ask for the same."""
+        among = "all styles" if self.styles is None else ", ".join(self.styles)
+        asked = "".join(f", {one!r}" for one in (self.pinned, self.whole) if one)
+        return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
+
+    def base(self, mesh: Mesh | None) -> Strategies:
+        """How ranks share batches in every candidate that `compile` may choose.
+
+        Raises:
+            MeshError: there is no mesh to divide between `data` and `tensor`, or axes are left to be chosen.
+        """
+        if mesh is not None and is_open(mesh):
+            raise MeshError(
+                f"mesh {mesh} in compile", "axes, as ranks are given batches by them",
+                f'plan(graph, "{mesh}", Auto(...)).mesh says which are best',
+            )  # fmt: skip
+        if self.tensor is None:
+            return Strategies((replace(self.data, style="replicate", axis=None),))
+        if mesh is None:
+            raise MeshError("Auto(tensor=...) without a mesh", "a mesh with its axis", 'give mesh="dp=2,tp=2", say')
+        mesh.axis_size(self.tensor.axis)
+        others = tuple(name for name in mesh.names if name != self.tensor.axis)
+        data = replace(self.data, style="replicate", axis=others)
+        return Strategies((data, self.tensor) if others else (self.tensor,))
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Layouts beside which any style may be used (`IlpCandidates.layouts`), candidates, and the first program."""
+
+    layouts: tuple[SolvedLayouts | None, SolvedLayouts | None] = (None, None)
+    candidates: Candidates = field(default_factory=list[tuple[Mesh, Template]])
+    program: IlpResult | None = None
+
+
+def _compute_axis(mesh: Mesh) -> str | None:
+    """The axis that is solved for by default; None where it would be the only one."""
+    return None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
+
+
+def _is_grouped(template: Template) -> bool:
+    key = template.key
+    return key is not None and key.style is not None and STYLES[key.style].grouped

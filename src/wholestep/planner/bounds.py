@@ -1,0 +1,130 @@
+"""Costs of one rank's program, and bounds and estimates of them that need less work than a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..backend.pipeline import pipeline
+from ..cost.compute import flops, node_us
+from ..cost.memory import peak_memory
+from ..cost.simulation import kind_of, simulate, whole_bytes
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.list_calls import is_list_op
+from ..graph.verify import is_collective
+from ..hardware.hardware import Hardware
+from ..mesh import Mesh
+from ..passes.base import run_passes
+from ..plan.plan import Plan
+from ..plan.strategy import Strategies
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes held between steps, peak bytes, bytes sent, collectives and seconds of one step of a rank."""
+
+    rest_bytes: int
+    peak_bytes: int
+    sent_bytes: int
+    collectives: int
+    step_s: float
+    exposed_s: float
+
+
+def costs(local: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
+    """The costs of a rank's program after the standard pipeline."""
+    return costs_of(run_passes(local, pipeline(hardware)), planned, hardware)
+
+
+def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
+    """The costs of a program that has been through all passes."""
+    took, totals = simulate(program, hardware), program.collectives().values()
+    return Costs(
+        planned.bytes_at_rest("param") + planned.bytes_at_rest("state"),
+        peak_memory(program).size_bytes,
+        sum(total.bytes for total in totals),
+        sum(total.count for total in totals),
+        took.step_us / 1e6,
+        took.exposed_us / 1e6,
+    )
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """Work that no schedule removes: microseconds of matrix products and optimizer, and bytes `sent` by axis and kind
+    of collective.
+    """
+
+    computed_us: float
+    sent: Mapping[tuple[str, str], float]
+
+    def us(self, hardware: Hardware, mesh: Mesh) -> float:
+        """The longer of compute and of each axis with all of a kind in one collective.
+
+        Cost curves are concave, so one large collective is never slower than its parts.
+        """
+        wires: dict[str, float] = {}
+        for (axis, kind), size in self.sent.items():
+            wires[axis] = wires.get(axis, 0.0) + hardware.collective_us(kind, size, mesh, axis)
+        return max([self.computed_us, *wires.values()])
+
+
+def lower_bound(local: LocalGraph, hardware: Hardware) -> LowerBound:
+    """The lower bound of `local` before passes."""
+    sent: Counter[tuple[str, str]] = Counter()
+    computed = 0.0
+    for node in local.graph.nodes:
+        if is_collective(node):
+            sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
+        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)):
+            computed += node_us(node, hardware)
+    return LowerBound(computed, sent)
+
+
+def fingerprint(local: LocalGraph) -> int:
+    """Equal for programs that are equal op for op."""
+    number = {node: i for i, node in enumerate(local.graph.nodes)}
+    return hash(
+        tuple(
+            (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
+             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if is_collective(n) else "")
+            for n in local.graph.nodes
+        )
+    )  # fmt: skip
+
+
+# -- rough estimate ------------------------------------------------------------------------------------
+def rough_estimate_us(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, hardware: Hardware, computing_us: float
+) -> float:
+    """Microseconds of a step from its parameters alone: half of the shorter of compute (`computing_us` on one rank)
+    and communication is exposed. It decides the order in which candidates are tried, never which one wins.
+    """
+    together = [a for a in strategies.axes(mesh) if strategies.data is None or a not in strategies.data.axes(mesh)]
+    ranks = 1
+    for axis in together:
+        ranks *= mesh.axis_size(axis)
+    computed = computing_us / ranks
+    whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
+    sent = sum(hardware.collective_us(*one) for one in _data_parallel_collectives(mesh, strategies, whole))
+    return max(computed, sent) + 0.5 * min(computed, sent)
+
+
+def _data_parallel_collectives(mesh: Mesh, strategies: Strategies, size: float) -> list[tuple[str, float, Mesh, str]]:
+    """The collectives of a data-parallel step, one of each kind along each axis."""
+    data = strategies.data
+    axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1] if data is not None else []
+    if data is None or not axes:
+        return []
+    if not data.kind.shards_state:
+        return [("all_reduce", size, mesh, axis) for axis in axes]
+    sharded = axes[-1:] if data.kind.grouped else axes
+    kinds = ["reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])]
+    found = list[tuple[str, float, Mesh, str]]()
+    for axis in reversed(sharded):
+        found += [(kind, size, mesh, axis) for kind in kinds]
+        size /= mesh.axis_size(axis)
+    rest = axes[:-1] if data.kind.grouped else []
+    return [*found, *(("all_reduce", size, mesh, axis) for axis in rest)]

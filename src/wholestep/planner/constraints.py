@@ -1,0 +1,272 @@
+"""The user's constraints on every plan that `Auto` considers: layouts by name and axis, modules left replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, cast
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.fx import Node
+
+from ..errors import ConstraintError, PlanError, WholestepError
+from ..graph.graph import Input, Role, TrainGraph
+from ..layout import AxisState, Layout, replicated
+from ..mesh import Mesh
+from ..plan.data_parallel import DataParallel, stored
+from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption, storage_of
+from ..plan.plan import Decision, Plan
+from ..plan.storage_styles import STYLES
+from ..plan.tensor_parallel import TensorParallel
+from .candidates import Template
+from .ilp.axis_constraints import AxisConstraints, axis_constraints, state_text
+
+Pinned = Mapping[str, Mapping[str, Shard | Replicate]]
+Whole = Mapping[str, str | Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The constraints on one step by axis; `pinned` and `whole` as the user gave them.
+
+    A pinned name has that layout; the optimizer state of a pinned parameter is free. A module that is `whole` is not
+    sharded: its parameters and their state are replicated along the axis, and where ranks along it compute together, so
+    are its operations.
+    """
+
+    axes: Mapping[str, AxisConstraints] = field(default_factory=dict[str, AxisConstraints])
+    pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
+    whole: Whole = field(default_factory=dict[str, str])
+
+    def marks(self, graph: TrainGraph) -> dict[Node, Hashable]:
+        """The constraints of nodes and parameters: layers with different ones are not equal."""
+        if not self.axes:
+            return {}
+        named = {given.name: node for given, node in graph.placeholders() if given.role is Role.PARAM}
+        named = {node.name: node for node in graph.graph.nodes if node.op == "call_function"} | named
+        names = {name for asked in self.axes.values() for name in (*asked.states, *asked.whole)}
+        found = {name: tuple((axis, asked.mark(name)) for axis, asked in self.axes.items()) for name in names}
+        return {named[name]: mark for name, mark in found.items() if name in named}
+
+    def tensor(self, tensor: TensorParallel) -> TensorParallel:
+        """`TensorParallel("auto")` with the constraints along its axis; a plan by module as it is."""
+        if not tensor.is_open or tensor.axis not in self.axes:
+            return tensor
+        pins = {pattern: by[tensor.axis] for pattern, by in self.pinned.items() if tensor.axis in by}
+        whole = [pattern for pattern, axes in self.whole.items() if tensor.axis in _names(axes)]
+        return replace(tensor, pinned={**tensor.pinned, **pins}, whole=(*tensor.whole, *whole))
+
+    def storages(self, graph: TrainGraph, mesh: Mesh, axes: Sequence[str]) -> dict[str, tuple[StorageOption, ...]]:
+        """The storage options that are left to each parameter with a constraint along data-parallel `axes`.
+
+        Raises:
+            PlanError: none is left.
+        """
+        asked = {axis: self.axes[axis] for axis in axes if axis in self.axes and mesh.axis_size(axis) > 1}
+        found: dict[str, tuple[StorageOption, ...]] = {}
+        for given in graph.inputs if asked else ():
+            mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.whole}
+            if given.role is Role.PARAM and mine:
+                ways = [s for s in STORAGE_OPTIONS if not s.is_hybrid or len(axes) > 1]
+                found[given.name] = tuple(s for s in ways if _keeps(given, s, mesh, tuple(axes), mine))
+                if not found[given.name]:
+                    raise _no_storage(given, mine)
+        return found
+
+    def template(self, graph: TrainGraph, mesh: Mesh, template: Template) -> Template:
+        """`template` with another storage option for each parameter whose style breaks a constraint."""
+        parts = template.strategies
+        data = next((p for p in parts if isinstance(p, DataParallel)), None) if isinstance(parts, tuple) else None
+        if data is None or isinstance(data, PerParameterStorage) or isinstance(parts, WholestepError):
+            return template
+        try:
+            allowed = self.storages(graph, mesh, data.axes(mesh))
+        except WholestepError as error:
+            return replace(template, strategies=error)
+        own = storage_of(data)
+        storage = {name: _nearest(own, options) for name, options in allowed.items() if own not in options}
+        if not storage:
+            return template
+        mixed = PerParameterStorage(**{f.name: getattr(data, f.name) for f in fields(data)}, storage=storage)
+        return replace(template, strategies=tuple(mixed if part is data else part for part in parts))
+
+    def check(self, planned: Plan, complete: bool = False) -> None:
+        """Check all constraints on a finished plan. A folded step (not `complete`) may lack some names.
+
+        Raises:
+            ConstraintError: a constraint is broken; names it, and the layout that was found.
+        """
+        if not self.axes:
+            return
+        data = planned.strategies.data if planned.strategies else None
+        stored, found = data.axes(planned.mesh) if data is not None else (), _Finished(planned)
+        for axis, asked in self.axes.items():
+            if axis not in planned.mesh.names or planned.mesh.axis_size(axis) == 1:
+                continue
+            for name, (state, pattern) in asked.states.items():
+                layout = found.made(name)
+                if layout is None and complete:
+                    raise _lost(pattern, name)
+                if layout is not None and layout.state(axis) != state:
+                    raise _broken(pattern, name, axis, state_text(state), layout.state(axis))
+            for name, pattern in asked.whole.items():
+                for layout in found.held(name, calls=axis not in stored):
+                    if layout.state(axis).kind == "S":
+                        raise _broken(pattern, name, axis, "whole", layout.state(axis))
+
+
+def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, whole: Whole) -> Constraints | None:
+    """The constraints on `graph`; None without any.
+
+    Raises:
+        PlanError: a pattern names nothing, no mesh has an axis, a dim does not exist, or two constraints contradict.
+    """
+    known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
+    asked = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
+    asked += [(pattern, axis) for pattern, axes in whole.items() for axis in _names(axes)]
+    for pattern, axis in asked:
+        if axis not in known:
+            on = f"mesh {meshes[0]}" if len(meshes) == 1 else f"the {len(meshes)} meshes that are searched"
+            raise PlanError(
+                f"axis {axis!r} of the constraint on {pattern!r} is on no mesh: {on}",
+                f"one of {', '.join(known)}",
+                "correct the axis; for one of tensor parallelism on a mesh auto=N give tensor= too",
+            )
+    found = {
+        axis: axis_constraints(
+            graph,
+            {pattern: by[axis] for pattern, by in pinned.items() if axis in by},
+            [pattern for pattern, axes in whole.items() if axis in _names(axes)],
+            axis,
+        )
+        for axis in dict.fromkeys(axis for _, axis in asked)
+    }
+    return Constraints(found, pinned, whole) if found else None
+
+
+def check_form(pinned: object, whole: object) -> None:
+    """Raise PlanError for malformed constraints."""
+    for pattern, by in _items(pinned, "pinned"):
+        places = cast(Mapping[Any, Any], by) if isinstance(by, Mapping) else dict[Any, Any]()
+        good = all(isinstance(axis, str) and isinstance(at, (Shard, Replicate)) for axis, at in places.items())
+        if not (places and good):
+            raise PlanError(
+                f"pinned={{{pattern!r}: {by!r}}}", "a layout for each axis, Shard(dim) or Replicate()",
+                f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}',
+            )  # fmt: skip
+    for pattern, axes in _items(whole, "whole"):
+        several = isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in cast(Sequence[Any], axes))
+        if not axes or not (isinstance(axes, str) or several):
+            raise PlanError(
+                f"whole={{{pattern!r}: {axes!r}}}", "names of axes", f'give whole={{{pattern!r}: ("dp", "tp")}}'
+            )
+
+
+def _items(given: object, name: str) -> list[tuple[str, object]]:
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in cast(Mapping[Any, Any], given)):
+        return list(cast(Mapping[str, object], given).items())
+    raise PlanError(f"{name}={given!r}", "constraints by the names of parameters and modules", f"give {name}={{...}}")
+
+
+def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _keeps(
+    given: Input, storage: StorageOption, mesh: Mesh, axes: tuple[str, ...], asked: Mapping[str, AxisConstraints]
+) -> bool:
+    """True where a storage option keeps the constraints on a parameter along `axes`."""
+    rest = stored(STYLES[storage.style], given, replicated(len(given.meta.shape)), mesh, axes)
+    for axis, one in asked.items():
+        if given.name in one.states and rest.param.state(axis) != one.states[given.name][0]:
+            return False
+        if given.name in one.whole and "S" in (rest.param.state(axis).kind, rest.state.state(axis).kind):
+            return False
+    return True
+
+
+def _nearest(own: StorageOption, options: Sequence[StorageOption]) -> StorageOption:
+    """The allowed option closest to the option of the style."""
+
+    def difference(option: StorageOption) -> tuple[bool, bool, bool, bool, bool]:
+        return (
+            option != own, option.replicates_state, option.replicates_parameter, option.regathers != own.regathers,
+            not option.is_hybrid,
+        )  # fmt: skip
+
+    return min(options, key=difference)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """The layouts of a finished plan by the names of constraints."""
+
+    plan: Plan
+    parts: dict[str, list[Decision]] = field(default_factory=dict[str, list[Decision]])
+
+    def __post_init__(self) -> None:
+        for name, one in self.plan.decisions.items():
+            self.parts.setdefault(name.partition("__")[0], []).append(one)
+
+    def made(self, name: str) -> Layout | None:
+        """The storage layout of a parameter, or the result of an operation; of its last op where it is decomposed."""
+        if name in self.plan.rest:
+            return self.plan.rest[name]
+        calls = self._calls(name)
+        return calls[-1].given[0] if calls else None
+
+    def held(self, name: str, calls: bool) -> Iterator[Layout]:
+        """Storage layouts of a parameter, its state and its gradient; with `calls`, those of a call too."""
+        if name in self.plan.rest:
+            yield self.plan.rest[name]
+            yield from self._owned.get(name, ())
+        for one in self._calls(name) if calls else ():
+            yield from (*one.operands, *one.given)
+
+    def _calls(self, name: str) -> list[Decision]:
+        return [self.plan.decisions[name]] if name in self.plan.decisions else self.parts.get(name, [])
+
+    @cached_property
+    def _owned(self) -> dict[str, list[Layout]]:
+        """Layouts of the state and the gradient of each parameter, where they have its shape."""
+        shapes = {i.name: i.meta.shape for i in self.plan.inputs}
+        found: dict[str, list[Layout]] = {}
+        for given in self.plan.inputs:
+            if given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
+                found.setdefault(given.owner, []).append(self.plan.rest[given.name])
+        for key, layout in self.plan.created.items():
+            found.setdefault(key.rpartition("/")[0], []).append(layout)
+        return found
+
+
+def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError:
+    said = [
+        f"{pattern!r} asks for {given.name} to be {state_text(state)} over {axis}"
+        for axis, one in asked.items() if given.name in one.states for state, pattern in [one.states[given.name]]
+    ]  # fmt: skip
+    said += [f"{one.whole[given.name]!r} for nothing of it to be cut over {a}" for a, one in asked.items()
+             if given.name in one.whole]  # fmt: skip
+    return PlanError(
+        f"{', '.join(said)}: no way to store a parameter does that",
+        "data parallelism cuts dim 0, over all of its axes or over the last",
+        "drop one of these constraints",
+    )
+
+
+def _broken(pattern: str, name: str, axis: str, wanted: str, found: AxisState) -> ConstraintError:
+    there = (
+        "another value on each rank"
+        if found.kind == "V"
+        else "a part of a sum"
+        if found.kind == "P"
+        else state_text(found)
+    )
+    return ConstraintError(
+        f"{pattern!r} is to be {wanted} over {axis}: {name} is {there}", "a plan that keeps every constraint",
+        "drop the constraint, or give a strategy that can keep it",
+    )  # fmt: skip
+
+
+def _lost(pattern: str, name: str) -> PlanError:
+    return PlanError(f"{pattern!r} asks for a layout of {name}, which the plan does not have", "a plan of this step")

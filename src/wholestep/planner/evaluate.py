@@ -1,0 +1,171 @@
+"""Evaluates candidates: bytes between steps, plan and program, lower bound, simulated costs, least memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from types import MappingProxyType
+
+from ..cost.memory import peak_memory
+from ..errors import PlanError, WholestepError
+from ..graph.graph import LocalGraph, TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import Layout
+from ..mesh import Mesh
+from ..partition.lower import partition
+from ..passes.base import Pass, run_passes
+from ..passes.bucket_sizes import tighter
+from ..passes.fit_memory import FitMemory
+from ..plan.make_plan import bytes_at_rest
+from ..plan.plan import Plan
+from ..plan.strategy import compose
+from .bounds import LowerBound, costs_of, lower_bound, rough_estimate_us
+from .candidates import Template, batches
+from .constraints import Constraints
+from .folded_memory import FoldedFit
+from .folded_step import FEWEST, FoldedStep
+from .resolve import plan_strategies
+from .search_result import INFINITE, Candidate, Status, first_line
+
+Watch = Callable[[str], None]
+Made = Sequence[tuple[Plan, LocalGraph]]
+"""Plans and programs: of the whole step, or of the two folded ones."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates candidates for one step.
+
+    Args:
+        graph: the step.
+        machine: the hardware.
+        budget_bytes: bytes of a rank, at most.
+        passes: the pipeline that programs go through.
+        recompute: tensors may be rematerialized to fit the budget.
+        placed: layouts of inputs that are placed already.
+        watch: called with the name of each candidate that is planned.
+        folded: the step with fewer equal layers; None to plan all layers always.
+        constraints: the user's; a plan that breaks one is refused.
+    """
+
+    graph: TrainGraph
+    hardware: Hardware
+    budget_bytes: int | None
+    passes: tuple[Pass, ...]
+    recompute: bool = True
+    placed: Mapping[str, Layout] | None = None
+    watch: Watch | None = None
+    folded: FoldedStep | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def candidate(self, mesh: Mesh, template: Template) -> Candidate:
+        """A template with the bytes that it stores between steps; nothing is planned."""
+        if isinstance(template.strategies, WholestepError):
+            return Candidate(template.name, mesh, None, status=Status.NO_PLAN, why=first_line(template.strategies))
+        strategies = compose(template.strategies)
+        symmetric = compose(template.symmetric) if template.symmetric else strategies
+        row = Candidate(template.name, mesh, strategies, template.key, batches(strategies, mesh), symmetric=symmetric)
+        try:
+            blocks = self.folded.blocks(mesh, symmetric, self.placed) if self.folded else None
+            if self.folded and blocks:
+                rest = self.folded.bytes_at_rest(mesh, symmetric, self.placed)
+            else:
+                rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
+        except WholestepError as error:
+            return Candidate(template.name, mesh, None, status=Status.NO_PLAN, why=first_line(error))
+        row = replace(row, needs_bytes=rest, blocks=blocks)
+        return replace(row, status=Status.OVER_AT_REST) if self.is_over(rest) else row
+
+    def is_over(self, size_bytes: int, tolerance: float = 1.0) -> bool:
+        """True for more bytes than the budget, times `tolerance`."""
+        return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
+
+    def estimate_us(self, row: Candidate, computing_us: float) -> float:
+        """A rough estimate for a batch: candidates are tried in this order."""
+        if row.strategies is None:
+            return INFINITE
+        return rough_estimate_us(self.graph, row.mesh, row.strategies, self.hardware, computing_us) / row.batches
+
+    def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
+        """The plan and the program on `graph`, the step or a folded one.
+
+        Raises:
+            WholestepError: there is no plan, or it breaks a constraint.
+        """
+        strategies = row.strategies if graph is self.graph else row.symmetric
+        assert strategies is not None, "it has a plan"
+        if self.watch is not None and doing:
+            self.watch(f"{doing}{row.name}")
+        planned = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
+        self.constraints.check(planned)
+        return planned, partition(graph, planned)
+
+    def made(
+        self, row: Candidate, blocks: tuple[int, int] | None,
+        known: Mapping[int, tuple[Plan, LocalGraph]] = MappingProxyType({}),
+    ) -> Made:  # fmt: skip
+        """Plans and programs of the steps with so many equal layers, or of the whole step; some may be `known`."""
+        if not self.folded or not blocks:
+            return [self.planned(row, self.graph)]
+        return [known.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
+
+    def bounded(self, row: Candidate, made: Made) -> Candidate:
+        """With its lower bound."""
+        parts = [lower_bound(local, self.hardware) for _, local in made]
+        found: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
+        return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
+
+    def simulated(self, row: Candidate, made: Made) -> Candidate:
+        """With its costs: of the whole step, or extrapolated."""
+        if self.folded and row.blocks:
+            found = self.folded.priced(row.blocks, made, self.passes)
+            return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes))
+
+    def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
+        """With the costs of a program that has been through all passes."""
+        found = costs_of(program, planned, self.hardware)
+        return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+
+    # -- memory ----------------------------------------------------------------------------------------
+    def fitting(self, row: Candidate) -> FitMemory:
+        """Fits a program into the budget, by rematerialization."""
+        return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather, self.passes)
+
+    def folded_fit(self, row: Candidate, doing: str = "") -> FoldedFit:
+        """The same on the folded steps."""
+        assert self.folded is not None, "the candidate was simulated with few layers"
+        assert row.blocks is not None, "the candidate was simulated with few layers"
+        if self.watch is not None and doing:
+            self.watch(f"{doing}{row.name}")
+        (_, few), (_, more) = self.made(row, row.blocks)
+        return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))
+
+    def fitted(self, row: Candidate, planned: Plan, local: LocalGraph) -> Candidate:
+        """Within the budget by rematerialization in the whole step, or with the least bytes that it needs."""
+        fit = self.fitting(row)
+        try:
+            found = fit.choose(local)
+        except PlanError:
+            return replace(row, needs_bytes=fit.least(local)[1])
+        row = self.priced(row, planned, fit.run(local, found))
+        return replace(row, status=Status.SLOWER, rematerialized=found.names)
+
+    def least(self, row: Candidate) -> Candidate:
+        """With the least bytes that it needs."""
+        try:
+            _, local = self.planned(row, self.graph, "the least memory of ")
+        except WholestepError:
+            return replace(row, needs_bytes=1 << 62)
+        if not self.recompute:
+            peaks = (peak_memory(run_passes(local, passes)).size_bytes for passes in tighter(self.passes))
+            return replace(row, needs_bytes=min(peaks))
+        if self.folded is not None and row.blocks:
+            folded = self.folded_fit(row)
+            least = folded.least()
+            found = folded.unfolded(local, least)
+            if found is not None:
+                peak = peak_memory(self.fitting(row).run(local, found)).size_bytes
+                return replace(row, needs_bytes=max(peak, ceil(least.peak_bytes)))
+        return replace(row, needs_bytes=self.fitting(row).least(local)[1])

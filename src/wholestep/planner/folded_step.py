@@ -1,0 +1,164 @@
+"""Layer folding: a step with many equal layers, evaluated on two steps with few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from math import ceil, prod
+
+from torch.fx import Node
+
+from ..errors import GraphError, WholestepError
+from ..graph.folding.fold import fold
+from ..graph.folding.repeats import Repeats, find_repeats
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import Layout, replicated
+from ..mesh import Mesh
+from ..passes.base import Pass, run_passes
+from ..passes.bucket import Carried, carried_by
+from ..passes.bucket_sizes import resized
+from ..plan.data_parallel import DataParallel
+from ..plan.make_plan import bytes_at_rest
+from ..plan.plan import Plan
+from ..plan.strategy import Resting, Strategies, Strategy
+from ..tuning import TUNING
+from .bounds import Costs, LowerBound, costs_of
+
+FEWEST = TUNING.folded_layers
+_BUCKETS = TUNING.folded_buckets
+_WORTH = TUNING.folded_share
+
+
+@dataclass
+class FoldedStep:
+    """A step with equal blocks of layers. Its costs are linear in the number of blocks, so the costs of two steps with
+    few blocks (a `pair`) give the costs of the whole step.
+    """
+
+    graph: TrainGraph
+    repeats: Repeats
+    hardware: Hardware
+    graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
+    symmetric: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
+
+    @property
+    def count(self) -> int:
+        """How many equal blocks the whole step has."""
+        return self.repeats.count
+
+    def with_blocks(self, blocks: int) -> TrainGraph:
+        """The step with `blocks` of them."""
+        if blocks not in self.graphs:
+            self.graphs[blocks] = fold(self.graph, self.repeats, blocks)
+        return self.graphs[blocks]
+
+    def blocks(
+        self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None
+    ) -> tuple[int, int] | None:
+        """The pair to simulate; None where that saves too little, where `strategies` differ between equal layers, or
+        where they need all layers (a pattern names one).
+
+        A bucket has `machine.bucket_bytes` or more. The smaller step fills a few buckets, the larger one a few more, so
+        that it matters little at which layer a bucket is full. Each further stage of a hierarchical collective trails
+        by one layer.
+        """
+        sharded = prod(mesh.axis_size(axis) for part in strategies.parts if part is not strategies.data
+                       for axis in part.axes(mesh))  # fmt: skip
+        owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
+                 if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
+        several = ceil(_BUCKETS * self.hardware.bucket_bytes * sharded / max(sum(owned), 1))
+        axes = strategies.data.axes(mesh) if strategies.data else ()
+        stages = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
+        few = max(FEWEST[0] + stages, several)
+        more = few + max(FEWEST[1] - FEWEST[0] + stages, several)
+        if few + more > self.count * _WORTH or not all(self._is_symmetric(mesh, part) for part in strategies.parts):
+            return None
+        try:
+            bytes_at_rest(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
+        except WholestepError:
+            return None
+        return few, more
+
+    def bytes_at_rest(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
+        """`plan.make_plan.bytes_at_rest` of the whole step.
+
+        Raises:
+            PlanError, MeshError: the strategies do not fit the mesh or the graph.
+        """
+        few, more = (bytes_at_rest(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
+        return round(self.whole(FEWEST, (few, more)))
+
+    def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
+        """Extrapolates a linear quantity from a pair to all blocks."""
+        (few, more), (a, b) = pair, found
+        return a + (b - a) * (self.count - few) / (more - few)
+
+    def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
+        """Costs of the whole step from the plans and programs of a pair; `passes` size buckets for the whole step."""
+        passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
+        a, b = (astuple(costs_of(run_passes(local, passes), planned, self.hardware)) for planned, local in made)
+        rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
+        return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
+
+    def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> Carried:
+        """Bytes of the collectives of the whole step, from the programs of a pair."""
+        few, more = (astuple(carried_by(local)) for local in made)
+        return Carried(*(round(self.whole(pair, two)) for two in zip(few, more, strict=True)))
+
+    def lower_bound(self, pair: tuple[int, int], found: Sequence[LowerBound]) -> LowerBound:
+        """The lower bound of the whole step from the bounds of a pair; bytes sent are exact."""
+        a, b = found
+        sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
+        return LowerBound(self.whole(pair, (a.computed_us, b.computed_us)), sent)
+
+    def _is_symmetric(self, mesh: Mesh, part: Strategy) -> bool:
+        """True where storage layouts and pins of `part` are equal in equal layers."""
+        if isinstance(part, DataParallel):
+            return True  # it decides by shapes
+        key = repr(part), tuple(mesh.axis_size(axis) for axis in part.axes(mesh))
+        if key not in self.symmetric:
+            slots = {node.name: slot for node, (_, slot) in self.repeats.places.items()}
+            found: dict[object, list[object]] = {}
+            params = [(i, slots.get(n.name)) for i, n in self.graph.placeholders() if i.role is Role.PARAM]
+            whole = {i.name: replicated(len(i.meta.shape)) for i, _ in params}
+            rest = part.resting(self.graph, mesh, {name: Resting(layout, layout) for name, layout in whole.items()})
+            for given, slot in params:
+                found.setdefault(("rest", given.name if slot is None else slot), []).append(rest[given.name])
+            pins = part.pins(self.graph, mesh)
+            for name, states in pins.results.items():
+                found.setdefault(slots.get(name, name), []).append(states)
+            for (reader, given), states in pins.reads.items():
+                if reader in slots and given in slots:
+                    found.setdefault((slots[reader], slots[given]), []).append(states)
+            numbers = {len(states) for states in found.values()}
+            self.symmetric[key] = numbers <= {1, self.count - 1, self.count} and all(
+                state == states[0] for states in found.values() for state in states
+            )
+        return self.symmetric[key]
+
+    def __str__(self) -> str:
+        by = f" by {self.repeats.period}" if self.repeats.period > 1 else ""
+        return f"{self.count} equal layers{by} ({self.repeats.prefix})"
+
+
+def fold_step(
+    graph: TrainGraph, hardware: Hardware, placed: Mapping[str, Layout] | None = None,
+    marks: Mapping[Node, Hashable] | None = None,
+) -> FoldedStep | None:  # fmt: skip
+    """`graph` as a step that can be folded; None where it has too few equal layers, or they are `placed` differently.
+    Nodes with different `marks` are not equal.
+    """
+    repeats = find_repeats(graph, marks)
+    if repeats is None or sum(FEWEST) > repeats.count * _WORTH:
+        return None
+    names = {node: given.name for given, node in graph.placeholders()}
+    for columns in zip(*repeats.blocks, strict=True):
+        if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
+            return None
+    step = FoldedStep(graph, repeats, hardware)
+    try:
+        step.with_blocks(FEWEST[0])
+    except GraphError:
+        return None
+    return step

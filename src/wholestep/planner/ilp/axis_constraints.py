@@ -1,0 +1,138 @@
+"""The user's constraints along one axis: layouts of parameters and results by name, modules left replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import cast
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.fx import Node
+
+from ... import _torch
+from ...errors import PlanError
+from ...graph import meta
+from ...graph.graph import TrainGraph, node_at
+from ...layout import REPLICATED, AxisState
+from ...plan.module_map import Modules
+from .problem import Option
+
+
+@dataclass(frozen=True)
+class AxisConstraints:
+    """`states` that parameters and results must have, and names that must not be sharded (`whole`); each with the
+    pattern of the user that names it.
+    """
+
+    states: Mapping[str, tuple[AxisState, str]] = field(default_factory=dict[str, tuple[AxisState, str]])
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def mark(self, name: str) -> object:
+        """Equal for nodes and parameters with the same constraint."""
+        return self._state(name), self._is_whole(name)
+
+    def allows(self, node: Node, name: str, option: Option) -> bool:
+        """True for an option that the constraints leave to a node, or to the parameter called `name`."""
+        asked = self._state(name)
+        if asked is not None and not any(user.name.startswith(f"{_decomposed_op(name)}__") for user in node.users):
+            return option.gives.get(0) == asked[0]
+        states = (*option.gives.values(), *option.takes.values())
+        return not self._is_whole(name) or all(s.kind != "S" for s in states)
+
+    def _state(self, name: str) -> tuple[AxisState, str] | None:
+        return self.states.get(name) or self.states.get(_decomposed_op(name))
+
+    def _is_whole(self, name: str) -> bool:
+        return name in self.whole or _decomposed_op(name) in self.whole
+
+    def infeasible(self, name: str) -> PlanError:
+        """The error for a choice without an option that is allowed."""
+        state, pattern = self._state(name) or (REPLICATED, name)
+        return PlanError(
+            f"{pattern!r} is to be {state_text(state)}: %{name} has no such layout",
+            "a dim that the op's rule, or the parameter, can cut over the axis",
+            "drop this pin, or give another dim or another axis size",
+        )
+
+
+def axis_constraints(
+    graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iterable[str], axis: str = ""
+) -> AxisConstraints:
+    """The constraints of patterns along one axis: globs of parameters and modules, as `TensorParallel` takes them.
+
+    Raises:
+        PlanError: a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask for
+            different things of one tensor. `axis` is named there.
+    """
+    modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
+    for pattern, placement in pins.items():
+        for path in _matching(modules, pattern):
+            param = modules.params.get(path)
+            for node in modules.outputs(path) if param is None else (param,):
+                name = path if param is not None else _source(node).name
+                state = _state_of(node, name, placement, pattern)
+                before = states.setdefault(name, (state, pattern))
+                if before[0] != state:
+                    raise _contradiction(before[1], before[0], pattern, state, name, axis)
+    for pattern in whole:
+        for path in _matching(modules, pattern):
+            owned = [name for name in modules.params if name == path or name.startswith(f"{path}.")]
+            kept |= dict.fromkeys(owned or modules.held(path), pattern)
+            kept |= {n.name: pattern for n in modules.inside(path)}
+    for name in kept.keys() & states.keys():
+        if states[name][0].kind == "S":
+            raise _contradiction(states[name][1], states[name][0], kept[name], REPLICATED, name, axis)
+    return AxisConstraints(states, kept)
+
+
+def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str) -> AxisState:
+    """The state of a placement, its dim counted from the left."""
+    made = meta.tensor(node)
+    if not isinstance(placement, Shard) or made is None:
+        return REPLICATED
+    dim, ndim = cast(int, placement.dim), len(made.shape)
+    if not -ndim <= dim < ndim:
+        raise PlanError(
+            f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(made.shape)}",
+            f"a dim from 0 to {ndim - 1}" if ndim else "a tensor that has dims",
+            "give another dim, or drop this pin",
+        )
+    return AxisState("S", dim % ndim)
+
+
+def _contradiction(one: str, has: AxisState, other: str, wants: AxisState, name: str, axis: str) -> PlanError:
+    over = f" over {axis}" if axis else ""
+    return PlanError(
+        f"{one!r} asks for {name} to be {state_text(has)}{over}, {other!r} for it to be {state_text(wants)}{over}",
+        "one constraint for each tensor and axis",
+        "drop one of the two, or make its pattern narrower",
+    )
+
+
+def _matching(modules: Modules, pattern: str) -> list[str]:
+    found = modules.matching(pattern)
+    if found:
+        return found
+    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
+    raise PlanError(
+        f"the pattern {pattern!r} names no module and no parameter",
+        f"those of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        "correct the pattern: one glob for each name between dots",
+    )
+
+
+def _source(node: Node) -> Node:
+    while _torch.is_getitem(node.target):
+        node = node_at(node, 0)
+    return node
+
+
+def _decomposed_op(name: str) -> str:
+    """The name of the op that an op of its decomposition replaces."""
+    return name.partition("__")[0]
+
+
+def state_text(state: AxisState) -> str:
+    """A state in the words of messages."""
+    return f"cut along dim {state.dim}" if state.kind == "S" else "whole"

@@ -1,0 +1,297 @@
+"""Builds the layout problem of a captured step along one axis, and reads layouts from an assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from ... import _torch
+from ...cost.compute import node_us
+from ...graph import meta
+from ...graph.graph import Input, Role, TrainGraph, node_at, operands
+from ...graph.op_kinds import VIEWS
+from ...graph.ops import GRAD_READY
+from ...layout import REPLICATED, AxisState
+from ...plan.per_parameter_storage import REPLICATE, StorageOption
+from ...plan.propagation_inputs import moving
+from ...plan.strategy import Pins, States
+from ...rules.find_rule import find_rule
+from ...tuning import TUNING
+from .axis_constraints import AxisConstraints
+from .node_classes import node_classes, without_numbers
+from .op_options import GroupOptions, in_phase, op_options, states_of
+from .prices import Move, Prices
+from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
+from .storage_loads import ParameterBytes, storage_load, update_parts
+
+_SMALL = TUNING.smallest_sharded_vector_bytes
+_UNCONSTRAINED = AxisConstraints().mark("")
+
+
+@dataclass(frozen=True)
+class ProblemSpec:
+    """What a problem is built for.
+
+    Args:
+        prices: the cost model along the solved axis.
+        axes: data-parallel axes.
+        storages: the storage options of parameters over them.
+        rest: states along the solved axis of inputs whose storage layout is given.
+        constraints: the user's constraints along the solved axis.
+        allowed: the storage options that constraints leave to some parameters.
+        recomputes: activations may be recomputed: bytes from the forward to the backward are not counted.
+    """
+
+    prices: Prices
+    axes: tuple[str, ...] = ()
+    storages: tuple[StorageOption, ...] = ()
+    rest: Mapping[str, AxisState] = field(default_factory=dict[str, AxisState])
+    constraints: AxisConstraints = field(default_factory=AxisConstraints)
+    allowed: Mapping[str, tuple[StorageOption, ...]] = field(default_factory=dict[str, tuple[StorageOption, ...]])
+    recomputes: bool = False
+
+    def storages_of(self, param: str) -> tuple[StorageOption, ...]:
+        """The storage options of one parameter."""
+        return self.allowed.get(param, self.storages)
+
+
+@dataclass(frozen=True)
+class ChosenLayouts:
+    """Pins of nodes along the axis, and the state and storage option of each parameter."""
+
+    pins: Pins
+    params: Mapping[str, AxisState]
+    storage: Mapping[str, StorageOption]
+
+
+@dataclass
+class ProblemBuilder:
+    """The problem of one graph. `of_class` gives the choices of each class of equal nodes, `of_param` the choice of
+    each parameter.
+    """
+
+    graph: TrainGraph
+    spec: ProblemSpec
+    choices: list[OneOf] = field(default_factory=list[OneOf])
+    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(
+        default_factory=dict[int, list[tuple[int, GroupOptions]]]
+    )
+    of_param: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        self.inputs: dict[Node, Input] = {node: given for given, node in self.graph.placeholders()}
+        self.params = {given.name: node for node, given in self.inputs.items() if given.role is Role.PARAM}
+        self.moving = moving(self.graph)
+        included = self._included()
+        self.calls = [n for n in self.graph.graph.nodes if n in included]
+        marks: dict[Node, Hashable] = {n: self._mark(name) for name, n in self.params.items()}
+        marks |= {n: ("gradient", self._mark(str(n.args[1]))) for n in self.grads}
+        fixed = {n: i for n, i in self.inputs.items() if i.role is not Role.PARAM and i.name in self.spec.rest}
+        marks |= {n: i.name for n, i in fixed.items()}
+        marks |= {n: self.spec.constraints.mark(n.name) for n in self.calls}
+        self.number = node_classes([*self.params.values(), *fixed, *self.calls, *self.grads], marks)
+        self.members: dict[int, list[Node]] = {}
+        for node in [*self.params.values(), *fixed, *self.calls]:
+            self.members.setdefault(self.number[node], []).append(node)
+
+    def _included(self) -> set[Node]:
+        """Calls between the batch and the gradients, and calls on parameters alone that these read. Results of
+        constants alone are replicated and left out.
+        """
+        self.grads = [n for n in self.graph.graph.nodes if n.target is GRAD_READY]
+        after = set(self.grads)
+        for node in self.graph.graph.nodes:
+            if any(n in after for n in node.all_input_nodes):
+                after.add(node)
+        held = sum(i.meta.size_bytes for i in self.graph.inputs if i.role in (Role.PARAM, Role.STATE))
+        spent = sum(node_us(n, self.spec.prices.hardware) for n in after if n not in self.moving)
+        self.update_us = spent / max(held, 1)  # for each byte of a parameter and its state
+        found = {n for n in self.moving if n.op == "call_function" and n not in after}
+        todo, before = [n for node in found for n in node.all_input_nodes], set[Node]()
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and node not in found and node not in after and node not in before:
+                before.add(node)
+                todo += node.all_input_nodes
+        of_params = set(self.params.values())
+        for node in self.graph.graph.nodes:
+            if node in before and any(n in of_params for n in node.all_input_nodes):
+                of_params.add(node)
+        return found | (before & of_params)
+
+    def _mark(self, param: str) -> Hashable:
+        return (
+            without_numbers(param),
+            tuple(map(str, self._states(param))),
+            self.spec.constraints.mark(param),
+            self.spec.allowed.get(param),
+        )
+
+    def _states(self, param: str) -> list[AxisState]:
+        """States along the axis in which a parameter may be stored."""
+        made = meta.tensor(self.params[param])
+        assert made is not None, "a parameter is one tensor"
+        fixed = self.spec.rest.get(param)
+        if fixed is not None:
+            return [fixed]
+        free = self.spec.constraints.mark(param) == _UNCONSTRAINED
+        if len(made.shape) == 1 and made.size_bytes < _SMALL and free:
+            return [REPLICATED]
+        return states_of(made, self.spec.prices.parts)
+
+    # -- choices -------------------------------------------------------------------------
+    def problem(self) -> Problem:
+        """The problem of the graph."""
+        readers = self._readers()
+        for node, given in self.inputs.items():
+            if given.role is Role.PARAM and self.number[node] not in self.of_class:
+                self._param(node, given)
+            elif node in self.number and given.role is not Role.PARAM:
+                gives = Option({0: self.spec.rest[given.name]}, {})
+                self._add(node, GroupOptions((gives,), frozenset(), frozenset({0})))
+            if given.role is Role.PARAM:
+                self.of_param[given.name] = self.of_class[self.number[node]][0][0]
+        for node in self.calls:
+            if self.number[node] not in self.of_class and not _torch.is_getitem(node.target):
+                self._call(node, readers)
+        values = self._values(readers)
+        fixed = sum(i.meta.size_bytes for i in self.graph.inputs if i.role not in (Role.PARAM, Role.STATE, Role.GRAD))
+        return Problem(tuple(self.choices), tuple(values), fixed=StepLoad(rest=float(fixed)))
+
+    def _add(self, node: Node, group: GroupOptions) -> None:
+        name = self.inputs[node].name if node in self.inputs else node.name
+        allowed = tuple(o for o in group.options if self.spec.constraints.allows(node, name, o))
+        if not allowed:
+            raise self.spec.constraints.infeasible(name)
+        self.choices.append(OneOf(node.name, allowed, len(self.members[self.number[node]])))
+        self.of_class.setdefault(self.number[node], []).append((len(self.choices) - 1, group))
+
+    def _call(self, node: Node, readers: Mapping[tuple[int, int], dict[tuple[int, int], bool]]) -> None:
+        several = len(readers.get((self.number[node], 0), ())) > 1
+        for group in op_options(node, self.spec.prices, meta.is_backward(node), several):
+            self._add(node, group)
+
+    def _param(self, node: Node, given: Input) -> None:
+        spec, prices = self.spec, self.spec.prices
+        owned = [i for i in self.graph.inputs if i.role is Role.STATE and i.owner == given.name]
+        grads = [g for g in self.grads if str(g.args[1]) == given.name]
+        options: list[Option] = []
+        for state in self._states(given.name):
+            size = prices.local(given.meta, state).size_bytes
+            share = size / max(given.meta.size_bytes, 1)
+            state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
+            sizes = ParameterBytes(size, state_bytes, size if grads else 0.0)
+            takes = {1 + number: state for number in range(len(grads))}
+            for storage in spec.storages_of(given.name) or (None,):
+                load = storage_load(storage or REPLICATE, sizes, prices.hardware, prices.mesh, spec.axes)
+                load = replace(load, kept=0.0) if spec.recomputes else load
+                parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
+                us = self.update_us * (size + state_bytes) / parts if grads else 0.0
+                options.append(Option({0: state}, takes, load + StepLoad((0.0, 0.0, us)), storage=storage))
+        self._add(node, GroupOptions(tuple(options), frozenset(options[0].takes), frozenset({0})))
+
+    # -- values ---------------------------------------------------------------------------
+    def _source(self, node: Node) -> tuple[Node, int]:
+        """The call that makes a value, and the number of the output."""
+        start = 0
+        while _torch.is_getitem(node.target):
+            start += meta.picked(node).start
+            node = node_at(node, 0)
+        return node, start
+
+    def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
+        """For each class and output, the classes and operand places that read it: True for reads in the backward."""
+        found: dict[tuple[int, int], dict[tuple[int, int], bool]] = {}
+
+        def note(given: Node, reader: tuple[int, int], later: bool) -> None:
+            source, output = self._source(given)
+            if source in self.number and source.target is not GRAD_READY:
+                found.setdefault((self.number[source], output), {})[reader] = later
+
+        for node in self.calls:
+            rule = None if _torch.is_getitem(node.target) else find_rule(node)
+            for place, given in enumerate(operands(node)):
+                if not _torch.is_getitem(node.target) and not (rule and place in rule.by_shape):
+                    note(given, (self.number[node], place), meta.is_backward(node))
+        seen: dict[str, int] = {}
+        for node in self.grads:
+            name = str(node.args[1])
+            seen[name] = seen.get(name, 0) + 1
+            note(node_at(node, 0), (self.number[self.params[name]], seen[name]), True)
+        for number, (output, node) in enumerate(self.graph.results()):
+            if output.kind == "result" or output.target not in self.params:
+                note(node, (-1, number), False)
+        return found
+
+    def _values(self, readers: Mapping[tuple[int, int], dict[tuple[int, int], bool]]) -> list[ValueEdge]:
+        out: list[ValueEdge] = []
+        results = len(self.choices)
+        self.choices.append(OneOf("results", (Option({}, {0: REPLICATED}),)))
+        for (number, output), places in readers.items():
+            maker = next((c for c, group in self.of_class.get(number, ()) if output in group.given), None)
+            if maker is None:
+                continue
+            needs = [Need(results, 0, later) if reader < 0 else self._need(reader, place, later)
+                     for (reader, place), later in places.items()]  # fmt: skip
+            kept = [need for need in dict.fromkeys(needs) if need is not None]
+            value = self._value(self.members[number][0], maker, output, tuple(kept))
+            if value is not None:
+                out.append(value)
+        return out
+
+    def _need(self, reader: int, place: int, later: bool) -> Need | None:
+        taker = next((c for c, group in self.of_class.get(reader, ()) if place in group.taken), None)
+        return None if taker is None else Need(taker, place, later)
+
+    def _value(self, node: Node, maker: int, output: int, needs: tuple[Need, ...]) -> ValueEdge | None:
+        made = meta.tensors(node)[output]
+        if made is None or not needs:
+            return None
+        prices, moves = self.spec.prices, node in self.moving
+        given = [o.gives[output] for o in self.choices[maker].options]
+        taken = [o.takes[need.at] for need in needs for o in self.choices[need.taker].options]
+        bulk = not moves or all(self.choices[n.taker].name in self._param_names for n in needs)
+        later = meta.is_backward(node) or all(need.later for need in needs)
+        loads = {pair: _load(move, later, bulk) for pair, move in prices.moves(made, given, taken, bulk=bulk)}
+        early = moves and not meta.is_backward(node) and not self.spec.recomputes
+        kept = {s: prices.local(made, s).size_bytes * prices.share for s in dict.fromkeys(taken)} if early else {}
+        count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
+        free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(taken))
+        if free and not (kept and any(need.later for need in needs)):
+            return None
+        return ValueEdge(maker, output, needs, loads, count, kept, memory, made.size_bytes)
+
+    @property
+    def _param_names(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.params.values())
+
+    # -- layouts ---------------------------------------------------------------------------
+    def layouts(self, picked: Sequence[int]) -> ChosenLayouts:
+        """The layouts of nodes and parameters under an assignment."""
+        axis = self.spec.prices.axis
+        results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
+        options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
+        for node in self.calls:
+            chosen = [options[c] for c, _ in self.of_class.get(self.number[node], ())]
+            names = [o.strategy for o in chosen]
+            if any(names):
+                ways[node.name] = {axis: tuple(names)}
+            if len(meta.tensors(node)) == 1 and chosen and (chosen[0].gives[0].kind == "P" or chosen[0].reduced):
+                results[node.name] = {axis: chosen[0].gives[0]}
+        params = {name: options[choice].gives[0] for name, choice in self.of_param.items()}
+        stored = ((name, options[choice].storage) for name, choice in self.of_param.items())
+        return ChosenLayouts(Pins(results, {}, ways), params, {name: option for name, option in stored if option})
+
+
+def _load(move: Move, later: bool, hidden: bool) -> StepLoad:
+    computes, sent = in_phase(move.copied_us, later), in_phase(move.sent_us, later)
+    return StepLoad(computes, beside=sent) if hidden else StepLoad(computes, waits=sent)
+
+
+def _root(node: Node) -> Node:
+    """The node that made the memory of a view."""
+    while node.op == "call_function" and node.target in VIEWS and node_at(node, 0).op == "call_function":
+        node = node_at(node, 0)
+    return node

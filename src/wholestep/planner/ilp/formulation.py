@@ -1,0 +1,214 @@
+"""A layout problem as a mixed-integer linear program.
+
+Sets
+
+    c in C, i in O(c)      choices (an op, a parameter: a class of equal ones) and the options of each
+    v in V                 values: output of a choice, with needs N(v); a need is a reader, its operand, its phase
+    p in {forward, backward, update}, and three streams r: compute, the solved axis, the data-parallel axes
+    m in M                 memories: classes of values that are views of one buffer
+
+Data
+
+    n_c, n_v               how many equal ops, or values, a choice or a value stands for
+    g_i(v), t_i(q)         the state that option i gives v, or takes at need q
+    L_i, L_v(a, b)         load of option i, and of resharding v from state a to b (infeasible pairs are left out)
+    L(r, p), rest, kept, made   components of a load: microseconds of stream r in phase p, and bytes
+    k_v(b)                 bytes that v holds from the forward to the backward in state b
+    B                      the budget in bytes;  w = BESIDE
+
+Variables
+
+    x_ci in {0, 1}         choice c has option i
+    f_q(a, b) >= 0         need q of v reads it in state b, and v is given in state a
+    y_v(a, b) >= 0         some need of v reads it in state b, given in state a
+    h_m >= 0               bytes that memory m holds for the backward
+    T_p >= 0               time of phase p
+
+Objective: the sum over phases of the longest stream, and a little of all streams
+
+    min  sum_p T_p  +  w * sum_p sum_r S_rp
+
+    where  S_rp = L_fixed(r, p) + sum_ci n_c L_i(r, p) x_ci + sum_v sum_ab n_v L_v(a, b)(r, p) y_v(a, b),
+    and rest, kept, made are sums of the same form
+
+Constraints, each with the method of `Formulation` that adds it
+
+    one_option         sum_i x_ci = 1                                              for each c
+    flow               sum_b f_q(a, b) = sum_{i: g_i(v) = a} x_ci                  for each v, q in N(v), state a
+                       sum_a f_q(a, b) = sum_{i: t_i(q) = b} x_ci                  for each v, q in N(v), state b
+    any_of             y_v(a, b) >= f_q(a, b)                                      for each v, (a, b), q in N(v)
+    kept_memory        h_m >= sum_b n_v k_v(b) z_v(b)                              for each v in m, where z_v(b) >=
+                       sum_{i: t_i(q) = b} x_ci for each need q in the backward (`any_of`)
+    longest_stream     T_p >= S_rp                                                 for each r, p
+    budget             rest + kept + sum_m h_m <= B  and  rest + made <= B         where a budget is given
+    exclude            sum_c x_{c, i(c)} <= |C| - 1                                for each excluded assignment i
+
+Only x is integral: with integral x, flow has one solution, and all other variables are at their lower bounds. Where a
+value is given, or needed, in a single state, f is the x of the other side and no variable is made.
+Times are in milliseconds, bytes in GiB, which keeps coefficients near 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...layout import AxisState
+from .problem import BESIDE, PHASES, Problem, StepLoad, ValueEdge
+
+INFINITE = float("inf")
+_GIB = float(1 << 30)
+Terms = dict[int, float]
+
+
+@dataclass
+class LinearProgram:
+    """Columns (cost, upper bound, integrality; lower bounds are 0) and rows of a program to minimize. `constant` is
+    part of the objective.
+    """
+
+    costs: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+    integral: list[bool] = field(default_factory=list[bool])
+    rows: list[tuple[float, float, Terms]] = field(default_factory=list[tuple[float, float, Terms]])
+    constant: float = 0.0
+
+    def column(self, cost: float = 0.0, upper: float = INFINITE, integral: bool = False) -> int:
+        """Add a column; returns its number."""
+        self.costs.append(cost)
+        self.upper.append(upper)
+        self.integral.append(integral)
+        return len(self.costs) - 1
+
+    def row(self, low: float, high: float, terms: Terms) -> None:
+        """Add `low` <= sum of `terms` <= `high`."""
+        self.rows.append((low, high, terms))
+
+
+class Formulation:
+    """The program of one problem; `x[c][i]` is the column of option i of choice c."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.program = problem, LinearProgram()
+        self.x = [[self.program.column(0.0, 1.0, True) for _ in choice.options] for choice in problem.choices]
+        self.streams: list[tuple[Terms, Terms, Terms]] = [
+            (defaultdict(float), defaultdict(float), defaultdict(float)) for _ in PHASES
+        ]
+        self.rest: Terms = defaultdict(float)
+        self.kept: Terms = defaultdict(float)
+        self.made: Terms = defaultdict(float)
+        self.memory: dict[int, int] = {}
+        self.one_option()
+        for value in problem.values:
+            self._value(value)
+        self.longest_stream()
+        self.budget()
+
+    def one_option(self) -> None:
+        """Each choice has exactly one option."""
+        for choice, columns in zip(self.problem.choices, self.x, strict=True):
+            self.program.row(1.0, 1.0, dict.fromkeys(columns, 1.0))
+            for option, column in zip(choice.options, columns, strict=True):
+                self._add({column: 1.0}, option.load * choice.count)
+
+    def _add(self, terms: Mapping[int, float], load: StepLoad) -> None:
+        """Add `load`, times the sum of `terms`, to S, rest, kept and made."""
+        sums = [
+            (total, us / 1e3)
+            for phase, totals in enumerate(self.streams)
+            for total, us in zip(totals, load.streams(phase, self.problem.exposed), strict=True)
+        ]
+        sums += [(self.rest, load.rest / _GIB), (self.kept, load.kept / _GIB), (self.made, load.made / _GIB)]
+        for total, amount in sums:
+            for column, factor in terms.items() if amount else ():
+                total[column] += amount * factor
+
+    def _value(self, value: ValueEdge) -> None:
+        given = self._states(value.maker, value.output, gives=True)
+        moved: dict[tuple[AxisState, AxisState], list[Terms]] = {}
+        late: dict[AxisState, list[Terms]] = {}
+        for need in value.needs:
+            taken = self._states(need.taker, need.at, gives=False)
+            for pair, terms in self.flow(given, taken, value).items():
+                moved.setdefault(pair, []).append(terms)
+            for state, terms in taken.items() if need.later else ():
+                late.setdefault(state, []).append(terms)
+        for pair, several in moved.items():
+            load = value.moves[pair]
+            if not load.is_nothing:
+                self._add(self.any_of(several), load * value.count)
+        self.kept_memory(value, late)
+
+    def _states(self, choice: int, at: int, gives: bool) -> dict[AxisState, Terms]:
+        """For each state of one value the options that give it, or take it."""
+        out: dict[AxisState, Terms] = {}
+        for option, column in zip(self.problem.choices[choice].options, self.x[choice], strict=True):
+            out.setdefault((option.gives if gives else option.takes)[at], {})[column] = 1.0
+        return out
+
+    def flow(
+        self, given: Mapping[AxisState, Terms], taken: Mapping[AxisState, Terms], value: ValueEdge
+    ) -> dict[tuple[AxisState, AxisState], Terms]:
+        """F of one need: for each pair of states the terms that are 1 where it is the pair."""
+        pairs = [(g, w) for g in given for w in taken if (g, w) in value.moves]
+        if len(given) == 1 and len(pairs) == len(taken):
+            return {(g, w): taken[w] for g, w in pairs}
+        if len(taken) == 1 and len(pairs) == len(given):
+            return {(g, w): given[g] for g, w in pairs}
+        flow = {pair: self.program.column() for pair in pairs}
+        for g, terms in given.items():
+            into = {flow[pair]: 1.0 for pair in pairs if pair[0] == g}
+            self.program.row(0.0, 0.0, {**into, **dict.fromkeys(terms, -1.0)})
+        for w, terms in taken.items():
+            out = {flow[pair]: 1.0 for pair in pairs if pair[1] == w}
+            self.program.row(0.0, 0.0, {**out, **dict.fromkeys(terms, -1.0)})
+        return {pair: {column: 1.0} for pair, column in flow.items()}
+
+    def any_of(self, several: list[Terms]) -> Terms:
+        """At least the largest of `several`: 1 where one of them is."""
+        if len(several) == 1:
+            return several[0]
+        column = self.program.column()
+        for terms in several:
+            self.program.row(-INFINITE, 0.0, {**terms, column: -1.0})
+        return {column: 1.0}
+
+    def kept_memory(self, value: ValueEdge, late: Mapping[AxisState, list[Terms]]) -> None:
+        """A memory holds the largest of the values that are views of it, in each state that the backward reads."""
+        held: Terms = defaultdict(float)
+        for state, several in late.items():
+            size = value.kept.get(state, 0.0) * value.count / _GIB
+            for column, factor in self.any_of(several).items() if size else ():
+                held[column] += size * factor
+        if held and self.problem.budget_bytes is not None:
+            if value.memory not in self.memory:
+                self.memory[value.memory] = self.program.column()
+                self.kept[self.memory[value.memory]] += 1.0
+            self.program.row(-INFINITE, 0.0, {**held, self.memory[value.memory]: -1.0})
+
+    def longest_stream(self) -> None:
+        """The objective, and T of each phase is at least each stream."""
+        for phase, totals in enumerate(self.streams):
+            longest = self.program.column(1.0)
+            fixed = self.problem.fixed.streams(phase, self.problem.exposed)
+            for terms, us in zip(totals, fixed, strict=True):
+                self.program.row(-INFINITE, -us / 1e3, {**terms, longest: -1.0})
+                self.program.constant += BESIDE * us / 1e3
+                for column, ms in terms.items():
+                    self.program.costs[column] += BESIDE * ms
+
+    def budget(self) -> None:
+        """Peak bytes at the end of the forward, and before the update."""
+        fixed = self.problem.fixed
+        for terms, amount in ((self.kept, fixed.kept), (self.made, fixed.made)):
+            if self.problem.budget_bytes is None:
+                return
+            both = defaultdict(float, self.rest)
+            for column, size in terms.items():
+                both[column] += size
+            self.program.row(-INFINITE, (self.problem.budget_bytes - fixed.rest - amount) / _GIB, both)
+
+    def exclude(self, picked: tuple[int, ...]) -> None:
+        """Leave out one assignment."""
+        self.program.row(-INFINITE, len(picked) - 1, {self.x[c][i]: 1.0 for c, i in enumerate(picked)})

@@ -1,0 +1,101 @@
+"""The choices of a call along one axis: for each group of its rule an op strategy, and where sums are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ...cost.compute import flops
+from ...graph import meta
+from ...graph.graph import operands
+from ...graph.meta import TensorMeta
+from ...layout import REPLICATED, AxisState
+from ...plan.op_strategies import OpStrategy, ways
+from ...rules.find_rule import find_rule
+from ...rules.rule import BoundRule, Group
+from .prices import Prices
+from .problem import Option, Phases, StepLoad
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The options of one group of a call, and the operands and outputs whose states they give."""
+
+    options: tuple[Option, ...]
+    taken: frozenset[int]
+    given: frozenset[int]
+
+
+def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[GroupOptions]:
+    """The options of each group; an op without a rule has one option, replicated.
+
+    Args:
+        node: a call.
+        prices: cost model along the axis.
+        later: the call is in the backward.
+        may_reduce: a partial result may be reduced where it is made, as several ops read it.
+    """
+    rule = find_rule(node) if prices.parts > 1 else None
+    count, outputs = len(operands(node)), range(len(meta.tensors(node)))
+    if rule is None or not rule.groups:
+        gives, takes = dict.fromkeys(outputs, REPLICATED), dict.fromkeys(range(count), REPLICATED)
+        load = StepLoad(in_phase(prices.op_us(node, {}, {}), later))
+        return [GroupOptions((Option(gives, takes, load),), frozenset(takes), frozenset(gives))]
+    taken = {i for group in rule.groups for i in group.operands}
+    given = {o for group in rule.groups for o in group.outputs}
+    ungrouped = frozenset(set(range(count)) - taken - rule.by_shape), frozenset(set(outputs) - given)
+    found: list[GroupOptions] = []
+    for group in rule.groups:
+        options = tuple(_options(node, rule, group, prices, later, may_reduce, ungrouped))
+        takes = (frozenset(group.operands) | ungrouped[0]) - rule.by_shape
+        found.append(GroupOptions(options, takes, frozenset(group.outputs) | ungrouped[1]))
+        ungrouped = frozenset[int](), frozenset[int]()  # in the first group only
+    return found
+
+
+def _options(
+    node: Node, rule: BoundRule, group: Group, prices: Prices, later: bool, may_reduce: bool,
+    ungrouped: tuple[frozenset[int], frozenset[int]],
+) -> Iterator[Option]:  # fmt: skip
+    for way in _candidates(node, group, prices):
+        takes = {
+            **dict.fromkeys(ungrouped[0], REPLICATED),
+            **{i: s for i, s in way.takes.items() if i not in rule.by_shape},
+        }
+        gives = {**dict.fromkeys(ungrouped[1], REPLICATED), **way.gives}
+        us = prices.op_us(node, way.takes, way.gives) * (1 / len(rule.groups))
+        yield Option(gives, takes, StepLoad(in_phase(us, later)), way.name)
+        made = meta.tensor(node)
+        if not may_reduce or made is None or gives[0].kind != "P":
+            continue
+        for state in states_of(made, prices.parts):
+            move = prices.move(made, gives[0], state)
+            if move is not None:
+                load = StepLoad(in_phase(us + move.copied_us, later), in_phase(move.sent_us, later))
+                yield Option({0: state}, takes, load, way.name, reduced=True)
+
+
+def _candidates(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy]:
+    """Op strategies but those that leave ranks without rows, and products of replicated tensors that stay partial."""
+    given, heavy = operands(node), flops(node) > 0
+    for way in ways(group, prices.parts):
+        if way.factor and any(
+            s.kind == "S" and found.shape[s.dim] < prices.parts
+            for i, s in way.takes.items() if (found := meta.tensor(given[i])) is not None
+        ):  # fmt: skip
+            continue
+        if heavy and any(s.kind == "P" for s in way.takes.values()):
+            continue
+        yield way
+
+
+def states_of(made: TensorMeta, parts: int) -> list[AxisState]:
+    """Replicated, and sharded on each dim that has a row for every rank."""
+    return [REPLICATED, *(AxisState("S", d) for d, size in enumerate(made.shape) if size >= parts > 1)]
+
+
+def in_phase(us: float, later: bool) -> Phases:
+    """Microseconds in the backward, or else in the forward."""
+    return (0.0, us, 0.0) if later else (us, 0.0, 0.0)

@@ -1,0 +1,185 @@
+"""The layout problem of a step: choices with options, values that pass between choices, and the load of an assignment.
+
+This module knows neither graphs nor solvers. `formulation` states the problem as an integer program; `evaluate` adds up
+one assignment without a solver, and tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...layout import AxisState
+from ...plan.per_parameter_storage import StorageOption
+from ...tuning import TUNING
+
+PHASES = ("forward", "backward", "update")
+EXPOSED = TUNING.exposed_share
+"""The part of overlapped communication that counts as exposed: the order of ops, which decides it, is not modelled."""
+BESIDE = TUNING.sum_of_streams_share
+"""The weight of each stream in the objective, so that of two plans with equal longest streams the lighter one wins."""
+Phases = tuple[float, float, float]
+_NONE: Phases = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """Microseconds by phase, and bytes, that one decision adds to a step of one rank.
+
+    Args:
+        computes: compute time.
+        waits: time in which the solved axis communicates and the rank waits.
+        beside: time in which the solved axis communicates while the rank computes.
+        stored: time in which the data-parallel axes communicate.
+        rest: bytes held during the whole step.
+        kept: bytes held from the forward to the backward.
+        made: bytes held from the backward to the update.
+    """
+
+    computes: Phases = _NONE
+    waits: Phases = _NONE
+    beside: Phases = _NONE
+    stored: Phases = _NONE
+    rest: float = 0.0
+    kept: float = 0.0
+    made: float = 0.0
+
+    def __add__(self, other: StepLoad) -> StepLoad:
+        return StepLoad(
+            _sum(self.computes, other.computes), _sum(self.waits, other.waits), _sum(self.beside, other.beside),
+            _sum(self.stored, other.stored), self.rest + other.rest, self.kept + other.kept, self.made + other.made,
+        )  # fmt: skip
+
+    def __mul__(self, times: float) -> StepLoad:
+        return StepLoad(
+            _times(self.computes, times), _times(self.waits, times), _times(self.beside, times),
+            _times(self.stored, times), self.rest * times, self.kept * times, self.made * times,
+        )  # fmt: skip
+
+    @property
+    def is_nothing(self) -> bool:
+        """True where it adds nothing."""
+        return not any((*self.computes, *self.waits, *self.beside, *self.stored, self.rest, self.kept, self.made))
+
+    def streams(self, phase: int, exposed: float) -> tuple[float, float, float]:
+        """Microseconds of the three streams in one phase: compute, the solved axis, the data-parallel axes."""
+        hidden = self.beside[phase] + self.stored[phase]
+        return (
+            self.computes[phase] + self.waits[phase] + exposed * hidden,
+            self.waits[phase] + self.beside[phase],
+            self.stored[phase],
+        )
+
+    def step_us(self, exposed: float = EXPOSED) -> float:
+        """The objective: microseconds of a step with this load."""
+        streams = [self.streams(phase, exposed) for phase in range(len(PHASES))]
+        return sum(max(three) + BESIDE * sum(three) for three in streams)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak bytes: at the end of the forward, or before the update."""
+        return self.rest + max(self.kept, self.made)
+
+
+NOTHING = StepLoad()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a choice: the state of each output, by number, and of each operand, by place, and its load.
+
+    `strategies` names the op strategy, `reduced` is true where a partial result is reduced at once. A parameter has
+    the option `storage` over the data-parallel axes.
+    """
+
+    gives: Mapping[int, AxisState]
+    takes: Mapping[int, AxisState]
+    load: StepLoad = NOTHING
+    strategy: str = ""
+    reduced: bool = False
+    storage: StorageOption | None = None
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A choice: exactly one of `options`, for all `count` equal ops or parameters."""
+
+    name: str
+    options: tuple[Option, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """Choice `taker` reads a value at operand place `at`; `later`: in the backward."""
+
+    taker: int
+    at: int
+    later: bool = False
+
+
+@dataclass(frozen=True)
+class ValueEdge:
+    """Output `output` of choice `maker`, read by `needs`.
+
+    Args:
+        moves: the load of resharding it from one state to another, once for all needs of one state; a pair that is
+            missing is infeasible.
+        count: how many equal values there are.
+        kept: bytes that the forward holds for the backward in a state, where some need is `later`.
+        memory: values with the same number share memory: only the largest counts.
+        size: bytes of the global value.
+    """
+
+    maker: int
+    output: int
+    needs: tuple[Need, ...]
+    moves: Mapping[tuple[AxisState, AxisState], StepLoad]
+    count: int = 1
+    kept: Mapping[AxisState, float] = field(default_factory=dict[AxisState, float])
+    memory: int = -1
+    size: float = 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Choices, values and a budget; `fixed` is the load that no choice changes."""
+
+    choices: tuple[OneOf, ...]
+    values: tuple[ValueEdge, ...]
+    budget_bytes: float | None = None
+    fixed: StepLoad = NOTHING
+    exposed: float = EXPOSED
+
+
+def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
+    """The load of an assignment of one option to each choice; None where it is infeasible."""
+    total = problem.fixed
+    options = [choice.options[i] for choice, i in zip(problem.choices, picked, strict=True)]
+    for choice, option in zip(problem.choices, options, strict=True):
+        total += option.load * choice.count
+    held: dict[int, float] = {}
+    for value in problem.values:
+        given = options[value.maker].gives[value.output]
+        for state in dict.fromkeys(options[need.taker].takes[need.at] for need in value.needs):
+            move = value.moves.get((given, state))
+            if move is None:
+                return None
+            total += move * value.count
+        later = dict.fromkeys(options[need.taker].takes[need.at] for need in value.needs if need.later)
+        kept = sum(value.kept.get(state, 0.0) for state in later) * value.count
+        held[value.memory] = max(held.get(value.memory, 0.0), kept)
+    return total + StepLoad(kept=sum(held.values()))
+
+
+def fits(problem: Problem, load: StepLoad) -> bool:
+    """True where `load` is within the budget."""
+    return problem.budget_bytes is None or load.peak_bytes <= problem.budget_bytes * (1 + 1e-9)
+
+
+def _sum(one: Phases, other: Phases) -> Phases:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+def _times(one: Phases, times: float) -> Phases:
+    return one[0] * times, one[1] * times, one[2] * times

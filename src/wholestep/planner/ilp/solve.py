@@ -1,0 +1,102 @@
+"""Solves for the layouts of a step; ops are decomposed where that lets them be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...graph.decompose import can_expand, expand
+from ...graph.graph import TrainGraph
+from .build_problem import ChosenLayouts, ProblemBuilder, ProblemSpec
+from .highs import Solution, solve
+from .presolve import Presolved, presolve
+from .problem import fits
+
+aten = torch.ops.aten
+_DECOMPOSED = {
+    aten.addmm.default, aten.baddbmm.default, aten.mean.default, aten.mse_loss.default, aten.mse_loss_backward.default,
+    aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default,
+    aten._log_softmax_backward_data.default, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IlpResult:
+    """Layouts, the solution of the program that they are from, and how many choices stand for how many nodes."""
+
+    found: ChosenLayouts
+    solution: Solution
+    choices: int
+    nodes: int
+
+    def __str__(self) -> str:
+        made = self.solution
+        return (
+            f"{made.step_us / 1e3:.3g} ms by a model that adds up, at least {made.bound_us / 1e3:.3g} ms, "
+            f"gap {made.gap:.2%}; {self.choices} choices for {self.nodes} ops and parameters, "
+            f"{made.variables} variables"
+        )
+
+
+def solve_layouts(
+    graph: TrainGraph, spec: ProblemSpec, budgets: Sequence[float | None] = (None,), gap: float = 0.005
+) -> list[IlpResult]:
+    """The layouts of the shortest step for each budget of bytes, to `gap`; budgets that nothing fits are left out.
+
+    The first program decomposes every op that may be sharded that way. Ops for which the solution does not use it stay
+    whole in the second program.
+    """
+    names = decomposable(graph) if spec.prices.parts > 1 else []
+    every = _LayoutProgram.of(graph, spec, names)
+    first = every.solve(budgets[0], gap) or every.solve(None, gap)
+    if first is None:
+        return []
+    needed = _needed(first, names)
+    program = every if len(needed) == len(names) else _LayoutProgram.of(graph, spec, needed)
+    found = [program.solve(budget, gap) for budget in budgets]
+    return [made for made in found if made is not None]
+
+
+def decomposable(graph: TrainGraph) -> list[str]:
+    """Names of the ops that can be decomposed so that they can be sharded."""
+    found = (n for n in graph.graph.nodes if n.op == "call_function" and n.target in _DECOMPOSED)
+    return [n.name for n in found if can_expand(n)]
+
+
+def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
+    """The ops of `names` whose decomposition has partial values inside."""
+    partial = set(solved.found.pins.results)
+    parts = {name: [n for n in solved.found.pins.ways if n.startswith(f"{name}__")] for name in names}
+    return [name for name in names if any(part in partial for part in parts[name])]
+
+
+@dataclass(frozen=True)
+class _LayoutProgram:
+    """The problem of a graph with the ops `names` decomposed; `known` are the results so far, with their budgets."""
+
+    builder: ProblemBuilder
+    presolved: Presolved
+    names: tuple[str, ...]
+    known: list[tuple[float | None, IlpResult]] = field(default_factory=list[tuple[float | None, IlpResult]])
+
+    @staticmethod
+    def of(graph: TrainGraph, spec: ProblemSpec, names: Sequence[str]) -> _LayoutProgram:
+        builder = ProblemBuilder(expand(graph, names) if names else graph, spec)
+        return _LayoutProgram(builder, presolve(builder.problem()), tuple(names))
+
+    def solve(self, budget: float | None, gap: float) -> IlpResult | None:
+        """The result within `budget`: that of a larger budget where it fits."""
+        problem = replace(self.presolved.problem, budget_bytes=budget)
+        for larger, found in self.known:
+            if (larger is None or (budget is not None and larger >= budget)) and fits(problem, found.solution.load):
+                return found
+        made = solve(problem, gap)
+        if made is None:
+            return None
+        found = self.builder.layouts(self.presolved.original(made.picked))
+        found = replace(found, pins=replace(found.pins, expanded=self.names))
+        nodes = len(self.builder.calls) + len(self.builder.params)
+        self.known.append((budget, IlpResult(found, made, len(self.presolved.problem.choices), nodes)))
+        return self.known[-1][1]

@@ -1,0 +1,150 @@
+"""Candidates from an integer program: layouts of all operations and the storage of each parameter, chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+
+from ..errors import WholestepError
+from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import AxisState, Layout
+from ..mesh import Mesh
+from ..plan.data_parallel import DataParallel
+from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption
+from ..plan.solved_layouts import SolvedLayouts
+from ..plan.storage_styles import reduced_once
+from ..plan.strategy import Strategies, Strategy
+from ..plan.tensor_parallel import TensorParallel
+from ..tuning import TUNING
+from .candidates import Template
+from .constraints import Constraints
+from .ilp.build_problem import ProblemSpec
+from .ilp.prices import Prices
+from .ilp.solve import IlpResult, solve_layouts
+from .ilp.tensor_auto import problem_spec
+
+_CLOSE_GAP, _ROUGH_GAP = TUNING.close_gap, TUNING.rough_gap
+"""The optimality gaps of the solver."""
+_BUDGET_PARTS = TUNING.solved_budgets
+"""Parts of the budget that are solved for: the model does not count temporaries of single ops."""
+
+
+@dataclass(frozen=True)
+class IlpCandidates:
+    """Solves for layouts along the axis of `tensor`, if given, and for the storage of each parameter over other axes.
+
+    Args:
+        graph: the step.
+        mesh: the mesh.
+        machine: the hardware.
+        data: options of data parallelism.
+        tensor: the axis that is solved for, and its constraints.
+        styles: the styles that parameters without a constraint may have; all if None.
+        budget_bytes: bytes of a rank, at most.
+        placed: layouts of inputs that are placed already.
+        constraints: the user's.
+        recomputes: activations may be recomputed, so that their bytes are not counted.
+        rough: solve to a larger gap, and use symmetrized solutions only.
+        symmetrize: makes equal layers of a solution equal. Otherwise a candidate has both solutions: the symmetrized
+            one is used where layers are folded.
+    """
+
+    graph: TrainGraph
+    mesh: Mesh
+    hardware: Hardware
+    data: DataParallel
+    tensor: TensorParallel | None = None
+    styles: Sequence[str] | None = None
+    budget_bytes: int | None = None
+    placed: Mapping[str, Layout] | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    recomputes: bool = False
+    rough: bool = False
+    symmetrize: Callable[[IlpResult], IlpResult] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Data-parallel axes."""
+        return tuple(a for a in self.mesh.names if self.tensor is None or a != self.tensor.axis)
+
+    @property
+    def storages(self) -> tuple[StorageOption, ...]:
+        """The storage options of parameters without a constraint."""
+        named = None if self.styles is None else {reduced_once(style) for style in self.styles}
+        options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.is_hybrid)
+        return tuple(s for s in options if named is None or s.style in named) if self.axes else ()
+
+    def templates(self) -> list[Template]:
+        """Distinct solutions as templates, the best by the model first."""
+        title = f"solved for {self._over}"
+        try:
+            found = solve_layouts(self.graph, self._spec(), self._budgets(), _ROUGH_GAP if self.rough else _CLOSE_GAP)
+        except WholestepError as error:
+            return [Template(title, error)]
+        found = [self.symmetrize(one) for one in found] if self.symmetrize is not None and self.rough else found
+        made: list[Template] = []
+        for number, one in enumerate(self._distinct(found)):
+            symmetrize = None if self.rough else self.symmetrize
+            symmetric = self._strategies(symmetrize(one)) if symmetrize is not None else None
+            name = f"{title}, {number + 1}" if number else title
+            made.append(Template(name, self._strategies(one), solved=one, symmetric=symmetric))
+        return made
+
+    def layouts(self) -> tuple[SolvedLayouts | None, SolvedLayouts | None]:
+        """Layouts along the axis of `tensor` beside which any style may be used, and the symmetrized ones."""
+        found = solve_layouts(self.graph, self._spec())
+        if not found:
+            return None, None
+        return self._layouts(found[0]), self._layouts(self.symmetrize(found[0])) if self.symmetrize else None
+
+    def _budgets(self) -> list[float | None]:
+        if self.budget_bytes is None:
+            return [None]
+        return [self.budget_bytes * part for part in (_BUDGET_PARTS[:1] if self.recomputes else _BUDGET_PARTS)]
+
+    def _spec(self) -> ProblemSpec:
+        if self.tensor is not None:
+            beside = (replace(self.data, axis=self.axes),) if self.axes else ()
+            tensor = replace(self.tensor, hardware=self.hardware)
+            made = problem_spec(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
+        else:
+            ranks = prod(self.mesh.axis_size(a) for a in self.axes)
+            share = 1 / ranks if self.data.semantics == "global" else 1.0
+            axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
+            made = ProblemSpec(Prices(self.hardware, self.mesh, "", share), axes, rest=dict[str, AxisState]())
+        return replace(made, storages=self.storages, allowed=self._allowed(), recomputes=self.recomputes)
+
+    def _allowed(self) -> dict[str, tuple[StorageOption, ...]]:
+        """The storage options of parameters with a constraint: of `storages`, or any where none of these is left."""
+        found = self.constraints.storages(self.graph, self.mesh, self.axes)
+        return {name: tuple(s for s in options if s in self.storages) or options for name, options in found.items()}
+
+    def _distinct(self, found: Sequence[IlpResult]) -> Iterator[IlpResult]:
+        seen: list[tuple[object, ...]] = []
+        for one in found:
+            mark = (one.found.params, one.found.storage, one.found.pins)
+            if mark not in seen:
+                seen.append(mark)
+                yield one
+
+    @property
+    def _over(self) -> str:
+        if self.tensor is None:
+            return f"each parameter on {','.join(self.axes)}"
+        return f"each op on {self.tensor.axis}" + (f" and parameter on {','.join(self.axes)}" if self.axes else "")
+
+    def _strategies(self, made: IlpResult) -> tuple[Strategy, ...]:
+        parts: list[Strategy] = []
+        if self.axes:
+            options = {f.name: getattr(self.data, f.name) for f in fields(self.data)}
+            options |= {"style": "fully_shard", "axis": self.axes, "reshard_after_forward": False}
+            parts.append(PerParameterStorage(**options, storage=made.found.storage, solution=str(made)))
+        if self.tensor is not None:
+            parts.append(self._layouts(made))
+        return tuple(parts)
+
+    def _layouts(self, made: IlpResult) -> SolvedLayouts:
+        assert self.tensor is not None, "only an axis that is solved for has layouts"
+        return SolvedLayouts(self.tensor.axis, made.found.params, made.found.pins, str(made), self.tensor.input_dim)

@@ -1,0 +1,62 @@
+"""The planning stage: resolves `Auto` and `TensorParallel("auto")`, then plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..graph.gc_control import collector_paused
+from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import Layout
+from ..mesh import Mesh
+from ..plan.make_plan import make_plan
+from ..plan.plan import Plan
+from ..plan.strategy import Chooser, Strategies, Strategy, compose
+from .ilp.tensor_auto import with_auto_solved
+
+
+@collector_paused()
+def plan(
+    graph: TrainGraph,
+    mesh: Mesh | str,
+    parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
+    placed: Mapping[str, Layout] | None = None,
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+
+    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
+    chooses; on a mesh `"auto=N"` it chooses the axes too.
+
+    `placed` names inputs that rest somewhere already (another step put them there): they stay. Where layouts follow
+    from what resharding takes, that is counted on `hardware`; by default on one host with as many ranks as it takes.
+    `Auto` names its hardware itself.
+
+    Example:
+        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
+
+    Example:
+        >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]
+        >>> print(ws.plan(graph, "dp=4,tp=2", strategies))
+
+    Raises:
+        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(parallel, Chooser):
+        return parallel.choose(graph, mesh, placed)
+    return plan_strategies(graph, mesh, compose(parallel), placed, hardware)
+
+
+@collector_paused()
+def plan_strategies(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
+    hardware: Hardware | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of `strategies`, `TensorParallel("auto")` among them.
+
+    Raises:
+        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """
+    strategies.axes(mesh)
+    return make_plan(graph, mesh, with_auto_solved(strategies, graph, mesh, placed), placed, hardware)

@@ -1,0 +1,238 @@
+"""Branch and bound over candidates: the shortest simulated step within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..cost.compute import peak_us
+from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
+from ..graph.text import human
+from ..mesh import Mesh
+from ..plan.plan import Plan
+from ..tuning import TUNING
+from .bounds import fingerprint
+from .candidates import Template, TemplateKey
+from .evaluate import Evaluator
+from .folded_memory import FoldedFit, FoldedFitting
+from .folded_step import FEWEST
+from .search_result import INFINITE, Candidate, SearchResult, Status, first_line
+
+More = Callable[[Sequence[Candidate]], Sequence[tuple[Mesh, Template]]]
+SURE, SURE_BYTES = TUNING.sure_share, TUNING.sure_bytes_share
+"""Tolerances of extrapolated seconds and bytes: candidates within them of the best are simulated with all layers."""
+
+
+@dataclass
+class Search:
+    """Candidates are tried in the order of a rough estimate. Each is planned, and simulated unless its lower bound is
+    above the best time so far. Candidates over the budget are fitted into it by rematerialization, unless they are
+    slower than one that fits.
+
+    With `evaluator.folded` this is done on steps with few equal layers, and costs are extrapolated. Then candidates
+    that may win are simulated with all layers, until the best of these leads by more than the tolerance.
+    """
+
+    evaluator: Evaluator
+    best: Candidate | None = None
+    plan: Plan | None = None
+    programs: dict[int, str] = field(default_factory=dict[int, str])
+    bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(
+        default_factory=dict[tuple[Mesh, TemplateKey | str], float]
+    )
+
+    def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
+        """The best of `candidates`, and of the further ones that `more` makes from their outcomes.
+
+        Raises:
+            PlanError: none can be planned, or none fits; names the one that needs the fewest bytes.
+        """
+        folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
+        rows = self._race(candidates)
+        rows += self._race(more(rows)) if more is not None else []
+        rows = self._confirm(rows) if folded is not None else rows
+        before = tuple(rows)
+        if self.evaluator.recompute and budget is not None:
+            if folded is not None:
+                rows = self._fit_folded(rows)
+            for i in _by_time(rows):
+                faster = self.best is None or rows[i].batch_s < self.best.batch_s
+                if faster and rows[i].status is Status.OVER_AT_PEAK and rows[i].blocks is None:
+                    rows[i] = self._fit(rows[i])
+        rows = self._confirm_near_budget(before, rows)
+        if self.best is None or self.plan is None:
+            raise self._nothing(rows)
+        best = replace(self.best, status=Status.CHOSEN)
+        rows = sorted((best if row is self.best else row for row in rows), key=lambda row: row.rank)
+        return SearchResult(self.plan, best, tuple(rows), budget, folded)
+
+    def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
+        """Tries candidates, the most promising first."""
+        rows = [self.evaluator.candidate(mesh, template) for mesh, template in candidates]
+        computing_us = peak_us(self.evaluator.graph.graph, self.evaluator.hardware)
+        for i in sorted(range(len(rows)), key=lambda i: self.evaluator.estimate_us(rows[i], computing_us)):
+            if rows[i].status is Status.SLOWER:
+                rows[i] = self._try(rows[i])
+        return rows
+
+    def _confirm(self, rows: list[Candidate]) -> list[Candidate]:
+        """Simulates with all layers the candidates that may be the best by extrapolation."""
+        self.best = self.plan = None
+        self.programs.clear()
+        for i in _by_time(rows):
+            row, best_s = rows[i], self._best_s
+            if row.status is Status.SLOWER and row.batch_s < best_s * (1 + SURE):
+                rows[i] = self._simulate(replace(row, blocks=None), "all layers: ")
+            elif row.status is Status.BOUNDED and row.bound_s < best_s < INFINITE:
+                rows[i] = self._try(replace(row, status=Status.SLOWER, blocks=None))
+        return rows
+
+    def _confirm_near_budget(self, before: Sequence[Candidate], rows: list[Candidate]) -> list[Candidate]:
+        """Simulates with all layers the candidates that would win, and that extrapolation put slightly over the budget
+        `before` rematerialization.
+        """
+        evaluator = self.evaluator
+        for i in _by_time(before):
+            row = before[i]
+            near = row.status is Status.OVER_AT_PEAK and row.blocks
+            if near and not evaluator.is_over(row.needs_bytes, 1 + SURE_BYTES) and row.batch_s < self._best_s:
+                found = self._simulate(replace(row, status=Status.SLOWER, blocks=None), "all layers: ")
+                if found.status is Status.OVER_AT_PEAK and evaluator.recompute and evaluator.budget_bytes is not None:
+                    found = self._fit(found)
+                if found.status is Status.SLOWER and rows[i] is not self.best:
+                    rows[i] = found
+        return rows
+
+    def _try(self, row: Candidate) -> Candidate:
+        """Simulates a candidate, unless a template that sends less has a bound above the best."""
+        less = self.bounds.get((row.mesh, row.key.sending_less if row.key else row.name), 0.0)
+        if self.best is not None and less >= self.best.batch_s:
+            return replace(row, status=Status.BOUNDED, bound_s=less)
+        return self._simulate(row)
+
+    def _simulate(self, row: Candidate, doing: str = "") -> Candidate:
+        """Simulates a candidate with few layers or with all, unless its bound is above the best, or its program is that
+        of another candidate.
+        """
+        evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
+        if evaluator.watch is not None:
+            evaluator.watch(f"{doing}{row.name}")
+        try:
+            made = evaluator.made(row, FEWEST if folded else None)
+        except WholestepError as error:
+            if folded and not isinstance(error, ConstraintError):  # a pattern that names a layer, perhaps
+                return self._simulate(replace(row, blocks=None), "all layers: ")
+            return replace(row, status=Status.NO_PLAN, why=first_line(error))
+        row = evaluator.bounded(row, made)
+        self.bounds[row.mesh, row.key or row.name] = row.bound_s
+        if self.best is not None and row.bound_s >= self.best.batch_s:
+            return replace(row, status=Status.BOUNDED)
+        itself = not folded or row.symmetric == row.strategies
+        mark = hash((*(fingerprint(local) for _, local in made), "" if itself else row.name))
+        if mark in self.programs:
+            return replace(row, status=Status.SAME, why=self.programs[mark])
+        self.programs[mark] = row.name
+        if folded not in (None, FEWEST):
+            made = evaluator.made(row, folded, known=dict(zip(FEWEST, made, strict=True)))
+        row = evaluator.simulated(row, made)
+        if evaluator.is_over(row.needs_bytes):
+            return replace(row, status=Status.OVER_AT_PEAK)
+        return self._compared(row, made[-1][0])
+
+    # -- memory ----------------------------------------------------------------------------------------
+    def _fit(self, row: Candidate) -> Candidate:
+        """Fits a candidate into the budget on all layers; it stays over it where that fails."""
+        if self.best is not None and row.bound_s >= self.best.batch_s:
+            return replace(row, status=Status.BOUNDED)
+        planned, local = self.evaluator.planned(row, self.evaluator.graph, "made to fit: ")
+        row = self.evaluator.fitted(row, planned, local)
+        return self._compared(row, planned) if row.status is Status.SLOWER else row
+
+    def _fit_folded(self, rows: list[Candidate]) -> list[Candidate]:
+        """Fits candidates on folded steps, then on all layers the ones that may win. The ratio of measured to
+        extrapolated time of one, within the tolerance, corrects the next.
+        """
+        fits: dict[int, FoldedFit] = {}
+        most_s = self._best_s
+        for i in _by_time(rows):
+            row = rows[i]
+            over = row.status is Status.OVER_AT_PEAK and row.blocks
+            if over and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
+                fit = self.evaluator.folded_fit(row, "made to fit: ")
+                longest_us = fit.longest_us()
+                if longest_us is None:
+                    rows[i] = replace(row, needs_bytes=round(fit.least().peak_bytes))
+                else:
+                    fits[i], most_s = fit, min(most_s, longest_us / 1e6 / row.batches)
+        near = {i: fit.best() for i, fit in fits.items() if rows[i].batch_s < most_s * (1 + SURE)}
+        found, ratio = [(fitting.step_us / 1e6 / rows[i].batches, i, fitting) for i, fitting in near.items()], 1.0
+        for batch_s, i, fitting in sorted(found, key=lambda one: one[0]):
+            peak = round(fitting.peak_bytes)
+            rows[i] = replace(rows[i], status=Status.SLOWER, batch_s=batch_s * ratio, needs_bytes=peak, costs=None)
+            if self.best is None or rows[i].batch_s < self.best.batch_s:
+                rows[i] = self._fit_unfolded(rows[i], fits[i], fitting)
+                ratio = min(max(rows[i].batch_s / batch_s, 1 - SURE), 1 + SURE)
+        return rows
+
+    def _fit_unfolded(self, row: Candidate, fit: FoldedFit, fitting: FoldedFitting) -> Candidate:
+        """All layers with the tensors chosen on folded steps; by a choice of its own where that is over the budget."""
+        evaluator = self.evaluator
+        planned, local = evaluator.planned(row, evaluator.graph, "all layers: ")
+        row = replace(row, blocks=None)
+        for tried in (fitting, fitting.completed):
+            names = fit.unfolded(local, tried)
+            made = evaluator.priced(row, planned, evaluator.fitting(row).run(local, names)) if names else None
+            if names and made and not evaluator.is_over(made.needs_bytes):
+                return self._compared(replace(made, rematerialized=names.names), planned)
+        return self._fit(replace(row, status=Status.OVER_AT_PEAK))
+
+    def _compared(self, row: Candidate, planned: Plan) -> Candidate:
+        if self.best is None or row.rank < self.best.rank:
+            self.best, self.plan = row, planned
+        return row
+
+    @property
+    def _best_s(self) -> float:
+        return self.best.batch_s if self.best else INFINITE
+
+    # -- refusal ---------------------------------------------------------------------------------------
+    def _nothing(self, rows: Sequence[Candidate]) -> PlanError:
+        evaluator, budget = self.evaluator, self.evaluator.budget_bytes
+        known = [row for row in rows if row.status in (Status.OVER_AT_REST, Status.OVER_AT_PEAK)]
+        if not known or budget is None:
+            drop = ", or drop a constraint" if evaluator.constraints.axes else ""
+            return PlanError(
+                f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
+                "a template that the model allows",
+                f"give other styles=, another mesh or another tensor={drop}",
+            )
+        nearest = self._nearest(known)
+        short = nearest.needs_bytes - budget
+        made = ", with all tensors rematerialized that help" if evaluator.recompute else ""
+        return BudgetError(
+            f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {nearest.needs_bytes} bytes on a "
+            f"rank{made}, {short} more than there are ({human(short)})",
+            f"at most {budget} bytes",
+            f"give memory_bytes={nearest.needs_bytes} or more, a smaller batch or more ranks",
+        )
+
+    def _nearest(self, known: Sequence[Candidate]) -> Candidate:
+        """The candidate that needs the fewest bytes. One whose storage alone is over the budget is evaluated too, while
+        its storage is less than that.
+        """
+        done = [row for row in known if row.status is Status.OVER_AT_PEAK]
+        stored = (row for row in known if row.status is Status.OVER_AT_REST)
+        for row in sorted(stored, key=lambda row: row.needs_bytes):
+            if done and row.needs_bytes >= min(other.needs_bytes for other in done):
+                break
+            done.append(self.evaluator.least(row))
+        while True:
+            nearest = min(done, key=lambda row: row.needs_bytes)
+            if not nearest.blocks or nearest.status is not Status.OVER_AT_PEAK:
+                return nearest
+            done = [replace(self.evaluator.least(row), blocks=None) if row is nearest else row for row in done]
+
+
+def _by_time(rows: Sequence[Candidate]) -> list[int]:
+    """Numbers of candidates, the fastest first."""
+    return sorted(range(len(rows)), key=lambda i: rows[i].batch_s)
