@@ -209,7 +209,7 @@ def finish(job: Job, differences: dict[str, dict[str, float]], console: Console)
         "ways": [asdict(one) for one in found],
         "first": job.first,
         "collectives_of_program": {kind: total.count for kind, total in program.collectives().items() if total.count},
-        "bytes_of_plan": plan.bytes_at_rest("param") + plan.bytes_at_rest("state"),
+        "bytes_of_plan": plan.stored_bytes("param") + plan.stored_bytes("state"),
     }
     folder = job.options.directory
     texts = {"plan.txt": f"{plan}\n", "program.txt": f"{program}\n", "result.json": json.dumps(result, indent=2) + "\n"}

@@ -187,7 +187,7 @@ def compare(
     for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
         found.buffer = max(found.buffer, difference(a, b))
     found.planned = {kind: total.count for kind, total in step.local_graph.collectives().items()}
-    found.bytes_planned = step.plan.bytes_at_rest("param") + step.plan.bytes_at_rest("state")
+    found.bytes_planned = step.plan.stored_bytes("param") + step.plan.stored_bytes("state")
     found.captures, found.program = step.captures, str(step.local_graph)
 
 

@@ -41,7 +41,7 @@ class Case:
     program: Program
     mesh: Mesh
     rest: Mapping[str, Layout]
-    homes: Mapping[str, Layout]
+    grad_targets: Mapping[str, Layout]
     storage: frozenset[str] = frozenset()
     scatter: bool = False
     pins: Pins = field(default_factory=Pins)
@@ -55,7 +55,7 @@ class Case:
         graph = self.program.graph
         if self.strategy is not None:
             return ws.plan(graph, self.mesh, self.strategy)
-        start = PropagationInputs(graph, self.mesh, self.mesh.names, self.rest, self.homes, "avg", self.scatter,
+        start = PropagationInputs(graph, self.mesh, self.mesh.names, self.rest, self.grad_targets, "avg", self.scatter,
                           frozenset(), self.storage, self.pins)  # fmt: skip
         expanded: list[str] = []
         for _ in range(ROUNDS if self.written_out else 0):
@@ -80,19 +80,19 @@ def case(seed: int) -> Case:
         if strategy is not None:
             return Case(found, mesh, {}, {}, strategy=strategy, parts=seed)
     axes = [a.name for a in mesh.axes if a.size > 1]
-    homes: dict[str, Layout] = {}
+    grad_targets: dict[str, Layout] = {}
     rest: dict[str, Layout] = {}
     updated = {o.target for o in found.graph.outputs if o.kind == "update"}
     for given in found.graph.inputs:
         partial = given.role in (Role.BATCH, Role.CONST) and given.name not in updated
         rest[given.name] = _layout(rng, given, axes, partial)
         if given.role is Role.PARAM:
-            homes[given.name] = rest[given.name] if rng.random() < 0.6 else _layout(rng, given, axes, False)
+            grad_targets[given.name] = rest[given.name] if rng.random() < 0.6 else _layout(rng, given, axes, False)
     for given in found.graph.inputs:
         if given.role is Role.STATE and rng.random() < 0.8:
-            rest[given.name] = homes[given.owner]
+            rest[given.name] = grad_targets[given.owner]
     return Case(
-        found, mesh, rest, homes, frozenset(a for a in axes if rng.random() < 0.3), rng.random() < 0.3,
+        found, mesh, rest, grad_targets, frozenset(a for a in axes if rng.random() < 0.3), rng.random() < 0.3,
         _pins(rng, found, axes) if rng.random() < 0.2 else Pins(), rng.random() < 0.6,
         Options(keep_gathered_bytes=rng.choice([None, 0, 200])), parts=seed,
     )  # fmt: skip

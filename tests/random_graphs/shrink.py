@@ -61,8 +61,8 @@ def _without_strategy(case: Case) -> Iterator[Case]:
     with suppress(Exception):
         plan = case.plan()
         states = {i.owner: plan.rest[i.name] for i in case.program.graph.inputs if i.role is Role.STATE}
-        homes = {i.name: states.get(i.name, plan.rest[i.name]) for i in case.program.graph.inputs}
-        plain = replace(case, strategy=None, rest=plan.rest, homes=homes, options=plan.options)
+        grad_targets = {i.name: states.get(i.name, plan.rest[i.name]) for i in case.program.graph.inputs}
+        plain = replace(case, strategy=None, rest=plan.rest, grad_targets=grad_targets, options=plan.options)
         yield plain
         yield replace(plain, storage=frozenset(case.mesh.names))
 
@@ -173,9 +173,9 @@ def _rebuilt(
         renamed = [o if o.kind == "update" and same else Output("result", f"result{n}") for n, o in enumerate(chosen)]
         train = finished(graph, given, renamed)
         known = {i.name for i in train.inputs}
-        homes = dict(case.homes)
+        grad_targets = dict(case.grad_targets)
         program = Program(train, {i.name: values[i.name] for i in train.inputs}, case.program.coarse)
-        yield replace(case, program=program, rest={n: v for n, v in case.rest.items() if n in known}, homes=homes)
+        yield replace(case, program=program, rest={n: v for n, v in case.rest.items() if n in known}, grad_targets=grad_targets)
 
 
 # -- layouts and meshes ------------------------------------------------------------------
@@ -193,15 +193,15 @@ def _smaller_mesh(case: Case) -> Iterator[Case]:
     for axis in case.mesh.axes:
         others = tuple(a for a in case.mesh.axes if a is not axis)
         if others and case.strategy is None:
-            rest, homes = (
-                {n: v.put(axis.name, REPLICATED) for n, v in part.items()} for part in (case.rest, case.homes)
+            rest, grad_targets = (
+                {n: v.put(axis.name, REPLICATED) for n, v in part.items()} for part in (case.rest, case.grad_targets)
             )
             pins = Pins(
                 {k: {a: s for a, s in v.items() if a != axis.name} for k, v in case.pins.results.items()},
                 {k: {a: s for a, s in v.items() if a != axis.name} for k, v in case.pins.reads.items()},
             )
             yield replace(
-                case, mesh=Mesh(others), rest=rest, homes=homes, pins=pins, storage=case.storage - {axis.name}
+                case, mesh=Mesh(others), rest=rest, grad_targets=grad_targets, pins=pins, storage=case.storage - {axis.name}
             )
         if axis.size > 2:
             yield replace(
@@ -278,7 +278,7 @@ def show(case: Case, found: Problem) -> str:
     train: TrainGraph = case.program.graph if plan is None else plan.expand(case.program.graph)
     rest = case.rest if plan is None else plan.rest
     for given in train.inputs:
-        home = f"  home {case.homes[given.name].show(given.meta.shape)}" if given.name in case.homes else ""
+        home = f"  home {case.grad_targets[given.name].show(given.meta.shape)}" if given.name in case.grad_targets else ""
         lines.append(f"  {given.name}: {rest[given.name].show(given.meta.shape)}  {given.role.value}{home}")
     for node in train.graph.nodes:
         if node.op == "call_function":

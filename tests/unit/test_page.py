@@ -118,7 +118,7 @@ def test_figures_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert found.text["exposed"] == f"{show_us(made.exposed_us)} {made.exposed_us / made.step_us:.1%}"
     assert found.text["mfu"] == f"{made.mfu:.1%}"
     assert found.text["peak"] == human(peak.size_bytes)
-    assert found.text["rest"] == human(plan.bytes_at_rest("param") + plan.bytes_at_rest("state"))
+    assert found.text["rest"] == human(plan.stored_bytes("param") + plan.stored_bytes("state"))
     kinds = [[kind, human(size)] for kind, size in peak.by_kind().items()]
     assert [row[:2] for row in found.rows["kinds"][1:]] == kinds
     assert found.rows["largest"][1][0].startswith(peak.live[0].name)
@@ -149,8 +149,8 @@ def test_rows_of_collectives_add_up(buckets: bool) -> None:
 def test_the_tree_adds_up() -> None:
     _, plan = planned()
     root = tree(plan)
-    assert root.size_bytes == plan.bytes_at_rest("param")
-    assert root.state_bytes == plan.bytes_at_rest("state")
+    assert root.size_bytes == plan.stored_bytes("param")
+    assert root.state_bytes == plan.stored_bytes("state")
     assert list(root.branches) == ["first", "second"]
     leaf = root.branches["first"].branches["0"].leaves[0]
     assert (leaf.name, leaf.layout, leaf.local) == ("weight", "256@dp 256", "64 256")

@@ -13,7 +13,7 @@ from tests.together import OneDevice, compare
 from wholestep.capture import capture_step
 from wholestep.graph.graph import Role
 from wholestep.graph.interpret import run_one
-from wholestep.graph.op_kinds import goes_by_memory
+from wholestep.graph.op_kinds import depends_on_strides
 from wholestep.rules import registry
 from wholestep.rules.call import Call
 from wholestep.rules.localize import as_complex
@@ -108,11 +108,11 @@ def test_as_strided_from_the_start_of_memory_has_no_rule() -> None:
 
 
 def test_ops_that_go_by_memory() -> None:
-    assert goes_by_memory(aten.as_strided.default)
-    assert goes_by_memory(aten._fused_adamw.tensor_lr)
-    assert goes_by_memory(aten._foreach_addcdiv.Tensor)
-    assert not goes_by_memory(aten._foreach_addcdiv.Scalar)
-    assert not goes_by_memory(from_the_start)
+    assert depends_on_strides(aten.as_strided.default)
+    assert depends_on_strides(aten._fused_adamw.tensor_lr)
+    assert depends_on_strides(aten._foreach_addcdiv.Tensor)
+    assert not depends_on_strides(aten._foreach_addcdiv.Scalar)
+    assert not depends_on_strides(from_the_start)
 
 
 # -- captured views by strides -----------------------------------------------------------------

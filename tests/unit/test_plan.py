@@ -100,7 +100,7 @@ def test_bytes_at_rest_are_a_rank_share_plus_padding(graph, ranks):
         if i.role.value in ("param", "state") and i.meta.shape
     )
     counts = sum(i.meta.size_bytes for i in graph.inputs if i.role.value == "state" and not i.meta.shape)
-    rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state") - counts
+    rest = plan.stored_bytes("param") + plan.stored_bytes("state") - counts
     assert whole / ranks <= rest <= (whole + padding) / ranks * 1.01
 
 

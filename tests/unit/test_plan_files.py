@@ -128,7 +128,7 @@ def test_tensors_that_move_alike_are_one_row(graph: ws.TrainGraph) -> None:
     }  # fmt: skip
     assert weights.before_bytes == 2 * weights.after_bytes == 3 * 16 * 8 * 4
     moved = sum(m.before_bytes - m.after_bytes for m in found.moved)
-    assert moved == whole.bytes_at_rest() - parts.bytes_at_rest()
+    assert moved == whole.stored_bytes() - parts.stored_bytes()
     changes = [abs(m.after_bytes - m.before_bytes) for m in found.moved]
     assert changes == sorted(changes, reverse=True)
     assert 0 < len(found.operations) < found.known

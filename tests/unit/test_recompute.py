@@ -24,7 +24,7 @@ from wholestep.graph.verify import check_local_graph
 from wholestep.passes.recompute import Recompute, held_by, in_place_peak
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.remat_frontier import choices
-from wholestep.passes.rematerialize import made_again
+from wholestep.passes.rematerialize import rematerialized
 from wholestep.passes.saved_tensors import SavedTensors
 from wholestep.passes.schedule import Schedule
 from wholestep.rules.registry import is_random
@@ -63,7 +63,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def all_again(saved: SavedTensors) -> LocalGraph:
-    return made_again(saved, [v.name for v in saved.candidates])
+    return rematerialized(saved, [v.name for v in saved.candidates])
 
 
 def check_bits(case: str, recipe: str, style: str) -> None:
@@ -76,7 +76,7 @@ def check_bits(case: str, recipe: str, style: str) -> None:
     names = [v.name for v in saved.candidates]
     assert names, "there is something to be made again"
     for chosen in (names, random.Random(0).sample(names, len(names) // 2)):
-        changed = made_again(saved, chosen)
+        changed = rematerialized(saved, chosen)
         check_local_graph(changed)
         finished = ws.run_passes(changed, [Schedule(MACHINE, 2000, 300), Reinplace()])
         assert same(bits(capture, plan, finished, case), expected)
@@ -261,7 +261,7 @@ def test_near_the_best_of_all_choices() -> None:
         (in_place_peak(changed).size_bytes, work(changed)[0] - plain_us)
         for count in range(len(names) + 1)
         for chosen in combinations(names, count)
-        for changed in [made_again(saved, chosen)]
+        for changed in [rematerialized(saved, chosen)]
     ]
     lowest = min(peak for peak, _ in every)
     for budget in sorted({peak for peak, _ in every}):
@@ -279,7 +279,7 @@ def test_expected_peaks_are_true() -> None:
     path = choices(saved, held_by(plain), MACHINE)
     assert len(path) > 20
     for choice in path[::6]:
-        true = in_place_peak(made_again(saved, choice.names)).size_bytes
+        true = in_place_peak(rematerialized(saved, choice.names)).size_bytes
         assert true <= 1.02 * choice.peak_bytes
         assert choice.peak_bytes <= 1.05 * true
 
@@ -305,4 +305,4 @@ def test_a_budget_that_is_too_small() -> None:
 
 def test_a_value_that_is_not_kept() -> None:
     with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be rematerialized"):
-        made_again(SavedTensors(gpt()), ["nothing:0"])
+        rematerialized(SavedTensors(gpt()), ["nothing:0"])

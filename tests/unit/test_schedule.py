@@ -21,7 +21,7 @@ from wholestep.graph.verify import check_local_graph, is_collective, is_wait
 from wholestep.hardware.hardware import Hardware
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, Carried, add_call, join_rows, made_by
+from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, add_call, join_rows, made_by
 from wholestep.passes.bucket_sizes import even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
@@ -289,14 +289,14 @@ def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
     """By what all of it carries, where the part itself carries little and gathers nothing again."""
     local, hardware = layers(10, 600), Hardware.measured(link_us=2000, link_bytes_per_us=120)
 
-    def of_whole(hardware: Hardware, whole: Carried) -> ws.LocalGraph:
+    def of_whole(hardware: Hardware, whole: CollectiveTraffic) -> ws.LocalGraph:
         return ws.run_passes(local, resized(Schedule(hardware).passes, whole=whole))
 
     alone = count(Schedule(hardware)(local))["all_reduce"]
-    assert count(of_whole(hardware, Carried(1000 * MB, 0)))["all_reduce"] < alone, "much is sent after it"
+    assert count(of_whole(hardware, CollectiveTraffic(1000 * MB, 0)))["all_reduce"] < alone, "much is sent after it"
     hardware = Hardware.measured(link_us=200, link_bytes_per_us=100_000)
     alone = count(Schedule(hardware)(local))["all_reduce"]
-    of_few, of_many = (count(of_whole(hardware, Carried(n, n)))["all_reduce"] for n in (12 * MB, 36 * MB))
+    of_few, of_many = (count(of_whole(hardware, CollectiveTraffic(n, n)))["all_reduce"] for n in (12 * MB, 36 * MB))
     assert of_few > of_many > alone, "what the whole gathers again bounds what is in flight"
 
 

@@ -32,7 +32,7 @@ def schedule_for(hardware: Hardware, schedule: HowScheduled = "auto") -> Schedul
     return Schedule(hardware, across_steps=schedule == "across_steps")
 
 
-def in_order_of(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
+def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 

@@ -140,5 +140,5 @@ class _Writer:
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(target, args, kwargs)
         meta.copy_origin(self.node, made)
-        meta.set_made_again(made)
+        meta.recompute_value(made)
         return made

@@ -81,7 +81,7 @@ def peak_us(graph: Graph, hardware: Hardware) -> float:
     """Microseconds of a graph's arithmetic at the peak rate of the hardware, without recomputed nodes."""
     total = 0.0
     for node in graph.nodes:
-        count = 0.0 if node.op != "call_function" or meta.is_again(node) else flops(node)
+        count = 0.0 if node.op != "call_function" or meta.is_recomputed(node) else flops(node)
         made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
         total += count / hardware.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
     return total

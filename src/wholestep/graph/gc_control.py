@@ -20,7 +20,7 @@ def collector_paused() -> Generator[None]:
 
 
 @contextmanager
-def collector_ahead() -> Generator[None]:
+def existing_objects_frozen() -> Generator[None]:
     """Exclude existing objects from garbage collection inside this context or decorated function.
 
     The collector then frees the discarded graphs of a search without a walk over the others. Nested uses have no

@@ -109,7 +109,7 @@ def set_known_rule(node: Node, known: Any) -> None:
     node.meta["rule"] = known
 
 
-def set_made_again(node: Node) -> None:
+def recompute_value(node: Node) -> None:
     """Recompute the fake value of `node` from the fake values of its operands."""
     args, kwargs = map_arg((node.args, node.kwargs), value)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
     return stored
 
 
-def whole_shapes(node: Node) -> tuple[tuple[int, ...] | None, ...]:
+def global_shapes(node: Node) -> tuple[tuple[int, ...] | None, ...]:
     """Return the global shapes of the outputs of `node`, also in a local graph; None if the trace recorded none."""
     flat = [x for item in _opened(value(node)) for x in _opened(item)]
     return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat)
@@ -291,7 +291,7 @@ set_batch_invariant, is_batch_invariant = _flag("wholestep_batch_invariant")
 set_strided, is_strided = _flag("wholestep_strided")
 """Whether the output of a node on a rank may have other strides than recorded."""
 
-set_again, is_again = _flag("wholestep_again")
+set_recomputed, is_recomputed = _flag("wholestep_again")
 """Whether a node recomputes the value of another node."""
 
 

@@ -188,7 +188,7 @@ def is_uninitialized(target: object) -> bool:
     return packet_name(target) in _UNINITIALIZED
 
 
-def goes_by_memory(target: object) -> bool:
+def depends_on_strides(target: object) -> bool:
     """True for an op that reads where its operands lie in memory, so that their strides must be as on one device.
 
     Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands

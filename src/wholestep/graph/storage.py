@@ -23,7 +23,7 @@ aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-UNSAID = frozenset(
+UNMARKED_VIEWS = frozenset(
     {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
 )
 """Views that their schemas do not mark as views."""
@@ -84,7 +84,7 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
     given = operands(node)
     if node.op != "call_function" or not given:
         return None
-    if is_wait(node) or node.target in UNSAID:
+    if is_wait(node) or node.target in UNMARKED_VIEWS:
         return given[0]
     if not _torch.is_op(node.target):
         return given[0] if _shares_first(node, given[0]) else None
@@ -98,7 +98,7 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
 def _is_new(target: Any) -> bool:
     """Return whether an op never returns an alias of an operand."""
     unmarked = all(one.alias_info is None for one in _torch.schema_of(target).returns)
-    return unmarked and target not in UNSAID and target not in _COPIES_AT_NEED
+    return unmarked and target not in UNMARKED_VIEWS and target not in _COPIES_AT_NEED
 
 
 def _shares_first(node: Node, given: Node) -> bool:

@@ -16,7 +16,7 @@ from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
 from ..graph.meta import TensorMeta, contiguous
-from ..graph.op_kinds import VIEWS, goes_by_memory, is_pointwise, packet_name
+from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
@@ -209,7 +209,7 @@ class _Lowering:
         # shards of parameters and optimizer state are stored contiguously: gradients must match
         rows = whole.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
         made = contiguous(local.shape, local) if rows else meta.with_shape(whole, local.shape)
-        if not meta.is_strided(at) and (not goes_by_memory(op) or meta.same_strides(local, made)):
+        if not meta.is_strided(at) and (not depends_on_strides(op) or meta.same_strides(local, made)):
             return at
         if (at, rows) not in self.ordered:
             target, args = rank_ops.contiguous, (at,)
@@ -306,7 +306,7 @@ def _takes_any_strides(node: Node) -> bool:
     target = node.target
     if target in VIEWS or not _torch.is_op(target):
         return True
-    if goes_by_memory(target):
+    if depends_on_strides(target):
         return False
     return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
 

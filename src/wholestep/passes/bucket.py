@@ -179,14 +179,14 @@ def chain_of(node: Node) -> list[Node] | None:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CollectiveTraffic:
     """Full sizes of the tensors that a step reduces, and of the parameters that it gathers more than once."""
 
     reduced_bytes: int
     regathered_bytes: int
 
 
-def carried_by(local: LocalGraph) -> Carried:
+def collective_traffic(local: LocalGraph) -> CollectiveTraffic:
     """Count them in the graph.
 
     `regathered_bytes` is 0 where it is less than half of all gathered bytes: these few are gathered twice because they
@@ -200,7 +200,7 @@ def carried_by(local: LocalGraph) -> Carried:
             stored = node_at((chain_of(node) or [node])[0], 0)
             (regathered if stored in gathered else gathered)[stored] = made_by(stages_from(node)[-1]).size_bytes
     most = sum(regathered.values())
-    return Carried(reduced, most if 2 * most >= sum(gathered.values()) else 0)
+    return CollectiveTraffic(reduced, most if 2 * most >= sum(gathered.values()) else 0)
 
 
 def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from ..hardware.work import Work
 from ..mesh import Mesh
 from ..tuning import TUNING
 from .base import Pass
-from .bucket import Carried, carried_by
+from .bucket import CollectiveTraffic, collective_traffic
 
 _PARTS = TUNING.bucket_parts
 _IN_FLIGHT = TUNING.buckets_in_flight
@@ -42,7 +42,7 @@ class SizeBuckets:
     bucket_bytes: int | None = None
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
-    whole: Carried | None = None
+    whole: CollectiveTraffic | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -63,7 +63,7 @@ class SizeBuckets:
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        carried, most = self.whole or carried_by(local), self.hardware.bucket_bytes
+        carried, most = self.whole or collective_traffic(local), self.hardware.bucket_bytes
         if carried.regathered_bytes:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
             most = min(max(in_flight // _IN_FLIGHT, _LEAST_BUCKET), most)
@@ -75,7 +75,7 @@ def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
     return tuple(replace(one, **fields) if isinstance(one, SizeBuckets) else one for one in passes)
 
 
-def tighter(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
+def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     """`passes`, then variants with smaller buckets and fewer in flight, which need less memory and wait longer.
 
     Sizes that the user gave do not change.

@@ -12,10 +12,10 @@ from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .base import Pass, run_passes
-from .bucket_sizes import SizeBuckets, tighter
+from .bucket_sizes import SizeBuckets, smaller_buckets
 from .recompute import Peak, budget_error, choose, fitted, held_by
 from .remat_frontier import RematChoice, choices
-from .rematerialize import made_again
+from .rematerialize import rematerialized
 from .saved_tensors import SavedTensors
 
 _HIDDEN = TUNING.hidden_gather_share
@@ -24,9 +24,9 @@ _HIDDEN = TUNING.hidden_gather_share
 
 @dataclass(frozen=True)
 class Fitting:
-    """A choice that meets a budget: tensors to recompute or re-gather, and which list of `tighter` passes follows.
+    """A choice that meets a budget: tensors to recompute or re-gather, and which list of `smaller_buckets` passes follows.
 
-    `way` is the index into `tighter(passes)`.
+    `way` is the index into `smaller_buckets(passes)`.
     """
 
     way: int
@@ -66,17 +66,17 @@ class FitMemory:
         if self.agree is None:
             return self.applied(local, self.choose(local))
         found = self.agree(lambda: self.choose(local), local)
-        local, peak = self.applied(local, found), self._peak_after(tighter(self.after)[found.way])
+        local, peak = self.applied(local, found), self._peak_after(smaller_buckets(self.after)[found.way])
         if peak(local).size_bytes <= self.budget_bytes:
             return local
         return fitted(SavedTensors(local, gathers=False), self.budget_bytes, self.hardware, peak)
 
     def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
         """`local` with the choice `found` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
-        local = made_again(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
+        local = rematerialized(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
         if not found.way:
             return local
-        sizes = next(one for one in tighter(self.after)[found.way] if isinstance(one, SizeBuckets))
+        sizes = next(one for one in smaller_buckets(self.after)[found.way] if isinstance(one, SizeBuckets))
         return sizes(replace(local, sizes=None))
 
     def run(self, local: LocalGraph, found: Fitting) -> LocalGraph:
@@ -89,14 +89,14 @@ class FitMemory:
         Raises:
             PlanError: nothing fits.
         """
-        saved, ways, held = SavedTensors(local, gathers=self.gathers), tighter(self.after), held_by(local)
+        saved, ways, held = SavedTensors(local, gathers=self.gathers), smaller_buckets(self.after), held_by(local)
         path = choices(saved, held, self.hardware)
         found: list[tuple[float, int, tuple[str, ...]]] = []
 
         def attempt(number: int, path: Sequence[RematChoice]) -> None:
             names = choose(saved, path, self.budget_bytes, self._peak_after(ways[number]))
             if names is not None:
-                ran = run_passes(made_again(saved, names), ways[number])
+                ran = run_passes(rematerialized(saved, names), ways[number])
                 found.append((simulate(ran, self.hardware).step_us, number, names))
 
         for number in range(len(ways)):
@@ -118,8 +118,8 @@ class FitMemory:
         saved = SavedTensors(local, gathers=self.gathers)
         path = choices(saved, held_by(local), self.hardware)
         names = min(path, key=lambda choice: choice.peak_bytes).names
-        changed = made_again(saved, names)
-        peaks = [self._peak_after(way)(changed).size_bytes for way in tighter(self.after)]
+        changed = rematerialized(saved, names)
+        peaks = [self._peak_after(way)(changed).size_bytes for way in smaller_buckets(self.after)]
         return Fitting(peaks.index(min(peaks)), names), min(peaks)
 
     def _peak_after(self, passes: tuple[Pass, ...]) -> Peak:

@@ -14,7 +14,7 @@ from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .reinplace import Reinplace
 from .remat_frontier import RematChoice, choices
-from .rematerialize import made_again
+from .rematerialize import rematerialized
 from .saved_tensors import SavedTensors
 
 Peak = Callable[[LocalGraph], PeakMemory]
@@ -64,7 +64,7 @@ def fitted(saved: SavedTensors, budget_bytes: int, hardware: Hardware, peak: Pea
     names = choose(saved, path, budget_bytes, peak)
     if names is None:
         raise budget_error(saved, path, budget_bytes, peak)
-    return made_again(saved, names)
+    return rematerialized(saved, names)
 
 
 def in_place_peak(local: LocalGraph) -> PeakMemory:
@@ -131,7 +131,7 @@ def held_by(local: LocalGraph) -> list[int]:
 
 
 def _peak(saved: SavedTensors, choice: RematChoice, peak: Peak) -> PeakMemory:
-    return peak(made_again(saved, choice.names))
+    return peak(rematerialized(saved, choice.names))
 
 
 def budget_error(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:

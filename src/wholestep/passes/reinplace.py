@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role, operands, redirect
-from ..graph.storage import UNSAID
+from ..graph.storage import UNMARKED_VIEWS
 from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
 from ..partition.rank_ops import MAY_ALIAS
@@ -156,8 +156,8 @@ class _Work:
 
     def _may_broadcast(self, given: Node, node: Node, made: meta.TensorMeta) -> bool:
         """True if `given` has the shape of the result on the first rank, but may be broadcast to it on another."""
-        whole = meta.whole_shapes(given)
-        same = len(whole) == 1 and whole[0] is not None and whole[0] in meta.whole_shapes(node)
+        whole = meta.global_shapes(given)
+        same = len(whole) == 1 and whole[0] is not None and whole[0] in meta.global_shapes(node)
         return 1 in made.shape and not same
 
     def _lists(self, node: Node, inplace: Any) -> None:
@@ -242,7 +242,7 @@ def _aliased(node: Node) -> Node | None:
     given = operands(node)
     if node.op != "call_function" or not given:
         return None
-    if node.target in MAY_ALIAS or node.target in UNSAID or is_wait(node):
+    if node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node):
         return given[0]
     if _torch.is_getitem(node.target):
         return given[0] if _aliased(given[0]) is not None else None

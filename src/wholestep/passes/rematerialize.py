@@ -14,7 +14,7 @@ from ..graph.graph import LocalGraph, copy_with, operands
 from .saved_tensors import SavedTensors
 
 
-def made_again(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
+def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
     """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`Value.name`).
 
     Each is recomputed just before its first reader from tensors that are still alive; operands that are not alive are
@@ -115,7 +115,7 @@ class _Work:
         with reader.graph.inserting_before(reader):
             new = reader.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_again")
         meta.copy(node, new)
-        meta.set_again(new)
+        meta.set_recomputed(new)
         if self._origin(node) in self.saved.batch_dependent:
             meta.set_backward(new)
         self.copies[node, segment] = new

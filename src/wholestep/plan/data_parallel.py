@@ -150,7 +150,7 @@ class DataParallel:
         return "global" if self.semantics == "global" else f"{self.reduce} over ranks"
 
     @property
-    def gathered_again(self) -> tuple[str, ...]:
+    def regathered(self) -> tuple[str, ...]:
         """Parameters that are gathered again for the backward, whatever is kept of others: none by name."""
         return ()
 

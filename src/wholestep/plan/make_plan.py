@@ -37,18 +37,18 @@ def make_plan(
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
     _check_batch_dim(graph, options)
     resting, rest = _placed(graph, mesh, strategies, placed)
-    homes = {name: _without_single(r.state, mesh) for name, r in resting.items()}
+    grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = PropagationInputs(
-        graph, mesh, axes, rest, homes, op, options.kind.shards_gradients, per_rank, frozenset(cut), hardware=hardware
+        graph, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut), hardware=hardware
     )
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.gathered_again)
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered)
     notes = differences(graph) if per_rank else ()
-    created = _created(graph, rest, homes)
+    created = _created(graph, rest, grad_targets)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
@@ -59,7 +59,7 @@ def make_plan(
     return made
 
 
-def bytes_at_rest(
+def stored_bytes(
     graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
 ) -> int:
     """Bytes that the first rank would store between calls, of all inputs but the batch, without making a plan.
@@ -142,7 +142,7 @@ def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str,
     return out
 
 
-def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout]) -> dict[str, Layout]:
+def _created(graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str, Layout]) -> dict[str, Layout]:
     """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape."""
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     out: dict[str, Layout] = {}
@@ -150,7 +150,7 @@ def _created(graph: TrainGraph, rest: dict[str, Layout], homes: dict[str, Layout
         made = meta.tensor(node)
         if output.kind == "update" and output.target not in rest and made is not None:
             owner = output.target.rpartition("/")[0]
-            out[output.target] = homes[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+            out[output.target] = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
     return out
 
 

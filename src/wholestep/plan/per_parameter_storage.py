@@ -79,7 +79,7 @@ class PerParameterStorage(DataParallel):
         return out
 
     @property
-    def gathered_again(self) -> tuple[str, ...]:
+    def regathered(self) -> tuple[str, ...]:
         """Parameters that are gathered a second time in the backward."""
         return tuple(name for name, option in self.storage.items() if option.regathers)
 

@@ -140,7 +140,7 @@ class Plan:
 
     Example:
         >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
-        >>> print(plan.rest["0.weight"], plan.bytes_at_rest())
+        >>> print(plan.rest["0.weight"], plan.stored_bytes())
         >>> print(plan.explain("0.weight"))
         >>> plan.save("plan.json")
     """
@@ -198,7 +198,7 @@ class Plan:
                 f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
 
-    def bytes_at_rest(self, role: str | None = None) -> int:
+    def stored_bytes(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
         roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         return sum(self.input_bytes(given) for given in self.inputs if given.role in roles)

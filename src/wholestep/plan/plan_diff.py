@@ -54,7 +54,7 @@ class Difference:
             lines += ["", *table([_HEAD, *map(_row, self.moved)])]
         lines += ["", f"{sum(m.count for m in self.moved)} tensors have another storage layout, {self.stays} the same"]
         for words, role in (("parameters", "param"), ("state", "state"), ("all", None)):
-            had, has = before.bytes_at_rest(role), after.bytes_at_rest(role)
+            had, has = before.stored_bytes(role), after.stored_bytes(role)
             lines.append(f"stored per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
         some = ", ".join(f"%{name}" for name in self.operations[:_SHOWN])
         more = f": {some}{' ...' if len(self.operations) > _SHOWN else ''}" if some else ""

@@ -21,7 +21,7 @@ def show_plan(plan: Plan) -> str:
         cells = zip((str.ljust, str.ljust, str.rjust, str.ljust, str.rjust), row, widths, strict=True)
         lines.append("  " + "  ".join(justify(cell, width) for justify, cell, width in cells).rstrip())
     whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
-    params, state = plan.bytes_at_rest("param"), plan.bytes_at_rest("state")
+    params, state = plan.stored_bytes("param"), plan.stored_bytes("state")
     lines.append(
         f"  stored per rank: {human(params)} parameters + {human(state)} state, "
         f"of {human(whole)} in all ({(params + state) / max(whole, 1):.1%})"
@@ -60,7 +60,7 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
 def plan_line(plan: Plan) -> str:
     """Strategy, mesh, number of parameters and bytes per rank in one line."""
     params = sum(i.role is Role.PARAM for i in plan.inputs)
-    rest = plan.bytes_at_rest("param") + plan.bytes_at_rest("state")
+    rest = plan.stored_bytes("param") + plan.stored_bytes("state")
     return f"<Plan {plan.strategy}; mesh {plan.mesh}; {params} parameters, {human(rest)} stored per rank>"
 
 

@@ -102,7 +102,7 @@ class _Propagation:
         for axis in self._active():
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
-        self.targets[node] = (self.situation.homes[str(param)],)
+        self.targets[node] = (self.situation.grad_targets[str(param)],)
         reads = (node_at(node, 0).name,)
         return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=str(param))
 

@@ -25,7 +25,7 @@ from .strategy import Pins
 class PropagationInputs:
     """The inputs of propagation.
 
-    `rest`: storage layouts. `homes`: the layout to which each parameter's gradient is reduced; with `scatter` as soon
+    `rest`: storage layouts. `grad_targets`: the layout to which each parameter's gradient is reduced; with `scatter` as soon
     as it is complete. Along `per_rank` axes each rank runs the step on its own batch; along `storage` axes parameters
     are sharded in storage only. `pins` fixes layouts of results and operands along some axes. `hardware` prices
     resharding.
@@ -35,7 +35,7 @@ class PropagationInputs:
     mesh: Mesh
     axes: tuple[str, ...]
     rest: Mapping[str, Layout]
-    homes: Mapping[str, Layout]
+    grad_targets: Mapping[str, Layout]
     reduce_op: str
     scatter: bool = False
     per_rank: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..backend.pipeline import pipeline
 from ..errors import MeshError, PlanError
-from ..graph.gc_control import collector_ahead
+from ..graph.gc_control import existing_objects_frozen
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
@@ -116,7 +116,7 @@ class Auto:
         """
         return explained(self.search(graph, mesh, placed=placed))
 
-    @collector_ahead()
+    @existing_objects_frozen()
     def search(
         self,
         graph: TrainGraph,

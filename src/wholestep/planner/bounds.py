@@ -42,7 +42,7 @@ def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
     """The costs of a program that has been through all passes."""
     took, totals = simulate(program, hardware), program.collectives().values()
     return Costs(
-        planned.bytes_at_rest("param") + planned.bytes_at_rest("state"),
+        planned.stored_bytes("param") + planned.stored_bytes("state"),
         peak_memory(program).size_bytes,
         sum(total.bytes for total in totals),
         sum(total.count for total in totals),

@@ -15,9 +15,9 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
-from ..passes.bucket_sizes import tighter
+from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
-from ..plan.make_plan import bytes_at_rest
+from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategy import compose
 from .bounds import LowerBound, costs_of, lower_bound, rough_estimate_us
@@ -69,9 +69,9 @@ class Evaluator:
         try:
             blocks = self.folded.blocks(mesh, symmetric, self.placed) if self.folded else None
             if self.folded and blocks:
-                rest = self.folded.bytes_at_rest(mesh, symmetric, self.placed)
+                rest = self.folded.stored_bytes(mesh, symmetric, self.placed)
             else:
-                rest = bytes_at_rest(self.graph, mesh, strategies, self.placed)
+                rest = stored_bytes(self.graph, mesh, strategies, self.placed)
         except WholestepError as error:
             return Candidate(template.name, mesh, None, status=Status.NO_PLAN, why=first_line(error))
         row = replace(row, needs_bytes=rest, blocks=blocks)
@@ -159,7 +159,7 @@ class Evaluator:
         except WholestepError:
             return replace(row, needs_bytes=1 << 62)
         if not self.recompute:
-            peaks = (peak_memory(run_passes(local, passes)).size_bytes for passes in tighter(self.passes))
+            peaks = (peak_memory(run_passes(local, passes)).size_bytes for passes in smaller_buckets(self.passes))
             return replace(row, needs_bytes=min(peaks))
         if self.folded is not None and row.blocks:
             folded = self.folded_fit(row)

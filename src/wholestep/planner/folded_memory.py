@@ -19,11 +19,11 @@ from ..cost.simulation import simulate
 from ..graph import meta
 from ..graph.graph import LocalGraph, operands
 from ..passes.base import run_passes
-from ..passes.bucket_sizes import resized, tighter
+from ..passes.bucket_sizes import resized, smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting
 from ..passes.recompute import held_by
 from ..passes.remat_frontier import choices
-from ..passes.rematerialize import made_again
+from ..passes.rematerialize import rematerialized
 from ..passes.saved_tensors import SavedTensors
 from ..tuning import TUNING
 from .folded_step import FoldedStep
@@ -92,7 +92,7 @@ class SavedByClass:
 class FoldedFitting:
     """A `Fitting` by class: `classes` are rematerialized in all layers, `partly` in the first `blocks` equal ones.
 
-    `way` is the number of the `tighter` passes; `step_us` and `peak_bytes` of the whole step are extrapolated.
+    `way` is the number of the `smaller_buckets` passes; `step_us` and `peak_bytes` of the whole step are extrapolated.
     """
 
     way: int
@@ -121,7 +121,7 @@ class FoldedFit:
     def __post_init__(self) -> None:
         few, more = self.programs
         self.few, self.more = (SavedByClass(self.folded, one, self.fit.gathers) for one in (few, more))
-        self.ways = range(len(tighter(self.fit.after)))
+        self.ways = range(len(smaller_buckets(self.fit.after)))
 
     def longest_us(self) -> float | None:
         """The time of the step with all classes rematerialized; None where that is over the budget."""
@@ -185,8 +185,8 @@ class FoldedFit:
     def _costs(self, way: int, classes: tuple[TensorClass, ...]) -> tuple[float, float]:
         """Microseconds and peak bytes of the whole step with `classes` rematerialized."""
         if (way, classes) not in self.known:
-            made = [made_again(one.saved, one.names(classes)) for one in (self.few, self.more)]
-            passes = resized(tighter(self.fit.after)[way], whole=self.folded.carried(self.pair, made))
+            made = [rematerialized(one.saved, one.names(classes)) for one in (self.few, self.more)]
+            passes = resized(smaller_buckets(self.fit.after)[way], whole=self.folded.carried(self.pair, made))
             a, b = (run_passes(local, passes) for local in made)
             hardware = self.folded.hardware
             took = simulate(a, hardware).step_us, simulate(b, hardware).step_us

@@ -16,10 +16,10 @@ from ..hardware.hardware import Hardware
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
-from ..passes.bucket import Carried, carried_by
+from ..passes.bucket import CollectiveTraffic, collective_traffic
 from ..passes.bucket_sizes import resized
 from ..plan.data_parallel import DataParallel
-from ..plan.make_plan import bytes_at_rest
+from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategy import Resting, Strategies, Strategy
 from ..tuning import TUNING
@@ -75,18 +75,18 @@ class FoldedStep:
         if few + more > self.count * _WORTH or not all(self._is_symmetric(mesh, part) for part in strategies.parts):
             return None
         try:
-            bytes_at_rest(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
+            stored_bytes(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
         except WholestepError:
             return None
         return few, more
 
-    def bytes_at_rest(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
-        """`plan.make_plan.bytes_at_rest` of the whole step.
+    def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
+        """`plan.make_plan.stored_bytes` of the whole step.
 
         Raises:
             PlanError, MeshError: the strategies do not fit the mesh or the graph.
         """
-        few, more = (bytes_at_rest(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
+        few, more = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
         return round(self.whole(FEWEST, (few, more)))
 
     def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
@@ -101,10 +101,10 @@ class FoldedStep:
         rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
         return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
 
-    def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> Carried:
+    def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> CollectiveTraffic:
         """Bytes of the collectives of the whole step, from the programs of a pair."""
-        few, more = (astuple(carried_by(local)) for local in made)
-        return Carried(*(round(self.whole(pair, two)) for two in zip(few, more, strict=True)))
+        few, more = (astuple(collective_traffic(local)) for local in made)
+        return CollectiveTraffic(*(round(self.whole(pair, two)) for two in zip(few, more, strict=True)))
 
     def lower_bound(self, pair: tuple[int, int], found: Sequence[LowerBound]) -> LowerBound:
         """The lower bound of the whole step from the bounds of a pair; bytes sent are exact."""

@@ -89,7 +89,7 @@ class BatchSharder:
             f"give ranks the batch of their coordinate on {axes}",
         )
 
-    def whole_shapes(self, leaves: Sequence[Any], sizes: BatchSizes) -> dict[str, tuple[int, ...]]:
+    def global_shapes(self, leaves: Sequence[Any], sizes: BatchSizes) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole batch, by name of the leaf."""
         out: dict[str, tuple[int, ...]] = {}
         for cut, lengths in zip(self.shared, sizes, strict=True):

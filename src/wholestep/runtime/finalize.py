@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ..backend.pipeline import edited, in_order_of, pipeline
+from ..backend.pipeline import edited, with_order_from, pipeline
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.launch import World
@@ -96,7 +96,7 @@ class Finalizer:
 
     def _scheduled(self, local: LocalGraph, schedule: Schedule | None, key: str, watch: Watch | None) -> LocalGraph:
         passes = edited(pipeline(schedule=schedule, backend=self.options.backend), self.options.given.passes)
-        passes = in_order_of(passes, lambda local: self._order(local, key))
+        passes = with_order_from(passes, lambda local: self._order(local, key))
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
@@ -131,7 +131,7 @@ class Finalizer:
             gathers_again=gathers_again,
         )
         passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
-        passes = in_order_of(passes, lambda local: self._order(local, key))
+        passes = with_order_from(passes, lambda local: self._order(local, key))
         failure = ""
         try:
             with self.stages.stage("memory"):

@@ -44,7 +44,7 @@ class StepInputs:
 
     def sharing(self, sharder: BatchSharder | None, sizes: BatchSizes | None) -> StepInputs:
         """The same, of ranks that share the batch."""
-        whole = sharder.whole_shapes(self.leaves, sizes) if sharder is not None and sizes else {}
+        whole = sharder.global_shapes(self.leaves, sizes) if sharder is not None and sizes else {}
         return replace(self, sharder=sharder, sizes=sizes, whole=whole)
 
     @property

@@ -150,7 +150,7 @@ class _Fold:
     def _make_again(self, node: Node, new: Node) -> None:
         """Recompute the metadata of a node that depends on the number of layers, with fake tensors."""
         try:
-            meta.set_made_again(new)
+            meta.recompute_value(new)
         except Exception as error:
             raise GraphError(f"%{node.name} does not run with fewer layers: {error}", "one that does") from error
         if meta.tensors(new) != meta.tensors(node):

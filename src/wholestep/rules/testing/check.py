@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import _torch
 from ...errors import RuleError, WholestepError
-from ...graph.op_kinds import goes_by_memory, is_uninitialized
+from ...graph.op_kinds import depends_on_strides, is_uninitialized
 from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
 from ..call import Call
@@ -234,7 +234,7 @@ def laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tens
 
 def _forms(target: Any) -> int:
     is_aten = _torch.is_op(target) and target.namespace == "aten"
-    return len(FORMS) if is_aten and not goes_by_memory(target) else 2
+    return len(FORMS) if is_aten and not depends_on_strides(target) else 2
 
 
 def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
