@@ -75,7 +75,7 @@ class Simulation:
         for given in self.plan.inputs:
             if given.role in (Role.PARAM, Role.BUFFER, Role.STATE):
                 whole = self._now(given)
-                self.pieces[given.name] = cut(whole, self.plan.rest[given.name], self.plan.mesh)
+                self.pieces[given.name] = cut(whole, self.plan.storage[given.name], self.plan.mesh)
 
     def _now(self, given: Input) -> Tensor:
         state = self.capture.state
@@ -137,4 +137,4 @@ class Simulation:
     def whole(self, name: str) -> Tensor:
         """An input as one tensor."""
         given = next(i for i in self.plan.inputs if i.name == name)
-        return join(self.pieces[name], self.plan.rest[name], self.plan.mesh, given.meta.shape)
+        return join(self.pieces[name], self.plan.storage[name], self.plan.mesh, given.meta.shape)

@@ -68,7 +68,7 @@ def compare(one: OneDevice, mesh: str, parallel: Any, in_place: bool = False) ->
         leaves = _named(batch, one)
         ranks: list[dict[str, Tensor]] = [{} for _ in range(planned.mesh.size)]
         for name in names:
-            for rank, piece in enumerate(cut(leaves[name], planned.rest[name], planned.mesh)):
+            for rank, piece in enumerate(cut(leaves[name], planned.storage[name], planned.mesh)):
                 ranks[rank][name] = piece
         torch.set_rng_state(one.streams[number])
         for rank, results in enumerate(simulation.step(ranks)):

@@ -180,7 +180,7 @@ def compare(
         for value in optimizer.state.get(mine, {}).values():
             found.bytes_held += local(value).numel() * value.element_size()
             found.bytes_whole += value.numel() * value.element_size()
-        found.layouts[name] = step.plan.rest[name].show(mine.shape)
+        found.layouts[name] = step.plan.storage[name].show(mine.shape)
         found.params.append(whole(mine))
     grouped = {id(p) for g in optimizer.param_groups for p in g["params"]}
     assert grouped == {id(p) for p in ours.parameters()}, "the optimizer holds other parameters than the model"

@@ -198,7 +198,7 @@ def _wished(rank: int, world: int, auto: ws.Auto, path: str) -> dict[str, Any]:
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         worst = max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs))
         assert step.plan is not None
-        rest = {**step.plan.rest, **step.plan.created}
+        rest = {**step.plan.storage, **step.plan.created_storage}
         cut = {name for name, layout in rest.items() if layout.axes and layout.is_sharded}
         assert not {name for name in cut if name.startswith("0.2.") or name == "0.0.weight"}, cut
         assert {"0.0.weight/exp_avg", "0.0.bias", "1.weight"} <= cut, cut

@@ -42,7 +42,7 @@ def _two_axes(rank: int, world: int) -> dict[str, Any]:
         worst = max(worst, (loss - expected).abs().item())
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     assert step.plan is not None
-    cut = [name for name, layout in step.plan.rest.items() if "tp" in layout.axes and "/" not in name]
+    cut = [name for name, layout in step.plan.storage.items() if "tp" in layout.axes and "/" not in name]
     return {"worst": max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs)), "cut": cut}
 
 

@@ -330,7 +330,7 @@ def _two_steps(rank: int, world: int) -> tuple[str, str]:
     second(model, optimizer, *batch)
     assert second.plan is not None
     weight = model.net1.weight
-    return second.plan.rest["net1.weight"].show((33, 12)), str(list(weight.placements))  # pyright: ignore
+    return second.plan.storage["net1.weight"].show((33, 12)), str(list(weight.placements))  # pyright: ignore
 
 
 def test_a_second_step_reads_strided_shards() -> None:

@@ -258,8 +258,8 @@ def _global(run: _Run, mesh: str, parallel: Any) -> Outcome:
     whole = _named(run, run.leaves[0])
     ranks: list[dict[str, Tensor]] = [{} for _ in range(planned.mesh.size)]
     for name, value in whole.items():
-        if name in planned.rest:
-            for rank, piece in enumerate(cut(value, planned.rest[name], planned.mesh)):
+        if name in planned.storage:
+            for rank, piece in enumerate(cut(value, planned.storage[name], planned.mesh)):
                 ranks[rank][name] = piece
     held = {n: p.detach() for n, p in model.named_parameters()} | _named(run, leaves)
     return _compared(run, planned, ranks, [expected] * planned.mesh.size, [held] * planned.mesh.size)
@@ -278,7 +278,7 @@ def _compared(
         found += [(f"output {i} on rank {rank}", a, b) for i, (a, b) in enumerate(zip(row, wanted, strict=True))]
     for name, pieces in simulation.pieces.items():
         own = [h[name] for h in held]
-        if planned.rest[name].varies:
+        if planned.storage[name].varies:
             found += [(f"{name} on rank {rank}", a, b) for rank, (a, b) in enumerate(zip(pieces, own, strict=True))]
         else:
             found.append((name, simulation.whole(name), own[0]))

@@ -65,7 +65,7 @@ class Case:
             expanded += [n.name for n in more]
             start = replace(start, graph=expand(start.graph, {n.name for n in more}))
         decisions = propagate(start)
-        made = Plan(self.mesh, "random", graph.inputs, self.rest, decisions, self.options, expanded=tuple(expanded))
+        made = Plan(self.mesh, "random", graph.inputs, self.rest, decisions, self.options, decomposed=tuple(expanded))
         made.check(graph)
         return made
 

@@ -65,7 +65,7 @@ def pieces_of(case: Case, plan: Plan) -> dict[str, list[Tensor]]:
     """What each rank holds of each input."""
     source = torch.Generator().manual_seed(case.parts)
     whole = case.program.values
-    return {name: shared(whole[name], layout, case.mesh, source) for name, layout in plan.rest.items()}
+    return {name: shared(whole[name], layout, case.mesh, source) for name, layout in plan.storage.items()}
 
 
 def shared(whole: Tensor, layout: Layout, mesh: Mesh, source: torch.Generator) -> list[Tensor]:
@@ -105,7 +105,7 @@ def _compared(case: Case, plan: Plan, local: LocalGraph, made: Sequence[Sequence
     expected = run_one(case.program.graph, list(case.program.values.values()))
     limit = COARSE if case.program.coarse else TOLERANCE
     for position, (output, whole) in enumerate(zip(local.outputs, expected, strict=True)):
-        layout = plan.rest[output.target] if output.kind == "update" else Layout(((),) * whole.dim())
+        layout = plan.storage[output.target] if output.kind == "update" else Layout(((),) * whole.dim())
         own = [row[position] for row in made]
         name = f"{output.kind} {output.target!r}"
         try:

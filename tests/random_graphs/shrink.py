@@ -60,9 +60,9 @@ def _without_strategy(case: Case) -> Iterator[Case]:
         return
     with suppress(Exception):
         plan = case.plan()
-        states = {i.owner: plan.rest[i.name] for i in case.program.graph.inputs if i.role is Role.STATE}
-        grad_targets = {i.name: states.get(i.name, plan.rest[i.name]) for i in case.program.graph.inputs}
-        plain = replace(case, strategy=None, rest=plan.rest, grad_targets=grad_targets, options=plan.options)
+        states = {i.owner: plan.storage[i.name] for i in case.program.graph.inputs if i.role is Role.STATE}
+        grad_targets = {i.name: states.get(i.name, plan.storage[i.name]) for i in case.program.graph.inputs}
+        plain = replace(case, strategy=None, rest=plan.storage, grad_targets=grad_targets, options=plan.options)
         yield plain
         yield replace(plain, storage=frozenset(case.mesh.names))
 
@@ -108,7 +108,7 @@ def _shorter(case: Case) -> Iterator[Case]:
     plan = None
     with suppress(Exception):
         plan = case.plan()
-    if plan is None or plan.expanded:
+    if plan is None or plan.decomposed:
         plan = None
     nodes = [n for n in case.program.graph.graph.nodes if n.op == "call_function" and meta.tensor(n) is not None]
     values = _values(case)
@@ -175,7 +175,9 @@ def _rebuilt(
         known = {i.name for i in train.inputs}
         grad_targets = dict(case.grad_targets)
         program = Program(train, {i.name: values[i.name] for i in train.inputs}, case.program.coarse)
-        yield replace(case, program=program, rest={n: v for n, v in case.rest.items() if n in known}, grad_targets=grad_targets)
+        yield replace(
+            case, program=program, rest={n: v for n, v in case.rest.items() if n in known}, grad_targets=grad_targets
+        )
 
 
 # -- layouts and meshes ------------------------------------------------------------------
@@ -201,7 +203,12 @@ def _smaller_mesh(case: Case) -> Iterator[Case]:
                 {k: {a: s for a, s in v.items() if a != axis.name} for k, v in case.pins.reads.items()},
             )
             yield replace(
-                case, mesh=Mesh(others), rest=rest, grad_targets=grad_targets, pins=pins, storage=case.storage - {axis.name}
+                case,
+                mesh=Mesh(others),
+                rest=rest,
+                grad_targets=grad_targets,
+                pins=pins,
+                storage=case.storage - {axis.name},
             )
         if axis.size > 2:
             yield replace(
@@ -275,10 +282,12 @@ def show(case: Case, found: Problem) -> str:
     plan = None
     with suppress(Exception):
         plan = case.plan()
-    train: TrainGraph = case.program.graph if plan is None else plan.expand(case.program.graph)
-    rest = case.rest if plan is None else plan.rest
+    train: TrainGraph = case.program.graph if plan is None else plan.decompose(case.program.graph)
+    rest = case.rest if plan is None else plan.storage
     for given in train.inputs:
-        home = f"  home {case.grad_targets[given.name].show(given.meta.shape)}" if given.name in case.grad_targets else ""
+        home = (
+            f"  home {case.grad_targets[given.name].show(given.meta.shape)}" if given.name in case.grad_targets else ""
+        )
         lines.append(f"  {given.name}: {rest[given.name].show(given.meta.shape)}  {given.role.value}{home}")
     for node in train.graph.nodes:
         if node.op == "call_function":

@@ -34,7 +34,7 @@ def auto(**options: Any) -> ws.Auto:
 
 
 def shape_on(plan: ws.Plan, name: str) -> str:
-    return plan.rest[name].show(next(i.meta.shape for i in plan.inputs if i.name == name))
+    return plan.storage[name].show(next(i.meta.shape for i in plan.inputs if i.name == name))
 
 
 def planned(found: SearchResult, graph: ws.TrainGraph) -> Iterator[tuple[str, ws.Plan]]:
@@ -49,15 +49,15 @@ def planned(found: SearchResult, graph: ws.TrainGraph) -> Iterator[tuple[str, ws
 def test_whole_is_whole_in_every_candidate(mesh: str) -> None:
     graph, axes = mlp(), ws.Mesh(mesh).names
     free = auto().search(graph, mesh)
-    cut = [name for name, plan in planned(free, graph) if plan.rest["net1.weight"].axes]
+    cut = [name for name, plan in planned(free, graph) if plan.storage["net1.weight"].axes]
     assert cut, "without the wish it is cut by some"
     found = auto(whole={"net1": axes}).search(graph, mesh)
     assert {row.name for row in found.rows} == {row.name for row in free.rows}
     several = 0
     for name, plan in planned(found, graph):
-        held = [n for n in (*plan.rest, *plan.created) if n.startswith("net1.")]
-        assert all(not {**plan.rest, **plan.created}[n].axes for n in held), name
-        several += bool(plan.rest["net2.weight"].axes)
+        held = [n for n in (*plan.storage, *plan.created_storage) if n.startswith("net1.")]
+        assert all(not {**plan.storage, **plan.created_storage}[n].axes for n in held), name
+        several += bool(plan.storage["net2.weight"].axes)
     assert several, "what is not named is cut as the style says"
 
 
@@ -76,7 +76,7 @@ def test_pinned_cut_is_cut() -> None:
     found = auto(styles=("replicate", "zero1"), pinned={"net1.weight": {"dp": Shard(-2)}}).search(graph, "dp=4")
     for name, plan in planned(found, graph):
         assert shape_on(plan, "net1.weight") == "32@dp 12", name
-        assert plan.rest["net2.weight"].is_replicated, name
+        assert plan.storage["net2.weight"].is_replicated, name
 
 
 def test_groups_keep_one_axis() -> None:
@@ -149,7 +149,7 @@ def test_the_check_finds_what_is_broken() -> None:
     assert broken is not None
     with pytest.raises(ws.PlanError, match=r"'net1' is to be whole over dp: net1\.(weight|bias) is cut along dim 0"):
         broken.check(plan)
-    lost = Constraints({"dp": AxisConstraints({"gone": (plan.rest["net1.weight"].state("dp"), "*.gone")})})
+    lost = Constraints({"dp": AxisConstraints({"gone": (plan.storage["net1.weight"].state("dp"), "*.gone")})})
     lost.check(plan)
     with pytest.raises(ws.PlanError, match=r"'\*.gone' asks for a layout of gone, which the plan does not have"):
         lost.check(plan, complete=True)
@@ -157,7 +157,7 @@ def test_the_check_finds_what_is_broken() -> None:
 
 def test_axes_of_one_rank_cut_nothing() -> None:
     found = auto(pinned={"net1.weight": {"dp": Shard(0)}}).search(mlp(), "dp=1")
-    assert found.plan.rest["net1.weight"].is_replicated
+    assert found.plan.storage["net1.weight"].is_replicated
 
 
 # -- deep models, searched meshes, files ----------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     assert (found.folded.count if found.folded else 0) == equal
     assert found.best.blocks is None
     assert found.best.costs == costs(ws.partition(graph, found.plan), found.plan, FAST)
-    rests = {name: layout for name, layout in found.plan.rest.items() if name.startswith(f"layers.{layer}.")}
+    rests = {name: layout for name, layout in found.plan.storage.items() if name.startswith(f"layers.{layer}.")}
     assert rests
     assert not any(layout.axes for layout in rests.values())
 
@@ -180,7 +180,7 @@ def test_a_wish_for_all_layers_leaves_them_equal() -> None:
     found = auto(hardware=FAST, whole={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
     assert found.folded is not None
     assert found.folded.count == LAYERS
-    assert found.plan.rest["layers.7.norm.weight"].is_replicated
+    assert found.plan.storage["layers.7.norm.weight"].is_replicated
 
 
 def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_on_searched_meshes_axes_that_a_mesh_lacks_are_left_out() -> None:
     nodes = ws.Hardware.preset("dgx-h100")
     found = auto(tensor=tensor, whole={"net1.weight": ("shard", "dp")}, hardware=nodes).search(graph, "auto=16")
     assert {str(row.mesh) for row in found.rows if row.status != "no plan"} >= {"dp=16", "replicate=2,shard=8"}
-    assert not {"dp", "shard"} & set(found.plan.rest["net1.weight"].axes)
+    assert not {"dp", "shard"} & set(found.plan.storage["net1.weight"].axes)
     with pytest.raises(ws.PlanError, match=r"axis 'sp' of the constraint on 'net1' is on no mesh: the \d+ meshes"):
         auto(tensor=tensor, whole={"net1": "sp"}).search(graph, "auto=8")
     with pytest.raises(ws.PlanError, match="axis 'tp' of the constraint on 'net1'"):
@@ -215,7 +215,7 @@ def test_the_plan_goes_through_a_file() -> None:
     assert read == made
     assert read.strategies is not None
     again = ws.plan(graph, "dp=4", read.strategies)
-    assert again.rest == made.rest
+    assert again.storage == made.storage
     assert again.created == made.created
 
 

@@ -328,7 +328,9 @@ def test_entries_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_entry_is_what_was_written(tmp_path: Path) -> None:
-    solved = Strategies((SolvedLayouts("tp", {}, Pins(expanded=("mm",)), "said"), ws.DataParallel("zero1", axis="dp")))
+    solved = Strategies(
+        (SolvedLayouts("tp", {}, Pins(decomposed=("mm",)), "said"), ws.DataParallel("zero1", axis="dp"))
+    )
     hardware = ws.Hardware.measured(
         collectives=(CollectiveCost("all_reduce", 0.1, 1 / 3, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
     )

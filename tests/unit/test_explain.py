@@ -130,7 +130,7 @@ def test_command(file: Path, tmp_path: Path) -> None:
     assert "plan  fully_shard on dp, global; tensor parallel on tp; mesh dp=2,tp=2" in text
     assert "w2.weight  param 16@dp 32@tp" in text
     assert "local_graph  mesh dp=2,tp=2" in text
-    assert ws.Plan.from_json(out.read_text()).rest["w1.weight"].dims == (("tp", "dp"), ())
+    assert ws.Plan.from_json(out.read_text()).storage["w1.weight"].dims == (("tp", "dp"), ())
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_batch_on_dim_1() -> None:
     for mesh in WORLDS:
         found = compare(one, mesh, ws.DataParallel("fully_shard", semantics="global", input_batch_dim=1))
         assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"
-        assert found.plan.rest["x"].dims == ((), ("dp",))
+        assert found.plan.storage["x"].dims == ((), ("dp",))
 
 
 def test_pieces_lie_in_memory_as_the_trace_says() -> None:

@@ -73,7 +73,7 @@ def _module(node: Node) -> str:
 
 def kept(found: Comparison) -> set[str]:
     """Parameters that are stored in parts over tp, without the numbers of layers."""
-    cut = [n for n, layout in found.plan.rest.items() if layout.state("tp").kind == "S" and "/" not in n]
+    cut = [n for n, layout in found.plan.storage.items() if layout.state("tp").kind == "S" and "/" not in n]
     return {".".join(part for part in name.split(".") if not part.isdigit()) for name in cut}
 
 
@@ -91,8 +91,8 @@ def test_packed_experts(name: str, mesh: str) -> None:
     """Cut by columns, `aria_text`'s, stored [in, out], by what its plan calls rows; what they make is split whole."""
     found = check(name, mesh)
     assert gathered(found) == {"model.layers.mlp.experts": 2, "": 4}
-    experts = next(n for n in found.plan.rest if n.endswith("mlp.experts.gate_up_proj"))
-    assert found.plan.rest[experts].state("tp").dim == (2 if name == "aria_text" else 1)
+    experts = next(n for n in found.plan.storage if n.endswith("mlp.experts.gate_up_proj"))
+    assert found.plan.storage[experts].state("tp").dim == (2 if name == "aria_text" else 1)
 
 
 def test_packed_projections_are_gathered_where_the_plan_says() -> None:
@@ -125,7 +125,7 @@ def test_experts_apart(name: str) -> None:
     chosen = 2 * hf_plans.ROWS * hf_plans.LENGTH  # tokens, each for two experts
     assert max(m.numel for m in reduced if m) <= chosen * 2 * hf_plans.SMALL["intermediate_size"]
     assert {n for n in kept(found) if "experts" in n} == kept(found)
-    assert all(found.plan.rest[n].state("tp").dim <= 0 for n in found.plan.rest)
+    assert all(found.plan.storage[n].state("tp").dim <= 0 for n in found.plan.storage)
 
 
 def test_a_router_that_draws() -> None:

@@ -62,7 +62,7 @@ def test_same_numbers_through_host_memory(style: str) -> None:
     simulation = Simulation(one.capture, plan, run_passes(local, [Reinplace()]))
     simulation.start()
     for number, batch in enumerate(one.batches):
-        pieces = {n: cut(v, plan.rest[n], plan.mesh) for n, v in zip(("x", "y"), batch, strict=True)}
+        pieces = {n: cut(v, plan.storage[n], plan.mesh) for n, v in zip(("x", "y"), batch, strict=True)}
         for (loss,) in simulation.step([{n: p[r] for n, p in pieces.items()} for r in range(2)]):
             torch.testing.assert_close(loss, one.losses[number][0], rtol=1e-12, atol=0)
     for name, expected in one.state.items():
@@ -125,7 +125,7 @@ def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bo
     with _torch.fake_mode():
         given: list[Tensor] = []
         for i in local.inputs:
-            shape = plan.rest[i.name].local_shape(i.meta.shape, plan.mesh, plan.mesh.coordinate(0))
+            shape = plan.storage[i.name].local_shape(i.meta.shape, plan.mesh, plan.mesh.coordinate(0))
             device = "cpu" if i.role in (*on_host, Role.HYPER) else "cuda:0"
             given.append(torch.empty(shape, dtype=i.meta.dtype, device=device))
         made = program.run(*given)

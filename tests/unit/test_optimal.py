@@ -197,8 +197,8 @@ def test_no_slower_than_the_plans_that_llama_carries() -> None:
     found = ws.plan(graph, "tp=8", TensorParallel("auto", hardware=hardware))
     for by_hand in (TensorParallel.of(model), TensorParallel.of(model, loss_parallel=True)):
         assert step_s(graph, found, hardware) <= step_s(graph, ws.plan(graph, "tp=8", by_hand), hardware)
-    assert found.rest["model.layers.0.mlp.gate_proj.weight"].show((14336, 4096)) == "14336@tp 4096"
-    assert found.rest["model.layers.1.mlp.down_proj.weight"].show((4096, 14336)) == "4096 14336@tp"
+    assert found.storage["model.layers.0.mlp.gate_proj.weight"].show((14336, 4096)) == "14336@tp 4096"
+    assert found.storage["model.layers.1.mlp.down_proj.weight"].show((4096, 14336)) == "4096 14336@tp"
     assert "layouts solved for" in found.strategy
     assert Plan.from_json(found.to_json()) == found
 
@@ -237,22 +237,22 @@ def test_ranks_may_be_given_parts_of_a_sequence() -> None:
     one = OneDevice(builder(Normed), step_of(squares), floats(4, 6, 10))
     found = compare(one, "tp=2", TensorParallel("auto", input_dim=1, hardware=QUICK_LINK))
     assert found.worst < TOLERANCE
-    assert any("6@tp" in layout.show((4, 6, 10)) for layout in found.plan.rest.values() if len(layout.dims) == 3)
+    assert any("6@tp" in layout.show((4, 6, 10)) for layout in found.plan.storage.values() if len(layout.dims) == 3)
 
 
 def test_what_is_placed_stays() -> None:
     model = MLP()
     graph = capture_step(step_of(squares), (model, torch.optim.SGD(model.parameters()), *floats(6, 12)[0]), {}).graph
     tensor, strange = TensorParallel("auto", hardware=QUICK_LINK), {"net1.weight": ws.Layout(((), ("tp",)))}
-    assert ws.plan(graph, "tp=2", tensor).rest["net1.weight"] != strange["net1.weight"]
-    assert ws.plan(graph, "tp=2", tensor, placed=strange).rest["net1.weight"] == strange["net1.weight"]
+    assert ws.plan(graph, "tp=2", tensor).storage["net1.weight"] != strange["net1.weight"]
+    assert ws.plan(graph, "tp=2", tensor, placed=strange).storage["net1.weight"] == strange["net1.weight"]
 
 
 def test_one_rank_solves_nothing() -> None:
     graph = llama(1)[0]
     assert decomposable(graph)
     planned = ws.plan(graph, "dp=2,tp=1", [DataParallel("zero1", axis="dp"), TensorParallel("auto")])
-    assert planned.expanded == ()
+    assert planned.decomposed == ()
 
 
 def test_options_that_say_nothing_are_refused() -> None:
@@ -271,11 +271,11 @@ def small() -> TrainGraph:
 
 
 def test_pins_are_kept() -> None:
-    free = ws.plan(small(), "tp=2", TensorParallel("auto", hardware=QUICK_LINK)).rest["net1.weight"]
+    free = ws.plan(small(), "tp=2", TensorParallel("auto", hardware=QUICK_LINK)).storage["net1.weight"]
     assert free.show((32, 12)) == "32@tp 12"
     for placement, shown in ((Shard(1), "32 12@tp"), (Replicate(), "32 12")):
         tensor = TensorParallel("auto", hardware=QUICK_LINK, pinned={"net1.weight": placement})
-        assert ws.plan(small(), "tp=2", tensor).rest["net1.weight"].show((32, 12)) == shown
+        assert ws.plan(small(), "tp=2", tensor).storage["net1.weight"].show((32, 12)) == shown
 
 
 def test_results_of_modules_can_be_pinned() -> None:
@@ -289,8 +289,8 @@ def test_results_of_modules_can_be_pinned() -> None:
 def test_modules_can_be_left_whole() -> None:
     tensor = TensorParallel("auto", hardware=QUICK_LINK, whole=("net1",))
     planned = ws.plan(small(), "tp=2", tensor)
-    assert planned.rest["net1.weight"].is_replicated
-    assert planned.rest["net1.bias"].is_replicated
+    assert planned.storage["net1.weight"].is_replicated
+    assert planned.storage["net1.bias"].is_replicated
     assert not any(x.is_sharded for x in planned.decisions["addmm"].operands)
 
 

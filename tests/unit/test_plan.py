@@ -64,7 +64,7 @@ def broken(plan: ws.Plan, **fields: object) -> str:
         ({"mesh": "dp"}, "field 'mesh' cannot be read: mesh 'dp': cannot parse 'dp'"),
         ({"mesh": None}, "field 'mesh' is missing"),
         ({"layouts": [[1]]}, "field 'layouts' cannot be read"),
-        ({"rest": {"0.weight": 10_000}}, "field 'rest' cannot be read"),
+        ({"storage": {"0.weight": 10_000}}, "field 'storage' cannot be read"),
         ({"inputs": [{"name": "x"}]}, "field 'inputs' cannot be read"),
         ({"options": {"speed": 11}}, "field 'options' cannot be read"),
     ],
@@ -106,8 +106,8 @@ def test_bytes_at_rest_are_a_rank_share_plus_padding(graph, ranks):
 
 def test_default_style_cuts_what_divides_and_keeps_the_rest(graph):
     plan = ws.plan(graph, "dp=3", ws.DataParallel("default"))
-    assert [plan.rest[f"{n}.weight"].is_sharded for n in (0, 2)] == [True, False]  # 33 rows, 7 rows
-    assert plan.rest["2.weight/exp_avg"] == plan.rest["2.weight"]
+    assert [plan.storage[f"{n}.weight"].is_sharded for n in (0, 2)] == [True, False]  # 33 rows, 7 rows
+    assert plan.storage["2.weight/exp_avg"] == plan.storage["2.weight"]
 
 
 # -- layouts and meshes ------------------------------------------------------------------
@@ -254,6 +254,6 @@ def test_buffers_that_follow_from_no_batch_are_the_same_on_all_ranks() -> None:
         average.update_parameters(model)
 
     planned = ws.plan(ws.capture(step, model, optimizer, average, torch.ones(3, 4)), "dp=2")
-    own = {name for name, layout in planned.rest.items() if layout.varies}
+    own = {name for name, layout in planned.storage.items() if layout.varies}
     statistics = {f"1.{name}" for name in ("running_mean", "running_var")}
     assert own == {f"model.{n}" for n in statistics} | {f"average.module.{n}" for n in statistics} | {"x"}

@@ -313,9 +313,9 @@ def test_wishes_on_the_command_line(step: str, tmp_path: Path):
     )  # fmt: skip
     assert code == 0, text
     made = ws.Plan.from_json(out.read_text())
-    assert made.rest["0.weight"].show((32, 16)) == "32@dp 16"
-    assert made.rest["2.weight"].is_replicated
-    assert made.rest["2.bias"].is_replicated
+    assert made.storage["0.weight"].show((32, 16)) == "32@dp 16"
+    assert made.storage["2.weight"].is_replicated
+    assert made.storage["2.bias"].is_replicated
 
 
 @NEEDS_HF

@@ -42,8 +42,8 @@ def graph() -> ws.TrainGraph:
 
 def test_a_function_decides_where_parameters_are_stored(graph: ws.TrainGraph) -> None:
     plan = ws.plan(graph, "dp=4", ws.DataParallel(shard_weights))
-    assert plan.rest["0.weight"].dims == (("dp",), ())
-    assert plan.rest["0.bias"].dims == ((),)
+    assert plan.storage["0.weight"].dims == (("dp",), ())
+    assert plan.storage["0.bias"].dims == ((),)
     assert plan.strategy == f"{NAME} on dp, mean over ranks"
     assert NAME in plan.explain("0.weight")
     assert "all_gather" in str(ws.partition(graph, plan))
@@ -57,7 +57,7 @@ def test_a_function_makes_the_program_of_the_name_that_stores_alike(graph: ws.Tr
 def test_a_function_beside_tensor_parallelism(graph: ws.TrainGraph) -> None:
     for tensor in (ws.TensorParallel({"0": "colwise", "1": "rowwise"}), ws.TensorParallel("auto")):
         plan = ws.plan(graph, "dp=2,tp=2", [ws.DataParallel(shard_weights, axis="dp"), tensor])
-        assert "dp" in str(plan.rest["0.weight"].dims)
+        assert "dp" in str(plan.storage["0.weight"].dims)
 
 
 def test_compile_runs_it() -> None:
@@ -74,7 +74,7 @@ def test_a_plan_file_does_not_hold_the_function(graph: ws.TrainGraph, tmp_path: 
     plan = ws.plan(graph, "dp=1", ws.DataParallel(shard_weights))
     plan.save(tmp_path / "plan.json")
     read = ws.Plan.load(tmp_path / "plan.json")
-    assert read.rest == plan.rest
+    assert read.storage == plan.storage
     assert read.strategies is None
     with pytest.raises(ws.PlanError) as error:
         ws.compile(train, parallel=read)

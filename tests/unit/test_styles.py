@@ -108,8 +108,10 @@ def simulate(case_name: str, recipe_name: str, world: int, parallel: DataParalle
     later = first
     if captures.later is not captures.first:
         later = Simulation(captures.later, made[1][0], PASSES[passes](made[1][1]), first.pieces)
-        for name, layout in first.plan.created.items():
-            assert later.plan.rest[name] == layout, f"{name}: created {layout}, then taken {later.plan.rest[name]}"
+        for name, layout in first.plan.created_storage.items():
+            assert later.plan.storage[name] == layout, (
+                f"{name}: created {layout}, then taken {later.plan.storage[name]}"
+            )
     for _ in range(STEPS - 1):
         yield later
 
@@ -135,7 +137,7 @@ def compare_state(simulation: Simulation, oracle: Oracle, world: int) -> None:
         expected = oracle.state(rank)
         for given in simulation.plan.inputs:
             if given.role in (Role.PARAM, Role.STATE, Role.BUFFER):
-                varies = simulation.plan.rest[given.name].varies
+                varies = simulation.plan.storage[given.name].varies
                 found = simulation.pieces[given.name][rank] if varies else simulation.whole(given.name)
                 difference = relative(found, expected[given.name].to(found.dtype))
                 assert difference <= TOLERANCE, f"{given.name} on rank {rank}: {difference:.1e}"

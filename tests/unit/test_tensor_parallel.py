@@ -99,11 +99,11 @@ def test_columns_then_rows(hidden: int, shape: tuple[int, ...]) -> None:
         found = check(one, mesh, TensorParallel(models.MLP_PLAN))
         # one to join the outputs, one for the norm of the gradients
         assert collectives(found.local) == {"tp": Counter(all_reduce=2)}
-    assert found.plan.rest["net1.weight"].show((hidden, 12)) == f"{hidden}@tp 12"
-    assert found.plan.rest["net1.bias"].show((hidden,)) == f"{hidden}@tp"
-    assert found.plan.rest["net2.weight"].show((12, hidden)) == f"12 {hidden}@tp"
-    assert found.plan.rest["net2.bias"].show((12,)) == "12"
-    assert found.plan.rest["net2.weight/exp_avg"] == found.plan.rest["net2.weight"]
+    assert found.plan.storage["net1.weight"].show((hidden, 12)) == f"{hidden}@tp 12"
+    assert found.plan.storage["net1.bias"].show((hidden,)) == f"{hidden}@tp"
+    assert found.plan.storage["net2.weight"].show((12, hidden)) == f"12 {hidden}@tp"
+    assert found.plan.storage["net2.bias"].show((12,)) == "12"
+    assert found.plan.storage["net2.weight/exp_avg"] == found.plan.storage["net2.weight"]
 
 
 MESHES = ["dp=2,tp=2", "tp=2,dp=2", "dp=3,tp=2", "dp=2,tp=3"]
@@ -117,9 +117,9 @@ def test_two_axes(mesh: str, style: str) -> None:
     for parallel in ([dp(style), TensorParallel(models.MLP_PLAN)], [TensorParallel(models.MLP_PLAN), dp(style)]):
         found = check(one, mesh, parallel)
     if style == "fully_shard":
-        assert found.plan.rest["net1.weight"].show((14, 12)) == "14@tp,dp 12"
-        assert found.plan.rest["net2.weight"].show((12, 14)) == "12@dp 14@tp"
-        assert found.plan.rest["net1.weight/exp_avg"] == found.plan.rest["net1.weight"]
+        assert found.plan.storage["net1.weight"].show((14, 12)) == "14@tp,dp 12"
+        assert found.plan.storage["net2.weight"].show((12, 14)) == "12@dp 14@tp"
+        assert found.plan.storage["net1.weight/exp_avg"] == found.plan.storage["net1.weight"]
         assert collectives(found.local) == {
             "tp": Counter(all_reduce=2),
             # each parameter is gathered once; the loss and the norm of the gradients are summed
@@ -132,7 +132,7 @@ def test_three_axes_in_any_order(order: tuple[str, ...]) -> None:
     one = OneDevice(builder(MLP, hidden=18), step_of(squares), floats(8, 3, 12))
     mesh = ",".join(f"{axis}=2" for axis in order)
     found = check(one, mesh, [dp("hybrid", ("rep", "dp")), TensorParallel(models.MLP_PLAN)])
-    assert found.plan.rest["net1.weight"].show((18, 12)) == "18@tp,dp 12"
+    assert found.plan.storage["net1.weight"].show((18, 12)) == "18@tp,dp 12"
     counts = collectives(found.local)
     assert counts["tp"] == Counter(all_reduce=2)
     assert counts["dp"] == Counter(all_gather=4, reduce_scatter=4, all_reduce=2)
@@ -180,8 +180,8 @@ def test_fully_shard_and_tensor_parallel_of_the_simple_model() -> None:
     one = OneDevice(builder(SimpleModel), step_of(lambda m, x, y: m(x).sum(), None), floats(8, 3, 5))
     for style in ("fully_shard", "zero2"):
         found = check(one, "dp=2,tp=2", [dp(style), TensorParallel(models.SIMPLE_PLAN)])
-    assert found.plan.rest["net1.weight"].show((8, 5)) == "8@tp 5"
-    assert found.plan.rest["net2.bias"].show((4,)) == "4"
+    assert found.plan.storage["net1.weight"].show((8, 5)) == "8@tp 5"
+    assert found.plan.storage["net2.bias"].show((4,)) == "4"
     counts = collectives(found.local)["tp"]
     assert counts["reduce_scatter"] >= 1  # the rows of net2
 
@@ -225,7 +225,7 @@ def test_merged_collectives_are_bitwise_the_same(mesh: str) -> None:
         simulation.start()
         names = _names(found.plan)
         for batch in one.batches:
-            parts = [cut(t, found.plan.rest[n], found.plan.mesh) for n, t in zip(names, batch, strict=True)]
+            parts = [cut(t, found.plan.storage[n], found.plan.mesh) for n, t in zip(names, batch, strict=True)]
             simulation.step([dict(zip(names, given, strict=True)) for given in zip(*parts, strict=True)])
         runs.append((simulation.pieces, collectives(local)["dp"]))
     (plain, before), (merged, after) = runs
@@ -240,7 +240,7 @@ def test_sequence_on_either_dim(dim: int) -> None:
     one = OneDevice(builder(Normed, bias=True), step_of(squares), floats(5, 7, 10))
     for mesh in ("tp=2", "tp=3"):
         found = check(one, mesh, TensorParallel(plan, sequence_dim=dim))
-        assert found.plan.rest["norm.weight"].show((10,)) == "10"
+        assert found.plan.storage["norm.weight"].show((10,)) == "10"
         assert collectives(found.local)["tp"]["reduce_scatter"] == 2
 
 
@@ -295,7 +295,7 @@ def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:
     assert not moved(found.local, "all_gather", "tp")
     hidden = 4 * 6 * 16
     assert all(meta.tensor(n).numel <= hidden for n in moved(found.local, "all_reduce", "tp"))  # pyright: ignore
-    assert found.plan.rest["tok.weight"].dims[0][0] == "tp"
+    assert found.plan.storage["tok.weight"].dims[0][0] == "tp"
 
 
 def test_loss_parallel_over_a_plan_that_gathers_logits() -> None:
@@ -338,14 +338,14 @@ def test_words_of_older_plans(mesh: str) -> None:
     plan = TensorParallel(OLDER_WORDS, loss_parallel=True)
     found = check(one, mesh, [dp(), plan] if "dp" in mesh else plan)
     same = check(one, mesh, [dp(), TensorParallel(WORDS_NOW)] if "dp" in mesh else TensorParallel(WORDS_NOW))
-    assert found.plan.rest == same.plan.rest
+    assert found.plan.storage == same.plan.storage
     assert collectives(found.local) == collectives(same.local)
 
 
 def test_columns_of_an_embedding() -> None:
     one = OneDevice(builder(Llama, layers=1), step_of(next_token), tokens())
     found = check(one, "tp=2", TensorParallel({"tok": "colwise"}))
-    assert found.plan.rest["tok.weight"].show((21, 16)) == "21 16@tp"
+    assert found.plan.storage["tok.weight"].show((21, 16)) == "21 16@tp"
 
 
 # -- what a plan may say --------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_a_path_may_leave_out_the_name_of_the_argument() -> None:
     one = OneDevice(builder(Two), step_of(squares), floats(4, 12))
     for plan in ({"*.net1": "colwise", "*.net2": "rowwise"}, {"net1": "colwise", "net2": "rowwise"}):
         found = check(one, "tp=2", TensorParallel(plan))
-        assert found.plan.rest["second.net1.weight"].show((32, 12)) == "32@tp 12"
+        assert found.plan.storage["second.net1.weight"].show((32, 12)) == "32@tp 12"
 
 
 def test_weights_stored_in_by_out_and_convolutions() -> None:
@@ -393,7 +393,7 @@ def test_weights_stored_in_by_out_and_convolutions() -> None:
     plan = {"c_fc": "colwise", "c_proj": "rowwise", "conv1": "colwise", "conv2": "rowwise"}
     one = OneDevice(builder(Turned), step_of(squares), floats(4, 12))
     found = check(one, "tp=2", TensorParallel(plan))
-    shown = {n: str(found.plan.rest[n]) for n in ("c_fc", "c_proj", "conv1.weight", "conv2.weight")}
+    shown = {n: str(found.plan.storage[n]) for n in ("c_fc", "c_proj", "conv1.weight", "conv2.weight")}
     assert shown == {"c_fc": "_ _@tp", "c_proj": "_@tp _", "conv1.weight": "_@tp _ _", "conv2.weight": "_ _@tp _"}
 
 
@@ -436,7 +436,7 @@ def test_a_dim_of_size_one_makes_no_heads(mesh: str) -> None:
         return loss.detach()
 
     one = OneDevice(builder(Columns), train, [(torch.randn(4, 6, dtype=torch.float64),) for _ in range(2)])
-    assert check(one, mesh, TensorParallel({"layer": "colwise"})).plan.rest["layer.weight"].is_sharded
+    assert check(one, mesh, TensorParallel({"layer": "colwise"})).plan.storage["layer.weight"].is_sharded
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
     source = {
         node: node
         for given, node in graph.placeholders()
-        if given.role is Role.PARAM and plan.rest[given.name].is_sharded
+        if given.role is Role.PARAM and plan.storage[given.name].is_sharded
     }
     for node in graph.graph.nodes:
         given = operands(node)
@@ -84,7 +84,7 @@ def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source:
     if budget is None and not named:
         return set()
     chosen = {node for given, node in graph.placeholders() if given.name in named}
-    stored = {node: plan.rest[given.name] for given, node in graph.placeholders()}
+    stored = {node: plan.storage[given.name] for given, node in graph.placeholders()}
     uses, held = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
     for order, node in enumerate(graph.graph.nodes):
         if node.op != "call_function" or node in source:

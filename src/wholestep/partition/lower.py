@@ -52,7 +52,7 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         PlanError: the plan was not made for this graph.
     """
     plan.check(graph)
-    graph = plan.expand(graph)
+    graph = plan.decompose(graph)
     local = _Lowering(graph, plan, find_regions(graph, plan)).run()
     check_local_graph(local)
     return local
@@ -78,14 +78,14 @@ class _Lowering:
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
-            self._placeholder(given, node, self.plan.rest[given.name])
+            self._placeholder(given, node, self.plan.storage[given.name])
         for node in self.train.graph.nodes:
             if node.op == "call_function" and node not in self.regions.on_demand:
                 self._emit(node, 0)
         made = [self._result(output.kind, output.target, node) for output, node in self.train.results()]
         self.graph.output(tuple(made))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        rest = tuple(self.plan.rest[i.name] for i in self.train.inputs)
+        rest = tuple(self.plan.storage[i.name] for i in self.train.inputs)
         return LocalGraph(
             self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
             offload=self.train.offload,
@@ -192,11 +192,11 @@ class _Lowering:
     def _result(self, kind: str, target: str, node: Node) -> Node:
         """Reshard an output: updates to their storage layout; results to replicated or varying."""
         have = self._layout(node)
-        if kind == "update" and target in self.plan.rest:
-            want = self.plan.rest[target]
+        if kind == "update" and target in self.plan.storage:
+            want = self.plan.storage[target]
             want = replace(want, varies=have.varies) if have.varies else want
         elif kind == "update":
-            want = self.plan.created[target]
+            want = self.plan.created_storage[target]
         else:
             want = Layout(((),) * len(have.dims), (), have.varies)
         return self._resharded(node, want, self.regions.last)

@@ -124,15 +124,15 @@ def explain(plan: Plan, name: str) -> str:
             return _explain_op(plan, name.removeprefix("%"), decision)
         known = [*(i.name for i in plan.inputs), *plan.decisions]
         raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, known), "correct the name")
-    layout = plan.rest[name]
+    layout = plan.storage[name]
     lines = [f"{name}  {given.role.value} {layout.show(given.meta.shape)}"]
     for axis in [*layout.shard_axes(), *layout.varies]:
-        lines.append(f"  {axis}: {plan.deciders.get(axis, plan.strategy)}")
+        lines.append(f"  {axis}: {plan.axis_strategies.get(axis, plan.strategy)}")
     if not layout.axes:
         lines.append(f"  whole on every rank: {plan.strategy}")
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
-    node = plan.nodes.get(name, "")
+    node = plan.input_nodes.get(name, "")
     for reader, decision in plan.decisions.items():
         if node and node in decision.reads:
             lines.append(

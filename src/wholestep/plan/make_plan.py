@@ -40,7 +40,16 @@ def make_plan(
     grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = PropagationInputs(
-        graph, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut), hardware=hardware
+        graph,
+        mesh,
+        axes,
+        rest,
+        grad_targets,
+        op,
+        options.kind.shards_gradients,
+        per_rank,
+        frozenset(cut),
+        hardware=hardware,
     )
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
@@ -87,7 +96,7 @@ def _placed(
 
 def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
     """Decisions, and the ops that are decomposed because they would need a sharded operand whole."""
-    expanded = list(strategies.pins(start.graph, start.mesh).expanded)
+    expanded = list(strategies.pins(start.graph, start.mesh).decomposed)
     start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))

@@ -122,14 +122,14 @@ class Plan:
         mesh: the mesh.
         strategy: the strategies, in words.
         inputs: the inputs of the step.
-        rest: the storage layout of each input.
+        storage: the storage layout of each input.
         decisions: the layouts of each operation.
         options: choices that are not layouts.
         notes: remarks for the reader.
-        created: layouts of state that the first call of the step creates.
-        expanded: ops that are decomposed; the decisions are about the smaller ops.
-        deciders: the strategy that uses each axis.
-        nodes: the name of each input in the graph.
+        created_storage: layouts of state that the first call of the step creates.
+        decomposed: ops that are decomposed; the decisions are about the smaller ops.
+        axis_strategies: the strategy that uses each axis.
+        input_nodes: the name of each input in the graph.
         objective: estimates, if `Auto` chose the plan.
         strategies: the strategies; None if a file could not store them.
         mixed_precision: of the captured graph.
@@ -140,7 +140,7 @@ class Plan:
 
     Example:
         >>> plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"))
-        >>> print(plan.rest["0.weight"], plan.stored_bytes())
+        >>> print(plan.storage["0.weight"], plan.stored_bytes())
         >>> print(plan.explain("0.weight"))
         >>> plan.save("plan.json")
     """
@@ -148,14 +148,14 @@ class Plan:
     mesh: Mesh
     strategy: str
     inputs: tuple[Input, ...]
-    rest: Mapping[str, Layout]
+    storage: Mapping[str, Layout]
     decisions: Mapping[str, Decision]
     options: Options = Options()
     notes: tuple[str, ...] = ()
-    created: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
-    expanded: tuple[str, ...] = ()
-    deciders: Mapping[str, str] = field(default_factory=dict[str, str])
-    nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    created_storage: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    decomposed: tuple[str, ...] = ()
+    axis_strategies: Mapping[str, str] = field(default_factory=dict[str, str])
+    input_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
     objective: Objective | None = None
     strategies: Strategies | None = field(default=None, compare=False)
     mixed_precision: MixedPrecision | None = None
@@ -172,9 +172,9 @@ class Plan:
 
         return explain(self, name)
 
-    def expand(self, graph: TrainGraph) -> TrainGraph:
+    def decompose(self, graph: TrainGraph) -> TrainGraph:
         """`graph` with the ops in `expanded` decomposed."""
-        return expand(graph, frozenset(self.expanded)) if self.expanded else graph
+        return expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
 
     def check(self, graph: TrainGraph) -> None:
         """Raise PlanError naming the difference if the plan was not made for `graph`."""
@@ -190,8 +190,8 @@ class Plan:
                 "plan this graph again",
             )
         for given in self.inputs:
-            self.rest[given.name].check(given.meta.shape, self.mesh, given.name)
-        graph = self.expand(graph)
+            self.storage[given.name].check(given.meta.shape, self.mesh, given.name)
+        graph = self.decompose(graph)
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
             raise PlanError(
@@ -205,7 +205,7 @@ class Plan:
 
     def input_bytes(self, given: Input) -> int:
         """Bytes of one input on the first rank, as it is stored."""
-        shape = self.rest[given.name].local_shape(given.meta.shape, self.mesh, self.mesh.coordinate(0))
+        shape = self.storage[given.name].local_shape(given.meta.shape, self.mesh, self.mesh.coordinate(0))
         return prod(shape) * given.meta.dtype.itemsize
 
     def with_notes(self, *notes: str) -> Plan:

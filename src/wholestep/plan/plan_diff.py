@@ -114,7 +114,7 @@ def _params(plan: Plan) -> Mapping[str, str]:
 
 
 def _layout(plan: Plan, given: Input) -> str:
-    return f"{short_dtype(given.meta.dtype)}[{plan.rest[given.name].show(given.meta.shape)}]"
+    return f"{short_dtype(given.meta.dtype)}[{plan.storage[given.name].show(given.meta.shape)}]"
 
 
 def _stored(plan: Plan) -> dict[str, tuple[str, str, int]]:

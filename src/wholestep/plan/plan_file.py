@@ -28,8 +28,8 @@ def encode(plan: Plan) -> dict[str, Any]:
         return table.setdefault(layout, len(table))
 
     inputs = [_encode_input(i) for i in plan.inputs]
-    rest = {name: number(layout) for name, layout in plan.rest.items()}
-    created = {name: number(layout) for name, layout in plan.created.items()}
+    rest = {name: number(layout) for name, layout in plan.storage.items()}
+    created = {name: number(layout) for name, layout in plan.created_storage.items()}
     decisions = {
         name: [
             [number(x) for x in d.operands],
@@ -50,8 +50,19 @@ def encode(plan: Plan) -> dict[str, Any]:
     head |= {"strategies": strategy_file.encode(plan.strategies)}
     head |= {"mixed_precision": _encode_precision(plan.mixed_precision), "offload": plan.offload}
     head |= {"hardware": to_json(plan.hardware)}
-    head |= {"expanded": list(plan.expanded), "deciders": dict(plan.deciders), "nodes": dict(plan.nodes)}
-    return {**head, "layouts": layouts, "inputs": inputs, "rest": rest, "created": created, "decisions": decisions}
+    head |= {
+        "decomposed": list(plan.decomposed),
+        "axis_strategies": dict(plan.axis_strategies),
+        "input_nodes": dict(plan.input_nodes),
+    }
+    return {
+        **head,
+        "layouts": layouts,
+        "inputs": inputs,
+        "storage": rest,
+        "created_storage": created,
+        "decisions": decisions,
+    }
 
 
 def _encode_precision(given: MixedPrecision | None) -> dict[str, str | None] | None:
@@ -81,15 +92,15 @@ def decode(data: Mapping[str, Any]) -> Plan:
         mesh=mesh,
         strategy=_field(data, "strategy", str),
         inputs=_field(data, "inputs", lambda v: tuple(_decode_input(x) for x in v)),
-        rest=_field(data, "rest", lambda v: {str(k): layouts[i] for k, i in v.items()}),
-        created=_field(data, "created", lambda v: {str(k): layouts[i] for k, i in v.items()}),
+        storage=_field(data, "storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
+        created_storage=_field(data, "created_storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
         decisions=_field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
         options=_field(data, "options", _options),
         objective=_field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
         notes=_field(data, "notes", lambda v: tuple(map(str, v))),
-        expanded=_field(data, "expanded", lambda v: tuple(map(str, v))),
-        deciders=_field(data, "deciders", lambda v: {str(k): str(x) for k, x in v.items()}),
-        nodes=_field(data, "nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
+        decomposed=_field(data, "decomposed", lambda v: tuple(map(str, v))),
+        axis_strategies=_field(data, "axis_strategies", lambda v: {str(k): str(x) for k, x in v.items()}),
+        input_nodes=_field(data, "input_nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
         strategies=_field({"strategies": None, **data}, "strategies", strategy_file.decode),
         mixed_precision=_field(data, "mixed_precision", _decode_precision),
         offload=_field(data, "offload", bool),

@@ -30,8 +30,8 @@ def show_plan(plan: Plan) -> str:
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
     lines += [f"  note: {note}" for note in plan.notes]
-    if plan.expanded:
-        lines.append(f"  decomposed into smaller operations that can be sharded: {_some(plan.expanded)}")
+    if plan.decomposed:
+        lines.append(f"  decomposed into smaller operations that can be sharded: {_some(plan.decomposed)}")
     found = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")
     if found:
         lines.append(f"  sharded by discovered rules (see wholestep.rule to write your own): {_some(found)}")
@@ -51,9 +51,9 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
     rows = [("parameter", "stored as", "bytes/rank", "state stored as", "bytes/rank")]
     for p in params:
         big = [s for s in states[p.name] if s.meta.shape == p.meta.shape]
-        layout = plan.rest[big[0].name].show(p.meta.shape) if big else "-"
+        layout = plan.storage[big[0].name].show(p.meta.shape) if big else "-"
         state = human(sum(plan.input_bytes(s) for s in states[p.name]))
-        rows.append((p.name, plan.rest[p.name].show(p.meta.shape), human(plan.input_bytes(p)), layout, state))
+        rows.append((p.name, plan.storage[p.name].show(p.meta.shape), human(plan.input_bytes(p)), layout, state))
     return rows
 
 
@@ -79,7 +79,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _movement(plan: Plan) -> list[str]:
     kept = plan.options.keep_gathered_bytes
-    if not any(plan.rest[i.name].is_sharded for i in plan.inputs if i.role is Role.PARAM):
+    if not any(plan.storage[i.name].is_sharded for i in plan.inputs if i.role is Role.PARAM):
         return []
     text = (
         "kept from forward to backward"

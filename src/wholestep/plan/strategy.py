@@ -23,14 +23,14 @@ class Pins:
     """Layouts that a strategy fixes along its axes.
 
     `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `ways`: how a node
-    runs along an axis, the name of an op strategy (`ways.Way`) for each group of its rule. `expanded`: ops to decompose
+    runs along an axis, the name of an op strategy (`ways.Way`) for each group of its rule. `decomposed`: ops to decompose
     first; nodes in `ways` are not decomposed.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])
     reads: Mapping[tuple[str, str], States] = field(default_factory=dict[tuple[str, str], States])
     ways: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict[str, Mapping[str, tuple[str, ...]]])
-    expanded: tuple[str, ...] = ()
+    decomposed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Strategies:
         for part in self.parts:
             pins = part.pins(graph, mesh)
             ways |= {name: {**ways.get(name, {}), **asked} for name, asked in pins.ways.items()}
-            expanded |= dict.fromkeys(pins.expanded)
+            expanded |= dict.fromkeys(pins.decomposed)
             results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
             reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
         return Pins(results, reads, ways, tuple(expanded))

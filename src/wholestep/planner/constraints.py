@@ -211,15 +211,15 @@ class _Finished:
 
     def made(self, name: str) -> Layout | None:
         """The storage layout of a parameter, or the result of an operation; of its last op where it is decomposed."""
-        if name in self.plan.rest:
-            return self.plan.rest[name]
+        if name in self.plan.storage:
+            return self.plan.storage[name]
         calls = self._calls(name)
         return calls[-1].given[0] if calls else None
 
     def held(self, name: str, calls: bool) -> Iterator[Layout]:
         """Storage layouts of a parameter, its state and its gradient; with `calls`, those of a call too."""
-        if name in self.plan.rest:
-            yield self.plan.rest[name]
+        if name in self.plan.storage:
+            yield self.plan.storage[name]
             yield from self._owned.get(name, ())
         for one in self._calls(name) if calls else ():
             yield from (*one.operands, *one.given)
@@ -234,8 +234,8 @@ class _Finished:
         found: dict[str, list[Layout]] = {}
         for given in self.plan.inputs:
             if given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
-                found.setdefault(given.owner, []).append(self.plan.rest[given.name])
-        for key, layout in self.plan.created.items():
+                found.setdefault(given.owner, []).append(self.plan.storage[given.name])
+        for key, layout in self.plan.created_storage.items():
             found.setdefault(key.rpartition("/")[0], []).append(layout)
         return found
 

@@ -36,8 +36,8 @@ class Symmetrizer:
     def __call__(self, made: IlpResult) -> IlpResult:
         """The symmetrized solution."""
         found, pins = made.found, made.found.pins
-        expanded = tuple(self._names(pins.expanded))
-        pins = replace(pins, results=self._spread(pins.results), ways=self._spread(pins.ways), expanded=expanded)
+        expanded = tuple(self._names(pins.decomposed))
+        pins = replace(pins, results=self._spread(pins.results), ways=self._spread(pins.ways), decomposed=expanded)
         params, storage = self._spread(found.params), self._spread(found.storage)
         return replace(made, found=replace(found, pins=pins, params=params, storage=storage))
 

@@ -61,10 +61,10 @@ def _add(root: Branch, given: Input, leaf: Leaf) -> None:
 
 
 def _leaf(plan: Plan, given: Input, state_bytes: int) -> Leaf:
-    layout = plan.rest[given.name]
+    layout = plan.storage[given.name]
     local = layout.local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0))
     axes = [*layout.shard_axes(), *layout.varies]
-    why = "; ".join(f"{axis}: {plan.deciders.get(axis, plan.strategy)}" for axis in axes)
+    why = "; ".join(f"{axis}: {plan.axis_strategies.get(axis, plan.strategy)}" for axis in axes)
     return Leaf(
         given.name.split(".")[-1],
         "parameter" if given.role is Role.PARAM else "buffer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ..backend.pipeline import edited, with_order_from, pipeline
+from ..backend.pipeline import edited, pipeline, with_order_from
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.launch import World

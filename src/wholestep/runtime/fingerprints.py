@@ -87,7 +87,7 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
             lines.append(
-                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.rest[i.name].show(i.meta.shape)}]"
+                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
             )
     for node in local.graph.nodes:
         if is_collective(node):

@@ -33,24 +33,24 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
-    sharded = {i.owner or i.name for i in plan.inputs if plan.rest[i.name].is_sharded}
-    sharded |= {name.rpartition("/")[0] for name, layout in plan.created.items() if layout.is_sharded}
+    sharded = {i.owner or i.name for i in plan.inputs if plan.storage[i.name].is_sharded}
+    sharded |= {name.rpartition("/")[0] for name, layout in plan.created_storage.items() if layout.is_sharded}
     for name, held in state.params.items():
         if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
             continue
         if shared:
             _from_first_rank(held.tensor.detach(), world)
         if name in sharded:
-            _shard_param(state, held, plan.rest[name], world)
+            _shard_param(state, held, plan.storage[name], world)
         elif held.tensor.device.type != torch.device(world.home).type:
             held.tensor.data = held.tensor.data.to(world.home)
-        vars(held.tensor)[_PLACED] = plan.rest[name]
+        vars(held.tensor)[_PLACED] = plan.storage[name]
     for name, held in state.buffers.items():
         if held.tensor.device.type != torch.device(world.device).type:
             held_state.put(held, held.tensor.to(world.device))
         if shared and _PLACED not in vars(held.tensor):
             dist.broadcast(held.tensor, 0)
-        vars(held.tensor)[_PLACED] = plan.rest[name]
+        vars(held.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
 
 
@@ -131,7 +131,7 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
     for key, value in entry.items():
         if not isinstance(value, torch.Tensor):
             continue
-        layout = plan.rest.get(held_state.state_input(owner, key, value, number, label).name)
+        layout = plan.storage.get(held_state.state_input(owner, key, value, number, label).name)
         have = dtensor.layout_of(value, world.mesh) if isinstance(value, DTensor) else replicated(value.dim())
         if layout is not None and layout != have:
             whole = value.full_tensor() if isinstance(value, DTensor) else value

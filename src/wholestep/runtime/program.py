@@ -120,7 +120,7 @@ class Program:
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""
-        rest = self.plan.rest
+        rest = self.plan.storage
         return {
             given.name: local(get(key))
             for given, (get, key, _) in zip(self._kept, self._slots, strict=True)
@@ -130,7 +130,7 @@ class Program:
     def _check_pieces(self) -> None:
         """Every rank's piece has the shape that the plan gives it."""
         for given, piece in zip(self._kept, self._held, strict=True):
-            layout = self.plan.rest[given.name]
+            layout = self.plan.storage[given.name]
             planned = layout.local_shape(given.meta.shape, self.world.mesh, self.world.coordinate)
             if tuple(piece.shape) != planned:
                 raise StateError(
@@ -256,7 +256,7 @@ class Program:
             number, owner, key = self._made_by(name)
             value: torch.Tensor = tensor
             like = state.params[owner].tensor
-            layout = self.plan.created[name]
+            layout = self.plan.created_storage[name]
             as_param = isinstance(like, DTensor) and tensor.dim()
             if self.world.devices is not None and (layout.is_sharded or as_param):
                 shape = like.shape if layout.is_sharded else tensor.shape  # state may have a shape of its own

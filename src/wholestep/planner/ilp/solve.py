@@ -96,7 +96,7 @@ class _LayoutProgram:
         if made is None:
             return None
         found = self.builder.layouts(self.presolved.original(made.picked))
-        found = replace(found, pins=replace(found.pins, expanded=self.names))
+        found = replace(found, pins=replace(found.pins, decomposed=self.names))
         nodes = len(self.builder.calls) + len(self.builder.params)
         self.known.append((budget, IlpResult(found, made, len(self.presolved.problem.choices), nodes)))
         return self.known[-1][1]
