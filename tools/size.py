@@ -1,7 +1,8 @@
 """Report the code lines of the package, per file and per function, and hold them to the house limits.
 
-A code line is a line that is not blank, not only a comment and not part of a docstring. `--brief` prints what is over a
-limit and the totals only. Exit status 1 when a file or a function is over its hard limit.
+A code line is a line that is not blank, not only a comment and not part of a docstring. The budget of the whole package
+counts all lines (docs/decisions/0044-a-budget-of-lines.md). `--brief` prints what is over a limit and the totals only.
+Exit status 1 when a file, a function or the package is over its hard limit.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WARN_FILE, MAX_FILE = 400, 500
 WARN_FUNCTION, MAX_FUNCTION = 60, 80
+BUDGET = 38_300
 LONGEST_SHOWN = 10
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
@@ -86,12 +88,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--brief", action="store_true", help="print what is over a limit and the totals only")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "src" / "wholestep")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="lines of all files, with prose and blank lines")
     options = parser.parse_args()
     folder: Path = options.folder.resolve()
     files: list[Size] = []
     bodies: list[Size] = []
+    lines = 0
     for path in sorted(folder.rglob("*.py")):
-        size, inner = measure(path.read_text(), path.relative_to(folder.parent).as_posix())
+        source = path.read_text()
+        lines += len(source.splitlines())
+        size, inner = measure(source, path.relative_to(folder.parent).as_posix())
         files.append(size)
         bodies.extend(inner)
     if not files:
@@ -105,7 +111,9 @@ def main() -> int:
     print("\n".join(row(*r) for r in shown + longest))
     total = sum(size.lines for size in files)
     print(f"{total} code lines in {len(files)} files, {len(bodies)} functions")
-    return int(any(verdict.startswith("TOO") for _, verdict in file_rows + body_rows))
+    over = lines > options.budget
+    print(f"{lines} lines in all, {'TOO MANY for the' if over else 'within the'} budget of {options.budget}")
+    return int(over or any(verdict.startswith("TOO") for _, verdict in file_rows + body_rows))
 
 
 if __name__ == "__main__":

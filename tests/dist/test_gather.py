@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.steps import mean_square as train_step
-from wholestep.backend.gloo.collectives import funcol, gather
+from wholestep.backend.gloo.exchange import funcol, gather
 
 IN_FLIGHT = 8
 

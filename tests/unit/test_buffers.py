@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from wholestep.backend.gloo.buffers import Buffers
-from wholestep.backend.gloo.collectives import add_parts
+from wholestep.backend.gloo.exchange import add_parts
 from wholestep.passes import bucket
 
 MANY = 1 << 16  # elements: 256 KiB of float32

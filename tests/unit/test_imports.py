@@ -1,25 +1,23 @@
 """Imports point one way, private torch names live in `_torch`, and `node.meta` is touched in `graph/meta.py` alone.
 
-The order is that of docs/how-it-works.md. A module that `LEVEL` does not know fails: give it a place first.
+The order is that of docs/how-it-works.md. A module that `ORDER` does not name fails: give it a place first. Modules
+import each other in no circle, not even inside functions. Two modules or two public classes never share a name.
 """
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
-SUPPORT = "units graph mesh layout precision rules hardware cost reshard dtensor errors tuning _torch"
+SUPPORT = "errors precision units tuning _torch mesh layout graph dtensor rules hardware cost reshard"
 STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
-READERS = "cli __main__"
+READERS = "compile report __init__ cli __main__"
 
-# A unit imports units of a lower level; support units and readers also import each other.
-LEVEL = (
-    dict.fromkeys(SUPPORT.split(), 0)
-    | {name: i + 1 for i, name in enumerate(STAGES.split())}
-    | {"compile": 14, "report": 15, "__init__": 16}
-    | dict.fromkeys(READERS.split(), 17)
-)
+# A unit imports units that stand before it.
+ORDER = [*SUPPORT.split(), *STAGES.split(), *READERS.split()]
+LEVEL = {name: i for i, name in enumerate(ORDER)}
 DICT_METHODS = {"get", "update", "setdefault", "pop", "copy", "items", "keys", "values", "clear"}
 
 
@@ -50,8 +48,7 @@ def direction_faults(source: str, module: str) -> list[str]:
     faults: list[str] = []
     for line, name in imports(ast.parse(source), module):
         target = unit_of(name)
-        peers = LEVEL[unit] == LEVEL[target]
-        if name.split(".")[0] == "wholestep" and not peers and LEVEL[unit] < LEVEL[target]:
+        if name.split(".")[0] == "wholestep" and LEVEL[unit] < LEVEL[target]:
             faults.append(f"{module}:{line}: {unit} imports {name}, which comes later ({target})")
     return faults
 
@@ -139,8 +136,82 @@ def test_package(check) -> None:
     assert not faults, "\n".join(faults)
 
 
+class _RuntimeImports(ast.NodeTransformer):
+    """Drops what runs for a type checker alone."""
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if dotted_name(node.test).endswith("TYPE_CHECKING") else node
+
+
+def dependencies(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports when it runs, at its top or in a function, without imports for types."""
+    found: dict[str, set[str]] = {module: set() for module in sources}
+    for module, source in sources.items():
+        for _, name in imports(_RuntimeImports().visit(ast.parse(source)), module):
+            for dotted in (name, name.rpartition(".")[0]):
+                path = f"{dotted.replace('.', '/')}.py"
+                if path in sources and path != module:
+                    found[module].add(path)
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one twice; empty if there is none."""
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in done:
+            for target in sorted(graph[module]):
+                found = search(target, [*path, module])
+                if found:
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := search(module, []))), [])
+
+
+def shared_names(sources: dict[str, str]) -> list[str]:
+    """Modules with one file name, and public classes with one name."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, source in sources.items():
+        if not module.rpartition("/")[2].startswith("__"):
+            places[module.rpartition("/")[2]].append(module)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    return [f"{name} is in {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    found = circle(dependencies({module: path.read_text() for module, path in MODULES.items()}))
+    assert not found, " -> ".join(found)
+
+
+def test_no_two_modules_and_no_two_public_classes_share_a_name() -> None:
+    faults = shared_names({module: path.read_text() for module, path in MODULES.items()})
+    assert not faults, "\n".join(faults)
+
+
+def test_a_circle_through_a_function_is_found_and_one_through_types_is_none() -> None:
+    top = {"w/a.py": "from .b import x", "w/b.py": "def f():\n    from .a import y", "w/c.py": "from . import a"}
+    assert circle(dependencies(top)) == ["w/a.py", "w/b.py", "w/a.py"]
+    typed = top | {"w/b.py": "if TYPE_CHECKING:\n    from .a import y"}
+    assert dependencies(typed)["w/c.py"] == {"w/a.py"}
+    assert circle(dependencies(typed)) == []
+
+
+def test_a_name_that_is_there_twice_is_found() -> None:
+    twice = {"w/a/x.py": "class A: ...", "w/b/x.py": "class _P: ...", "w/b/y.py": "class A: ...\nclass _P: ..."}
+    assert shared_names(twice) == ["A is in w/a/x.py, w/b/y.py", "x.py is in w/a/x.py, w/b/x.py"]
+
+
 BAD = [
     (direction_faults, "plan/plan.py", "from wholestep.partition import lower"),
+    (direction_faults, "mesh.py", "from .layout import Layout"),
+    (direction_faults, "graph/graph.py", "from ..rules import registry"),
     (direction_faults, "plan/plan.py", "from ..runtime.step import CompiledStep"),
     (direction_faults, "plan/plan.py", "from .. import partition"),
     (direction_faults, "plan/auto/solve.py", "from ...passes import base"),

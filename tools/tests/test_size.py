@@ -37,14 +37,24 @@ def _body(lines: int) -> str:
 def test_counts(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "a.py").write_text(EXAMPLE)
-    done = _run(tmp_path / "pkg")
+    done = _run(tmp_path / "pkg", "--budget", "99")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         "     6  pkg/a.py",
         "     5  pkg/a.py:9 f",
         "     3  pkg/a.py:12 f.g",
         "6 code lines in 1 files, 2 functions",
+        "16 lines in all, within the budget of 99",
     ]
+
+
+def test_the_budget_counts_prose_and_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('"""Prose."""\n\nx = 1\n')
+    (tmp_path / "b.py").write_text("# prose\n")
+    assert _run(tmp_path, "--budget", "4").returncode == 0
+    done = _run(tmp_path, "--budget", "3")
+    assert done.returncode == 1
+    assert "4 lines in all, TOO MANY for the budget of 3" in done.stdout
 
 
 @pytest.mark.parametrize(

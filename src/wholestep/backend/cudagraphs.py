@@ -25,7 +25,7 @@ from ..partition.rank_ops import drawn, to_device, to_host
 from ..rules.registry import is_random
 from ..tuning import TUNING
 from .eager import eager
-from .gloo.collectives import gather, swap
+from .gloo.exchange import gather, swap
 from .protocol import NodeClock, Run
 from .tensorize_numbers import as_tensors, following, in_single_precision
 

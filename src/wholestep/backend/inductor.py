@@ -19,7 +19,7 @@ from ..partition.rank_ops import drawn, to_device, to_host
 from ..passes.bucket import outline
 from ..rules.registry import is_random
 from .eager import eager
-from .gloo.collectives import gather, swap
+from .gloo.exchange import gather, swap
 from .protocol import NodeClock, Run
 from .subgraphs import in_segments
 from .tensorize_numbers import as_tensors

@@ -16,7 +16,7 @@ from ..layout import resolve
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
-from .gloo.collectives import add_up, gather, to_exchange
+from .gloo.exchange import add_up, gather, to_exchange
 
 funcol = torch.ops._c10d_functional
 

@@ -29,7 +29,7 @@ from ..runtime.cross_step_runner import flush_pending
 from ..runtime.step import CompiledStep
 from . import durable, manifest, snapshot
 from .collective_calls import gather_from_ranks, on_every_rank, on_first_rank, rank_and_size
-from .manifest import Manifest, SavedTensor
+from .manifest import CheckpointTensor, Manifest
 
 VALUES = "values.pt"
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -106,7 +106,7 @@ def save(
     return on_first_rank(lambda: _publish(root, aside, written, keep))
 
 
-def _saved_of_all(own: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
+def _saved_of_all(own: dict[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
     """What all ranks saved, by name: the first rank's, and what other ranks have beside it."""
     first = on_first_rank(lambda: own)
     beside = gather_from_ranks(lambda: {name: saved for name, saved in own.items() if first.get(name) != saved})

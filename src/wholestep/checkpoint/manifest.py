@@ -22,7 +22,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class CheckpointTensor:
     """One tensor of a checkpoint. `role` is param, buffer, state (then `owner`, `key`, `optimizer` are set) or rank:
     what one rank alone had.
     """
@@ -55,7 +55,7 @@ class Manifest:
     world_size: int
     mesh: str
     saved_at: float
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, CheckpointTensor]
     optimizers: Mapping[str, SavedOptimizer]
     files: Mapping[str, tuple[int, int]]
 
@@ -97,10 +97,10 @@ def read(folder: Path) -> Manifest:
 
 def _decode(fields: dict[str, Any]) -> Manifest:
     del fields["format"]
-    tensors: dict[str, SavedTensor] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     for name, about in fields.pop("tensors").items():
         about["shape"] = tuple(about["shape"])
-        tensors[name] = SavedTensor(**about)
+        tensors[name] = CheckpointTensor(**about)
     saved = fields.pop("optimizers").items()
     optimizers = {n: SavedOptimizer(o["kind"], tuple(tuple(group) for group in o["groups"])) for n, o in saved}
     files = {n: (size, crc) for n, (size, crc) in fields.pop("files").items()}

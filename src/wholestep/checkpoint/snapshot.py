@@ -17,7 +17,7 @@ from ..capture.state import StepState
 from ..distributed.launch import job
 from ..runtime import random_state
 from .collective_calls import on_first_rank
-from .manifest import Manifest, SavedOptimizer, SavedTensor
+from .manifest import CheckpointTensor, Manifest, SavedOptimizer
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Options of a parameter group that select an implementation."""
@@ -30,7 +30,7 @@ class Snapshot:
     """
 
     tensors: dict[str, torch.Tensor]
-    saved: dict[str, SavedTensor]
+    saved: dict[str, CheckpointTensor]
     optimizers: dict[str, SavedOptimizer]
     options: dict[str, list[dict[str, Any]]]
     values: dict[str, dict[str, dict[Any, Any]]]
@@ -38,7 +38,7 @@ class Snapshot:
 
 def take(state: StepState) -> Snapshot:
     """A snapshot by reference: nothing is copied. Tied parameters appear once."""
-    saved: dict[str, SavedTensor] = {}
+    saved: dict[str, CheckpointTensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     for role, table in (("param", state.params), ("buffer", state.buffers)):
         for name, held in table.items():
@@ -59,8 +59,8 @@ def take(state: StepState) -> Snapshot:
     return Snapshot(tensors, saved, _optimizers(state), options, values)
 
 
-def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> SavedTensor:
-    return SavedTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
+def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> CheckpointTensor:
+    return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
 
 
 def _optimizers(state: StepState) -> dict[str, SavedOptimizer]:
@@ -138,7 +138,7 @@ def differences(manifest: Manifest, state: StepState) -> list[str]:
     return lines
 
 
-def _different_names(manifest: Manifest, live: Mapping[str, SavedTensor]) -> Iterator[str]:
+def _different_names(manifest: Manifest, live: Mapping[str, CheckpointTensor]) -> Iterator[str]:
     roles = ("param", "buffer")
     before = {n: s for n, s in manifest.tensors.items() if s.role in roles}
     here = {n: s for n, s in live.items() if s.role in roles}
@@ -174,7 +174,7 @@ class Restore:
         own = own_names(self.manifest)
         return own.get(name, name)
 
-    def _states(self) -> Iterator[tuple[str, SavedTensor, Optimizer, torch.Tensor]]:
+    def _states(self) -> Iterator[tuple[str, CheckpointTensor, Optimizer, torch.Tensor]]:
         theirs = {saved: self.state.optimizers[label] for label, saved in self._pairs().items()}
         for name, saved in self.manifest.tensors.items():
             if saved.role == "state" and saved.optimizer in theirs:
@@ -231,11 +231,11 @@ def own_names(manifest: Manifest) -> dict[str, str]:
     return {n.removeprefix(prefix): n for n in own} if size == manifest.world_size else {}
 
 
-def _fits(live: Any, saved: SavedTensor) -> bool:
+def _fits(live: Any, saved: CheckpointTensor) -> bool:
     return isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape
 
 
-def _new(saved: SavedTensor, optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
+def _new(saved: CheckpointTensor, optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
     """State that does not exist yet is cut as its parameter is, or whole; counts stay on the CPU, as in torch.optim."""
     dtype = getattr(torch, saved.dtype)
     cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)

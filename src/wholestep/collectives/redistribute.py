@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..backend.eager import eager
-from ..backend.gloo.collectives import exchanges
+from ..backend.gloo.exchange import exchanges
 from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..dtensor import layout_from

@@ -21,8 +21,8 @@ from ..graph.meta import last_user_frame
 from .sections import (
     GRAPH,
     LAYOUTS,
-    Difference,
     Section,
+    SectionDifference,
     difference,
     entry_of,
     first_other_call,
@@ -119,8 +119,8 @@ class Rendezvous:
             )
         if found.late is not None:
             raise self._late_program(found.late)
-        result: Difference | tuple[str, int] = found.value
-        if isinstance(result, Difference):
+        result: SectionDifference | tuple[str, int] = found.value
+        if isinstance(result, SectionDifference):
             raise self._difference(label, result, sections)
         first_call, first_other = result
         return Calls(first_other, call == first_call)
@@ -259,7 +259,7 @@ class Rendezvous:
             "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow",
         )
 
-    def _difference(self, label: str, found: Difference, sections: Mapping[str, Section]) -> RankMismatchError:
+    def _difference(self, label: str, found: SectionDifference, sections: Mapping[str, Section]) -> RankMismatchError:
         """Exchange the lines of the section that differs: the lowest rank of each group publishes the group's."""
         section, ranks = found.section, {one: list(ranks) for one, ranks in found.groups}
         first = found.groups[0][0]

@@ -39,7 +39,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Difference:
+class SectionDifference:
     """The first section that differs, and the ranks by its fingerprint."""
 
     section: str
@@ -65,7 +65,7 @@ def merged(tallies: Iterable[Tally]) -> Tally:
     return out
 
 
-def difference(tally: Tally) -> Difference | None:
+def difference(tally: Tally) -> SectionDifference | None:
     """The first section of which ranks have different fingerprints, sections of `PER_CALL` within each kind of call."""
     rows = sorted((ranges[0][0], entry, ranges) for entry, ranges in tally.items())
     calls = list(dict.fromkeys(call for _, (call, _), _ in rows))
@@ -78,7 +78,7 @@ def difference(tally: Tally) -> Difference | None:
                     ranks = [rank for first, last in ranges for rank in range(first, last + 1)]
                     groups.setdefault(fingerprint, []).extend(ranks)
             if len(groups) > 1:
-                return Difference(section, tuple((one, tuple(sorted(ranks))) for one, ranks in groups.items()))
+                return SectionDifference(section, tuple((one, tuple(sorted(ranks))) for one, ranks in groups.items()))
     return None
 
 

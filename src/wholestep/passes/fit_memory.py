@@ -24,7 +24,7 @@ _HIDDEN = TUNING.hidden_gather_share
 
 @dataclass(frozen=True)
 class Fitting:
-    """A choice that meets a budget: tensors to recompute or re-gather, and which list of `smaller_buckets` passes follows.
+    """A choice that meets a budget: tensors to recompute or re-gather, and which of `smaller_buckets` follows.
 
     `way` is the index into `smaller_buckets(passes)`.
     """

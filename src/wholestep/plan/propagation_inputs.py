@@ -25,10 +25,10 @@ from .strategy import Pins
 class PropagationInputs:
     """The inputs of propagation.
 
-    `rest`: storage layouts. `grad_targets`: the layout to which each parameter's gradient is reduced; with `scatter` as soon
-    as it is complete. Along `per_rank` axes each rank runs the step on its own batch; along `storage` axes parameters
-    are sharded in storage only. `pins` fixes layouts of results and operands along some axes. `hardware` prices
-    resharding.
+    `rest`: storage layouts. `grad_targets`: the layout to which each parameter's gradient is reduced; with `scatter`
+    as soon as it is complete. Along `per_rank` axes each rank runs the step on its own batch; along `storage` axes
+    parameters are sharded in storage only. `pins` fixes layouts of results and operands along some axes. `hardware`
+    prices resharding.
     """
 
     graph: TrainGraph

@@ -23,8 +23,8 @@ class Pins:
     """Layouts that a strategy fixes along its axes.
 
     `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `ways`: how a node
-    runs along an axis, the name of an op strategy (`ways.Way`) for each group of its rule. `decomposed`: ops to decompose
-    first; nodes in `ways` are not decomposed.
+    runs along an axis, the name of an op strategy (`op_strategies.OpStrategy`) for each group of its rule.
+    `decomposed`: ops to decompose first; nodes in `ways` are not decomposed.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])

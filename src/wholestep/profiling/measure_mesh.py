@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backend.gloo.collectives import add_parts, exchanges, funcol, gather, swap
+from ..backend.gloo.exchange import add_parts, exchanges, funcol, gather, swap
 from ..errors import MeshError
 from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
 from ..hardware.curve_fit import TimeSample

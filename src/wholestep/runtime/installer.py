@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..backend.build import compiled
 from ..backend.eager import WaitClock
-from ..backend.gloo.collectives import exchanges
+from ..backend.gloo.exchange import exchanges
 from ..backend.protocol import Run
 from ..backend.rank_binding import bind
 from ..capture.scheduled_numbers import scheduled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..backend.gloo.collectives import exchanges
+from ..backend.gloo.exchange import exchanges
 from ..backend.rank_binding import bind
 from ..cost.memory import peak_memory
 from ..distributed.launch import World

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..backend.build import compiled
-from ..backend.gloo.collectives import exchanges
+from ..backend.gloo.exchange import exchanges
 from ..backend.rank_binding import bind
 from ..capture.call_structure import take_apart
 from ..cost.timeline import Timeline, timeline
