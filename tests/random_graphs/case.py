@@ -21,7 +21,8 @@ from wholestep.graph.decompose import ROUNDS, can_expand, expand
 from wholestep.graph.graph import Input, Role
 from wholestep.layout import AxisState, Layout, replicated
 from wholestep.mesh import Mesh
-from wholestep.plan.plan import Options, Plan
+from wholestep.plan.decision import Options
+from wholestep.plan.plan import Plan
 from wholestep.plan.propagate import propagate, would_gather
 from wholestep.plan.propagation_inputs import PropagationInputs
 from wholestep.plan.strategy import Pins

@@ -22,7 +22,7 @@ from wholestep.graph.meta import meta_of
 from wholestep.graph.text import show_call
 from wholestep.layout import REPLICATED, Layout
 from wholestep.mesh import Mesh
-from wholestep.plan.plan import Options
+from wholestep.plan.decision import Options
 from wholestep.plan.propagation_inputs import moving
 from wholestep.plan.strategy import Pins
 

@@ -11,7 +11,7 @@ from tests.unit.test_auto import GRAPHS, PAIRS, train
 from tests.unit.test_auto_short_steps import FAST, deep
 from wholestep.layout import REPLICATED, AxisState
 from wholestep.plan.solved_layouts import SolvedLayouts
-from wholestep.plan.strategy import compose
+from wholestep.plan.strategies import compose
 from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
 from wholestep.planner.folded_step import fold_step
 from wholestep.planner.ilp_candidates import IlpCandidates

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from wholestep.cost.memory import peak_memory
 from wholestep.passes.fit_memory import FitMemory
-from wholestep.plan.strategy import compose
+from wholestep.plan.strategies import compose
 from wholestep.planner.bounds import costs, lower_bound
 from wholestep.planner.candidates import Template, templates
 from wholestep.planner.evaluate import Evaluator

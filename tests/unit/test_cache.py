@@ -27,9 +27,10 @@ from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph, copy_graph
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
-from wholestep.plan.plan import Objective
+from wholestep.plan.decision import Objective
 from wholestep.plan.solved_layouts import SolvedLayouts
-from wholestep.plan.strategy import Pins, Strategies
+from wholestep.plan.strategies import Strategies
+from wholestep.plan.strategy import Pins
 from wholestep.runtime import choose_strategy, finalize
 
 MEASURED = ws.Hardware.measured(flops_per_us=50_000.0, launch_us=7.25)

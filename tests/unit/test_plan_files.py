@@ -17,7 +17,8 @@ from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
 from wholestep.plan.solved_layouts import SolvedLayouts
-from wholestep.plan.strategy import Pins, Strategies
+from wholestep.plan.strategies import Strategies
+from wholestep.plan.strategy import Pins
 from wholestep.plan.strategy_file import decode, encode
 
 HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)

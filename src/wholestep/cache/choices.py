@@ -10,8 +10,8 @@ from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
 from ..passes.fit_memory import Fitting
 from ..plan import strategy_file
-from ..plan.plan import Objective
-from ..plan.strategy import Strategies
+from ..plan.decision import Objective
+from ..plan.strategies import Strategies
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_nam
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
-from ..plan.plan import Decision, Plan
+from ..plan.decision import Decision
+from ..plan.plan import Plan
 from ..plan.propagation_inputs import moving
 from ..reshard import reshard
 from ..rules.call import Call

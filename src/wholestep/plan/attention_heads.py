@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph, node_at
 from ..mesh import Mesh
-from .plan import Decision
+from .decision import Decision
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

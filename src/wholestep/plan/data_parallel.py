@@ -12,7 +12,7 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
 from ..tuning import TUNING
-from .plan import Decision
+from .decision import Decision
 from .storage_styles import STYLES, StorageStyle, Store, style_named
 from .strategy import BatchCut, Pins, Resting
 

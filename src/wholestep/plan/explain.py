@@ -19,7 +19,8 @@ from ..reshard import Path, reshard
 from ..rules.rule import Group
 
 if TYPE_CHECKING:
-    from .plan import Decision, Plan
+    from .decision import Decision
+    from .plan import Plan
 
 _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "taken as each rank's own"}
 

@@ -15,11 +15,13 @@ from ..hardware.presets import one_host
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
-from .plan import Decision, Options, Plan
+from .decision import Decision, Options
+from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, per_rank_buffers, varying
 from .semantics import differences
-from .strategy import Resting, Strategies
+from .strategies import Strategies
+from .strategy import Resting
 
 
 def make_plan(

@@ -7,111 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..errors import PlanError
 from ..graph.decompose import expand
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.text import seconds
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
-
-if TYPE_CHECKING:
-    from .plan_diff import Difference
-    from .strategy import Strategies
+from . import explain as explanations
+from .decision import Decision, Objective, Options
+from .plan_diff import Difference, diff
+from .plan_file import decode, encode
+from .plan_table import plan_html, plan_line, show_plan
+from .strategies import Strategies
 
 FORMAT = "wholestep.plan"
 VERSION = 4
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The layouts of the operands (in order, lists flattened) and results of one node, and what decided them.
-
-    Args:
-        why: the rule's origin, or the reason why no rule was used.
-        settle: the layout to which the result is resharded at once, for all readers.
-        because: the reasons, to display.
-        reads: names of the operands.
-        moves: operands that are resharded for this node, by name, and how; to display.
-        gradient_of: the parameter, if the node marks its complete gradient.
-    """
-
-    operands: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    why: str
-    settle: Layout | None = None
-    because: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    moves: tuple[tuple[str, str], ...] = ()
-    gradient_of: str = ""
-
-    @property
-    def given(self) -> tuple[Layout, ...]:
-        """The output layouts that readers of the node see."""
-        return self.outputs if self.settle is None else (self.settle,)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Choices of a plan that are not layouts.
-
-    `keep_gathered_bytes` bounds the gathered parameters that are kept from forward to backward; parameters beyond it
-    are re-gathered (0: all, None: none), and so are those that `again` names. `reduce_dtype` is the dtype of gradient
-    reductions, None for the dtype of the gradient.
-    """
-
-    keep_gathered_bytes: int | None = None
-    reduce_dtype: str | None = None
-    broadcast_buffers: bool = False
-    again: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The estimates by which `Auto` chose a plan.
-
-    `batch_s`: simulated seconds for each captured batch. `bound_s`: a lower bound for all schedules of all plans that
-    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `again`: names of values that are
-    rematerialized for that. Where an integer program chose the layouts, `model_s` is the shortest step by its cost
-    model, and `model_bound_s` its proven lower bound.
-    """
-
-    batch_s: float
-    bound_s: float
-    peak_bytes: int
-    budget_bytes: int | None = None
-    again: tuple[str, ...] = ()
-    model_s: float = 0.0
-    model_bound_s: float = 0.0
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Objective:
-        """From JSON values by field."""
-        budget = values["budget_bytes"]
-        return Objective(
-            float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
-            None if budget is None else int(budget), tuple(map(str, values["again"])),
-            float(values.get("model_s", 0)), float(values.get("model_bound_s", 0)),
-        )  # fmt: skip
-
-    @property
-    def gap(self) -> float:
-        """The part of `batch_s` above the bound; 0 if nothing could be faster."""
-        return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
-
-    @property
-    def model_gap(self) -> float:
-        """The part of `model_s` above its bound; 0 without an integer program."""
-        return max(0.0, 1 - self.model_bound_s / self.model_s) if self.model_s else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{seconds(self.batch_s)} for a batch by simulation, at least {seconds(self.bound_s)}, gap {self.gap:.1%}"
-        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +64,7 @@ class Plan:
     inputs: tuple[Input, ...]
     storage: Mapping[str, Layout]
     decisions: Mapping[str, Decision]
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     notes: tuple[str, ...] = ()
     created_storage: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     decomposed: tuple[str, ...] = ()
@@ -168,9 +82,7 @@ class Plan:
         Raises:
             PlanError: the plan has no such name; lists similar ones.
         """
-        from .explain import explain
-
-        return explain(self, name)
+        return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
         """`graph` with the ops in `expanded` decomposed."""
@@ -213,24 +125,16 @@ class Plan:
         return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
-        from .plan_table import show_plan
-
         return show_plan(self)
 
     def __repr__(self) -> str:
-        from .plan_table import plan_line
-
         return plan_line(self)
 
     def _repr_html_(self) -> str:
-        from .plan_table import plan_html
-
         return plan_html(self)
 
     def to_json(self) -> str:
         """The plan as text, from which `from_json` reads an equal plan."""
-        from .plan_file import encode
-
         return json.dumps({"format": FORMAT, "version": VERSION, **encode(self)}, indent=1)
 
     def save(self, path: str | Path) -> None:
@@ -256,8 +160,6 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """Layouts and bytes of a rank that differ in `other`."""
-        from .plan_diff import diff
-
         return diff(self, other)
 
     @staticmethod
@@ -267,8 +169,6 @@ class Plan:
         Raises:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
-        from .plan_file import decode
-
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -286,7 +186,7 @@ class Plan:
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        return decode(fields)
+        return Plan(**decode(fields))
 
 
 def _about(found: tuple[tuple[int, ...], str] | None) -> str:

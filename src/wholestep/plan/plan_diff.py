@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError
 from ..graph.graph import Input, Role
 from ..graph.text import human, short_dtype, table
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 
 _ROLES = (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)
 _SHOWN = 12

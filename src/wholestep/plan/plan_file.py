@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +15,12 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
 from . import strategy_file
-from .plan import Decision, Objective, Options, Plan
+from .decision import Decision, Objective, Options
 
 _PLAIN = ("name", "owner", "key", "trainable", "optimizer")  # fields of an Input that are JSON values
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 
 def encode(plan: Plan) -> dict[str, Any]:
@@ -84,28 +87,28 @@ def _encode_input(given: Input) -> dict[str, Any]:
     return {**plain, "role": given.role.value, **meta}
 
 
-def decode(data: Mapping[str, Any]) -> Plan:
+def decode(data: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`; PlanError names the field that cannot be read."""
     mesh = _field(data, "mesh", lambda v: Mesh(str(v)))
     layouts = _field(data, "layouts", lambda v: [_layout(x) for x in v])
-    return Plan(
-        mesh=mesh,
-        strategy=_field(data, "strategy", str),
-        inputs=_field(data, "inputs", lambda v: tuple(_decode_input(x) for x in v)),
-        storage=_field(data, "storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
-        created_storage=_field(data, "created_storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
-        decisions=_field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
-        options=_field(data, "options", _options),
-        objective=_field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
-        notes=_field(data, "notes", lambda v: tuple(map(str, v))),
-        decomposed=_field(data, "decomposed", lambda v: tuple(map(str, v))),
-        axis_strategies=_field(data, "axis_strategies", lambda v: {str(k): str(x) for k, x in v.items()}),
-        input_nodes=_field(data, "input_nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
-        strategies=_field({"strategies": None, **data}, "strategies", strategy_file.decode),
-        mixed_precision=_field(data, "mixed_precision", _decode_precision),
-        offload=_field(data, "offload", bool),
-        hardware=_field(data, "hardware", lambda v: from_json(v, "field 'hardware'")),
-    )
+    return {
+        "mesh": mesh,
+        "strategy": _field(data, "strategy", str),
+        "inputs": _field(data, "inputs", lambda v: tuple(_decode_input(x) for x in v)),
+        "storage": _field(data, "storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
+        "created_storage": _field(data, "created_storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
+        "decisions": _field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
+        "options": _field(data, "options", _options),
+        "objective": _field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
+        "notes": _field(data, "notes", lambda v: tuple(map(str, v))),
+        "decomposed": _field(data, "decomposed", lambda v: tuple(map(str, v))),
+        "axis_strategies": _field(data, "axis_strategies", lambda v: {str(k): str(x) for k, x in v.items()}),
+        "input_nodes": _field(data, "input_nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
+        "strategies": _field({"strategies": None, **data}, "strategies", strategy_file.decode),
+        "mixed_precision": _field(data, "mixed_precision", _decode_precision),
+        "offload": _field(data, "offload", bool),
+        "hardware": _field(data, "hardware", lambda v: from_json(v, "field 'hardware'")),
+    }
 
 
 def _field(data: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from ..graph.graph import Input, Role
 from ..graph.text import human
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 
 _SHOWN = 20  # rows of the table in a notebook
 

@@ -32,11 +32,11 @@ from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
 from .axis_order import in_order, reduced
+from .decision import Decision
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .partial_readers import reads, shrinks
-from .plan import Decision
 from .propagation_inputs import PropagationInputs, moving, rounding
 
 _PRODUCER = "producer"

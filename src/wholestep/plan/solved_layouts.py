@@ -9,7 +9,7 @@ from ..graph.graph import TrainGraph
 from ..layout import AxisState
 from ..mesh import Mesh
 from .data_parallel import BatchDim, batch_dim
-from .plan import Decision
+from .decision import Decision
 from .strategy import BatchCut, Pins, Resting
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
 
 if TYPE_CHECKING:
-    from .data_parallel import DataParallel
-    from .plan import Decision, Plan
+    from .decision import Decision
+    from .plan import Plan
 
 States = Mapping[str, AxisState]
 
@@ -90,111 +89,3 @@ class Chooser(Protocol):
     def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
         """The plan of the strategies that it chooses. Raises PlanError if none fits."""
         ...
-
-
-@dataclass(frozen=True)
-class Strategies:
-    """Strategies for different axes of one mesh; at most one is data parallel, and shards what the others leave."""
-
-    parts: tuple[Strategy, ...]
-
-    @property
-    def data(self) -> DataParallel | None:
-        """The data-parallel strategy."""
-        from .data_parallel import DataParallel
-
-        return next((p for p in self.parts if isinstance(p, DataParallel)), None)
-
-    @property
-    def options(self) -> DataParallel:
-        """Options of the data-parallel strategy, or the defaults."""
-        from .data_parallel import DataParallel
-
-        return self.data or DataParallel("replicate", axis=(), semantics="global")
-
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Every axis that some strategy uses, in the order of the mesh.
-
-        Raises:
-            PlanError: two strategies use one axis.
-        """
-        found: dict[str, str] = {}
-        for part in self.parts:
-            for axis in part.axes(mesh):
-                if axis in found:
-                    raise PlanError(
-                        f"axis {axis!r} is used by {found[axis]} and by {type(part).__name__}",
-                        "a separate axis for each strategy",
-                        f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
-                    )
-                found[axis] = type(part).__name__
-        return tuple(axis for axis in mesh.names if axis in found)
-
-    def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Storage layouts of each parameter: data parallelism shards what the other strategies leave."""
-        out = dict(base)
-        for part in sorted(self.parts, key=lambda p: p is self.data):
-            out = part.resting(graph, mesh, out)
-        return out
-
-    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
-        """Pins of all strategies."""
-        results, reads = dict[str, States](), dict[tuple[str, str], States]()
-        ways, expanded = dict[str, Mapping[str, tuple[str, ...]]](), dict[str, None]()
-        for part in self.parts:
-            pins = part.pins(graph, mesh)
-            ways |= {name: {**ways.get(name, {}), **asked} for name, asked in pins.ways.items()}
-            expanded |= dict.fromkeys(pins.decomposed)
-            results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
-            reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
-        return Pins(results, reads, ways, tuple(expanded))
-
-    @property
-    def shares_batches(self) -> bool:
-        """True if ranks along some axis may get parts of one batch."""
-        return any(part.shares_batches for part in self.parts)
-
-    def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
-        """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost."""
-        dims: dict[int, tuple[str, ...]] = {}
-        for part in sorted(self.parts, key=lambda p: p is not self.data):
-            cut = part.batch_cut(mesh, name, ndim)
-            if cut is not None:
-                several = tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
-                dims[cut.dim] = dims.get(cut.dim, ()) + several
-        return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
-
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Raise PlanError if the completed plan breaks a promise of one of the strategies."""
-        for part in self.parts:
-            part.check(graph, mesh, decisions)
-
-    def describe(self, mesh: Mesh) -> str:
-        """All strategies in one line, for the head of a plan."""
-        return "; ".join(part.describe(mesh) for part in self.parts)
-
-
-def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:
-    """One or several strategies as `Strategies`.
-
-    Raises:
-        PlanError: no strategy, or two data-parallel ones.
-    """
-    from .data_parallel import DataParallel
-    from .storage_styles import STYLES
-
-    if isinstance(parallel, Strategies):
-        return parallel
-    if parallel is None:
-        parallel = DataParallel()
-    parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (cast("Strategy", parallel),)
-    wrong = [p for p in parts if not isinstance(p, Strategy)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if wrong or not parts:
-        raise PlanError(
-            f"parallel={wrong[0] if wrong else parts!r}",
-            "a strategy, as DataParallel or TensorParallel, or a list of them",
-            f'pass parallel=wholestep.DataParallel("{parallel if parallel in list(STYLES) else "fully_shard"}")',
-        )
-    if sum(isinstance(p, DataParallel) for p in parts) > 1:
-        raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
-    return Strategies(parts)

@@ -13,7 +13,8 @@ from .data_parallel import DataParallel
 from .module_styles import ModuleStyle
 from .per_parameter_storage import PerParameterStorage, StorageOption
 from .solved_layouts import SolvedLayouts
-from .strategy import Pins, Strategies, Strategy
+from .strategies import Strategies
+from .strategy import Pins, Strategy
 from .tensor_parallel import TensorParallel
 
 _KINDS: dict[str, type] = {

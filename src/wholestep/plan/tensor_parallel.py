@@ -20,9 +20,9 @@ from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
 from .attention_heads import check_heads
 from .data_parallel import BatchDim, batch_dim
+from .decision import Decision
 from .module_map import Modules
 from .module_styles import ModuleStyle, Wanted, style_of
-from .plan import Decision
 from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 

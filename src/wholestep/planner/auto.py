@@ -19,7 +19,7 @@ from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.solved_layouts import SolvedLayouts
 from ..plan.storage_styles import STYLES
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import TensorParallel
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates

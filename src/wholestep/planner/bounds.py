@@ -18,7 +18,7 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import run_passes
 from ..plan.plan import Plan
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 
 
 @dataclass(frozen=True)

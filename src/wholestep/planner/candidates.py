@@ -12,7 +12,8 @@ from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
 from ..plan.data_parallel import DataParallel
 from ..plan.storage_styles import STYLES, reduced_once
-from ..plan.strategy import Strategies, Strategy
+from ..plan.strategies import Strategies
+from ..plan.strategy import Strategy
 from ..tuning import TUNING
 from .ilp.solve import IlpResult
 

@@ -15,8 +15,9 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
 from ..plan.data_parallel import DataParallel, stored
+from ..plan.decision import Decision
 from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption, storage_of
-from ..plan.plan import Decision, Plan
+from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.tensor_parallel import TensorParallel
 from .candidates import Template

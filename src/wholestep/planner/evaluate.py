@@ -19,7 +19,7 @@ from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
-from ..plan.strategy import compose
+from ..plan.strategies import compose
 from .bounds import LowerBound, costs_of, lower_bound, rough_estimate_us
 from .candidates import Template, batches
 from .constraints import Constraints

@@ -21,7 +21,8 @@ from ..passes.bucket_sizes import resized
 from ..plan.data_parallel import DataParallel
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
-from ..plan.strategy import Resting, Strategies, Strategy
+from ..plan.strategies import Strategies
+from ..plan.strategy import Resting, Strategy
 from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of
 

@@ -15,7 +15,8 @@ from ..plan.data_parallel import DataParallel
 from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption
 from ..plan.solved_layouts import SolvedLayouts
 from ..plan.storage_styles import reduced_once
-from ..plan.strategy import Strategies, Strategy
+from ..plan.strategies import Strategies
+from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
 from .candidates import Template

@@ -11,7 +11,8 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..plan.make_plan import make_plan
 from ..plan.plan import Plan
-from ..plan.strategy import Chooser, Strategies, Strategy, compose
+from ..plan.strategies import Strategies, compose
+from ..plan.strategy import Chooser, Strategy
 from .ilp.tensor_auto import with_auto_solved
 
 

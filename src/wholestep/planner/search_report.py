@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..graph.text import human, table
 from ..graph.text import seconds as shown_seconds
-from ..plan.plan import Objective, Plan
+from ..plan.decision import Objective
+from ..plan.plan import Plan
 from .search_result import Candidate, SearchResult, Status
 
 _SHOWN = {Status.OVER_AT_PEAK: "does not fit", Status.SLOWER: ""}

@@ -8,7 +8,7 @@ from enum import StrEnum
 from ..errors import WholestepError
 from ..mesh import Mesh
 from ..plan.plan import Plan
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 from .bounds import Costs
 from .candidates import TemplateKey
 from .folded_step import FoldedStep

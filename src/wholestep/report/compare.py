@@ -13,7 +13,7 @@ from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import partition
-from ..plan.strategy import compose
+from ..plan.strategies import compose
 from ..planner.bounds import Costs, costs
 from ..planner.candidates import Template, batches, templates
 from ..planner.folded_step import FoldedStep, fold_step

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..distributed.launch import World
 from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 
 MOST_TENSORS = 63
 BatchSizes = tuple[tuple[int, ...], ...]

@@ -18,10 +18,12 @@ from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..passes.schedule import Schedule
+from ..plan.decision import Objective
 from ..plan.per_parameter_storage import PerParameterStorage
-from ..plan.plan import Objective, Plan
+from ..plan.plan import Plan
 from ..plan.solved_layouts import SolvedLayouts
-from ..plan.strategy import Strategies, Strategy, compose
+from ..plan.strategies import Strategies, compose
+from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import TensorParallel
 from ..planner.auto import Auto, Candidates
 from ..planner.search_report import explained

@@ -22,7 +22,8 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
-from ..plan.strategy import Strategies, Strategy, compose
+from ..plan.strategies import Strategies, compose
+from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..units import parse_bytes

@@ -21,7 +21,7 @@ from ..errors import WholestepError
 from ..partition.lower import partition
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 from ..planner.resolve import plan
 from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
 from .compile_options import StepOptions

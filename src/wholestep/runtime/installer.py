@@ -20,7 +20,7 @@ from ..capture.state import StepState
 from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import LocalGraph
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 from .compile_options import StepOptions
 from .cross_step_runner import CrossStepRunner, flush_before_use
 from .eager_gather import gather_before_eager_call

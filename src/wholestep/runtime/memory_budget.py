@@ -15,7 +15,7 @@ from ..graph.graph import LocalGraph
 from ..graph.text import human
 from ..passes.fit_memory import Fitting
 from ..passes.schedule import Schedule
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 
 
 def with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:

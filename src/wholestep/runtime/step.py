@@ -20,7 +20,7 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
-from ..plan.strategy import Strategies
+from ..plan.strategies import Strategies
 from ..tuning import TUNING
 from . import random_state
 from .batch_sharding import BatchSharder, BatchSizes, batch_sharder

@@ -18,7 +18,7 @@ from torch.fx import Graph
 from ... import _torch
 from ...passes import bucket, write_into_buckets
 from ...tuning import TUNING
-from .collectives import add_parts, gather, swap
+from .exchange import add_parts, gather, swap
 
 _LEAST_BYTES = TUNING.pooled_bytes
 _FITS = TUNING.pool_fit

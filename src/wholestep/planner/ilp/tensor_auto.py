@@ -12,7 +12,7 @@ from ...layout import AxisState, Layout
 from ...mesh import Mesh
 from ...plan.per_parameter_storage import storage_of
 from ...plan.solved_layouts import SolvedLayouts
-from ...plan.strategy import Strategies
+from ...plan.strategies import Strategies
 from ...plan.tensor_parallel import TensorParallel
 from .axis_constraints import axis_constraints
 from .build_problem import ProblemSpec
