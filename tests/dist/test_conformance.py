@@ -15,7 +15,7 @@ from tests.conftest import covering
 from tests.dist.compare import Found, Job, run_jobs
 from tests.dist.launch import run_ranks
 from wholestep import DataParallel, LocalGraph, MixedPrecision
-from wholestep.graph.verify import is_wait
+from wholestep.graph.nodes import is_wait
 from wholestep.passes.schedule import Schedule
 from wholestep.plan.data_parallel import STYLES
 

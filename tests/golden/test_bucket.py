@@ -5,7 +5,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import mean_square as train_step
-from wholestep.graph.verify import is_collective
+from wholestep.graph.nodes import is_collective
 from wholestep.passes.bucket import Bucket
 
 

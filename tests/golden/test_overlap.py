@@ -6,7 +6,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import mean_square as train_step
-from wholestep.graph.verify import is_collective, is_wait
+from wholestep.graph.nodes import is_collective, is_wait
 
 MACHINE = ws.Hardware.measured(flops_per_us=10, memory_bytes_per_us=100, launch_us=1, link_us=5, link_bytes_per_us=20)
 

@@ -19,10 +19,11 @@ from tests.random_graphs.table import pointwise, tabled
 from wholestep import _torch
 from wholestep.errors import GraphError
 from wholestep.graph import meta
-from wholestep.graph.graph import Input, Output, Role, TrainGraph, function_of
+from wholestep.graph.graph import Input, Output, Role, TrainGraph
 from wholestep.graph.meta import meta_of
+from wholestep.graph.nodes import function_of, is_mutating
 from wholestep.graph.ops import GRAD_READY
-from wholestep.graph.verify import check_train_graph, is_mutating
+from wholestep.graph.verify import check_train_graph
 
 CHOICES = {**WEIGHTS, tabled: 22, pointwise: 6}
 NOISE = 1e-13

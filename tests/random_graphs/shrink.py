@@ -17,8 +17,9 @@ from tests.random_graphs.program import Program, finished
 from tests.random_graphs.run import Problem, problem
 from wholestep import partition
 from wholestep.graph import meta
-from wholestep.graph.graph import Input, Output, Role, TrainGraph, function_of, operands
+from wholestep.graph.graph import Input, Output, Role, TrainGraph
 from wholestep.graph.meta import meta_of
+from wholestep.graph.nodes import function_of, operands
 from wholestep.graph.text import show_call
 from wholestep.layout import REPLICATED, Layout
 from wholestep.mesh import Mesh

@@ -24,7 +24,8 @@ from wholestep.cache.choices import AutoChoice, Choices
 from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
 from wholestep.distributed.launch import World
-from wholestep.graph.graph import LocalGraph, copy_graph
+from wholestep.graph.graph import LocalGraph
+from wholestep.graph.nodes import copy_graph
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.decision import Objective

@@ -9,7 +9,7 @@ from torch import nn
 import wholestep as ws
 from tests.steps import mean_square
 from wholestep.backend.pipeline import edited
-from wholestep.graph.graph import copy_graph
+from wholestep.graph.nodes import copy_graph
 from wholestep.passes.overlap import SameOrder
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from wholestep.graph import meta
-from wholestep.graph.graph import operands, redirect
+from wholestep.graph.nodes import operands, redirect
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from tests.steps import mean_square as train
 from wholestep.cache.key import text_of
 from wholestep.cost.compute import node_us, work
 from wholestep.cost.simulation import Clock
-from wholestep.graph.verify import is_collective
+from wholestep.graph.nodes import is_collective
 from wholestep.hardware.curves import ALGORITHMS, Curve, Regime
 from wholestep.hardware.hardware import Level, units_of
 from wholestep.layout import Layout

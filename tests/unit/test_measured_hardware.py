@@ -14,8 +14,8 @@ from tests.steps import mean_square as train
 from wholestep.cost.compute import node_us, work
 from wholestep.cost.simulation import Clock, kind_of, simulate, whole_bytes
 from wholestep.distributed.launch import join
+from wholestep.graph.nodes import is_collective, is_wait
 from wholestep.graph.op_kinds import streams
-from wholestep.graph.verify import is_collective, is_wait
 from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.hardware.work import Work

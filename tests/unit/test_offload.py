@@ -18,7 +18,7 @@ from wholestep.backend.rank_binding import bind
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
-from wholestep.graph.verify import is_collective
+from wholestep.graph.nodes import is_collective
 from wholestep.partition.rank_ops import to_device, to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.offload import Offload

@@ -6,6 +6,7 @@ from torch import nn
 
 import wholestep as ws
 from wholestep import _torch
+from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import (
     PRODUCTS,
     arithmetic,
@@ -15,7 +16,6 @@ from wholestep.graph.op_kinds import (
     is_uninitialized,
     packet_name,
 )
-from wholestep.graph.verify import is_collective
 
 aten = torch.ops.aten
 ATEN = _torch.overloads("aten")

@@ -12,7 +12,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import clipped as train_step
-from wholestep.graph.graph import copy_graph
+from wholestep.graph.nodes import copy_graph
 from wholestep.graph.verify import check_local_graph, check_train_graph
 from wholestep.hardware.presets import one_host
 from wholestep.layout import REPLICATED, AxisState, Layout, chunk_range, replicated, sharded

@@ -15,9 +15,10 @@ from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
 from wholestep.graph import meta
-from wholestep.graph.graph import Role, node_at, operands
+from wholestep.graph.graph import Role
 from wholestep.graph.interpret import run_all
-from wholestep.graph.verify import check_local_graph, is_collective, is_wait
+from wholestep.graph.nodes import is_collective, is_wait, node_at, operands
+from wholestep.graph.verify import check_local_graph
 from wholestep.hardware.hardware import Hardware
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes.base import Pass

@@ -16,7 +16,7 @@ from tests.steps import mean_square as train
 from wholestep.cost.compute import flops, node_us, work
 from wholestep.cost.simulation import Clock, sent_us
 from wholestep.graph import meta
-from wholestep.graph.verify import is_collective
+from wholestep.graph.nodes import is_collective
 from wholestep.passes.write_into_buckets import WriteIntoBuckets
 
 MACHINE = ws.Hardware.measured(

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import Input, Role, operands
-from ..graph.verify import is_collective
+from ..graph.graph import Input, Role
+from ..graph.nodes import is_collective, operands
 from ..partition.rank_ops import drawn, to_device, to_host
 from ..rules.registry import is_random
 from ..tuning import TUNING

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import Input, function_of, operands
-from ..graph.verify import is_mutating, is_wait
+from ..graph.graph import Input
+from ..graph.nodes import function_of, is_mutating, is_wait, operands
 from .gloo.buffers import Buffers, with_buffers
 from .protocol import NodeClock, Run
 

@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..errors import BackendError
-from ..graph.graph import Input, function_of, node_at
-from ..graph.verify import is_collective, is_wait
+from ..graph.graph import Input
+from ..graph.nodes import function_of, is_collective, is_wait, node_at
 from ..partition.rank_ops import drawn, to_device, to_host
 from ..passes.bucket import outline
 from ..rules.registry import is_random

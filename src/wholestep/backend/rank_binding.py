@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, copy_graph
-from ..graph.verify import is_collective
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import copy_graph, is_collective
 from ..layout import resolve
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows

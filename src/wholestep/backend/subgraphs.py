@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import operands
+from ..graph.nodes import operands
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

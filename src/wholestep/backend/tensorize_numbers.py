@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import operands
+from ..graph.nodes import operands
 from ..graph.op_kinds import is_list_op
 
 aten = torch.ops.aten

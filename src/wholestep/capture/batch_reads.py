@@ -15,8 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import operands
-from ..graph.verify import is_mutating
+from ..graph.nodes import is_mutating, operands
 from ..rules.registry import is_random
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import copy_graph, node_at
+from ..graph.nodes import copy_graph, node_at
 from .strides import count_from_tensors
 from .view_inverses import PIECES, VIEWS, Put
 

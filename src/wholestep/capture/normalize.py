@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.graph import Input, Output, Role, TrainGraph, node_at, redirect
+from ..graph.graph import Input, Output, Role, TrainGraph
+from ..graph.nodes import node_at, redirect
 from ..graph.op_kinds import CHEAP
 from ..graph.ops import LOSS
 from ..graph.verify import check_train_graph

@@ -18,8 +18,8 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.graph import node_at
 from ..graph.meta import overlaps
+from ..graph.nodes import node_at
 
 aten = torch.ops.aten
 _SCATTER = aten.as_strided_scatter.default

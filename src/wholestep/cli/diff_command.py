@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .hf import built
 from .screen import Screen, staged
-from .target import Batch, Hf, Layers, Seq, built, from_function, hardware_of, refuse, working
+from .target import Batch, Hf, Layers, Seq, from_function, hardware_of, refuse, working
 
 if TYPE_CHECKING:
     from wholestep.graph.graph import TrainGraph

@@ -123,3 +123,8 @@ def _read(given: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         refuse(f"--hf {given}: {path} is not a JSON object")
     return cast(dict[str, Any], found)
+
+
+def built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
+    """The step of a transformers config, by preset name or file."""
+    return build(ModelSpec(hf, batch=batch, seq=seq, layers=layers))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import output_files
+from .hf import built
 from .screen import Screen, staged
 from .target import (
     FULLY_SHARD,
@@ -16,13 +17,12 @@ from .target import (
     Seq,
     Style,
     Target,
-    built,
     check_given,
     check_mesh,
     from_function,
     hardware_of,
     working,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from wholestep.cost.timeline import Timeline

@@ -110,13 +110,6 @@ def from_function(target: str) -> Target:
     return Target(target, parts[0], tuple(cast(Sequence[Any], parts[1])), parts[2] if len(parts) == 3 else {})
 
 
-def built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
-    """The step of a transformers config, by preset name or file."""
-    from .hf import ModelSpec, build
-
-    return build(ModelSpec(hf, batch=batch, seq=seq, layers=layers))
-
-
 def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon:

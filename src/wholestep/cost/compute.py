@@ -9,10 +9,9 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import operands
+from ..graph.nodes import is_mutating, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.storage import shared_operand
-from ..graph.verify import is_mutating
 from ..hardware.hardware import Hardware
 from ..hardware.work import Work
 

@@ -10,10 +10,10 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.storage import Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
-from ..graph.verify import is_wait
 
 _ROLES = {
     Role.PARAM: "parameter", Role.BUFFER: "buffer", Role.STATE: "state", Role.GRAD: "gradient", Role.HYPER: "number",

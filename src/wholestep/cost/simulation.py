@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, node_at
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.op_kinds import Collective, collective_kind
-from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING

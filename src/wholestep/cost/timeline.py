@@ -11,9 +11,9 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, node_at
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
-from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import Clock, SimulationResult, arrivals_after, kind_of, result_of, run_all, start

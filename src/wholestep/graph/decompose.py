@@ -18,7 +18,8 @@ from .. import _torch
 from ..tuning import TUNING
 from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
-from .graph import TrainGraph, copy_node, node_at
+from .graph import TrainGraph
+from .nodes import copy_node, node_at
 from .verify import check_train_graph
 
 ROUNDS = TUNING.expand_rounds

@@ -14,9 +14,9 @@ from .. import _torch
 from ..errors import GraphError
 from ..mesh import Mesh
 from . import meta
-from .graph import LocalGraph, TrainGraph, function_of, operands
+from .graph import LocalGraph, TrainGraph
+from .nodes import function_of, is_collective, is_mutating, is_wait, operands
 from .op_kinds import Collective, collective_kind
-from .verify import is_collective, is_mutating, is_wait
 
 Value = Any
 

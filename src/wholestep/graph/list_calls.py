@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from . import meta
-from .graph import node_at
+from .nodes import node_at
 from .op_kinds import is_list_op
 
 

@@ -15,9 +15,8 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from . import meta
-from .graph import operands
 from .meta import TensorMeta
-from .verify import is_collective, is_wait
+from .nodes import is_collective, is_wait, operands
 
 aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "nothing"]

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -14,9 +14,11 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from . import meta
-from .graph import CollectiveTotal, Input, LocalGraph, TrainGraph, node_at
+from .nodes import is_collective, node_at
 from .op_kinds import collective_kind
-from .verify import is_collective
+
+if TYPE_CHECKING:
+    from .graph import Input, LocalGraph, TrainGraph
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -137,6 +139,14 @@ def _returns(graph: TrainGraph | LocalGraph) -> list[str]:
         to = {"update": output.target, "carry": f"next call's {output.target}"}
         lines.append(f"  return {text}" if output.kind == "result" else f"  {to[output.kind]} <- {text}")
     return lines
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """Number of collectives of one kind in a step, and the bytes a rank sends for them with the ring algorithm."""
+
+    count: int
+    bytes: int
 
 
 def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from . import meta
-from .graph import node_at
 from .meta import TensorMeta
+from .nodes import node_at
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

@@ -1,4 +1,4 @@
-"""Checks of the invariants of TrainGraph and LocalGraph, and predicates on nodes."""
+"""Checks of the invariants of TrainGraph and LocalGraph."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
-from .. import _torch
 from ..errors import GraphError
 from . import meta
-from .graph import Input, LocalGraph, Output, TrainGraph, operands
+from .graph import Input, LocalGraph, Output, TrainGraph
+from .nodes import is_collective, is_mutating, is_wait, operands
 
-COLLECTIVES = "_c10d_functional"
 _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def check_train_graph(train: TrainGraph) -> None:
@@ -95,18 +93,3 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     stray = sorted(t for t in made if "/" not in t)
     if stray:
         raise GraphError(f"an output updates {stray[0]!r}, which is no input", "inputs, or state that the step creates")
-
-
-def is_mutating(node: Node) -> bool:
-    """Return whether an op writes into an input."""
-    return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
-
-
-def is_collective(node: Node) -> bool:
-    """Return whether a node is a collective."""
-    return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
-
-
-def is_wait(node: Node) -> bool:
-    """Return whether a node waits for a collective."""
-    return node.target is _WAIT

@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph, operands
+from ..graph.graph import Role, TrainGraph
+from ..graph.nodes import operands
 from ..graph.op_kinds import CHEAP
 from ..layout import Layout
 from ..plan.plan import Plan

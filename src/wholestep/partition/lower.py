@@ -14,8 +14,9 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..graph import meta
 from ..graph.gc_control import collector_paused
-from ..graph.graph import Input, LocalGraph, Role, TrainGraph, add_node, node_at, operands
+from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
+from ..graph.nodes import add_node, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import GRAD_READY
 from ..graph.verify import check_local_graph

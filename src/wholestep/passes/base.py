@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from ..errors import GraphError, WholestepError
 from ..graph.gc_control import collector_paused
-from ..graph.graph import LocalGraph, Role, copy_graph
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import copy_graph
 from ..graph.verify import check_local_graph
 from ..rules.registry import is_random
 

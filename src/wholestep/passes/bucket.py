@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at, operands
+from ..graph.graph import LocalGraph
 from ..graph.meta import TensorMeta
+from ..graph.nodes import is_wait, node_at, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
-from ..graph.verify import is_wait
 from ..partition.collectives import contiguous
 from ..tuning import TUNING
 from .base import InPlace

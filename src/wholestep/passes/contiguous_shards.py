@@ -9,10 +9,10 @@ from typing import cast
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph.graph import LocalGraph, Role, operands
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import is_mutating, is_wait, operands
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares, storages
-from ..graph.verify import is_mutating, is_wait
 from .base import InPlace
 from .bucket import GATHER, join_rows
 

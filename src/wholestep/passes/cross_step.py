@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 
 from ..graph import meta
-from ..graph.graph import Input, LocalGraph, Output, Role, operands
-from ..graph.verify import is_collective, is_wait
+from ..graph.graph import Input, LocalGraph, Output, Role
+from ..graph.nodes import is_collective, is_wait, operands
 from ..layout import replicated
 from ..rules.registry import is_random
 from .bucket import REDUCE, SCATTER

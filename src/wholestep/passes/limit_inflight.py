@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at
-from ..graph.verify import is_wait
+from ..graph.graph import LocalGraph
+from ..graph.nodes import is_wait, node_at
 from .base import InPlace
 from .overlap import most_in_flight
 

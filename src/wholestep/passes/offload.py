@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.verify import is_collective, is_wait
+from ..graph.nodes import is_collective, is_wait
 from ..partition.rank_ops import to_device, to_host
 from .base import InPlace, batch_dependent
 

@@ -14,8 +14,8 @@ from .. import _torch
 from ..cost.simulation import Clock, arrivals_after, start
 from ..errors import RankMismatchError
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, copy_graph, node_at, operands
-from ..graph.verify import is_collective, is_wait
+from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .base import InPlace, batch_dependent

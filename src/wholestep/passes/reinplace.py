@@ -15,9 +15,9 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, Output, Role, operands, redirect
+from ..graph.graph import LocalGraph, Output, Role
+from ..graph.nodes import is_collective, is_mutating, is_wait, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS
-from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition.collectives import contiguous
 from ..partition.rank_ops import MAY_ALIAS
 from .base import InPlace

@@ -16,9 +16,8 @@ from torch.fx import Node
 
 from ..cost.compute import node_us
 from ..cost.simulation import host_us, sent_us
-from ..graph.graph import operands
+from ..graph.nodes import is_collective, is_wait, operands
 from ..graph.storage import Storage
-from ..graph.verify import is_collective, is_wait
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .saved_tensors import SavedTensor, SavedTensors

@@ -10,7 +10,8 @@ from torch.fx.node import map_arg
 
 from ..errors import GraphError
 from ..graph import meta
-from ..graph.graph import LocalGraph, copy_with, operands
+from ..graph.graph import LocalGraph
+from ..graph.nodes import copy_with, operands
 from .saved_tensors import SavedTensors
 
 

@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, operands
+from ..graph.graph import LocalGraph
+from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import is_uninitialized
 from ..graph.storage import Storage, storages
-from ..graph.verify import is_collective, is_mutating, is_wait
 from ..partition import rank_ops
 from ..rules.registry import is_random
 from .base import batch_dependent

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from ..graph.graph import LocalGraph, Role
+from ..graph.nodes import is_wait
 from ..graph.op_kinds import FREE
-from ..graph.verify import is_wait
 from .base import InPlace
 
 

@@ -10,9 +10,9 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import LocalGraph, operands, redirect
+from ..graph.graph import LocalGraph
+from ..graph.nodes import is_wait, operands, redirect
 from ..graph.op_kinds import is_list_op
-from ..graph.verify import is_wait
 from .base import InPlace
 from .bucket import union
 

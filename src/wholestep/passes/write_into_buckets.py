@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..graph.graph import LocalGraph, node_at
+from ..graph.graph import LocalGraph
+from ..graph.nodes import node_at
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, WRITES_A_PART, priced_like
 from ..graph.storage import shares
 from ..mesh import Mesh

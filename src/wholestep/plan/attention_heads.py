@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import TrainGraph, node_at
+from ..graph.graph import TrainGraph
+from ..graph.nodes import node_at
 from ..mesh import Mesh
 from .decision import Decision
 

@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph, operands
+from ..graph.graph import Role, TrainGraph
+from ..graph.nodes import operands
 from ..graph.op_kinds import arithmetic
 
 aten = torch.ops.aten

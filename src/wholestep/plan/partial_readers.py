@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import operands
+from ..graph.nodes import operands
 from ..graph.op_kinds import VIEWS
 from ..rules.find_rule import find_rule
 

@@ -21,8 +21,9 @@ from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import can_expand
-from ..graph.graph import Role, node_at, operands
+from ..graph.graph import Role
 from ..graph.meta import TensorMeta
+from ..graph.nodes import node_at, operands
 from ..graph.op_kinds import VIEWS
 from ..graph.ops import GRAD_READY
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated

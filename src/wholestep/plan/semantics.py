@@ -7,7 +7,8 @@ from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph, node_at
+from ..graph.graph import Role, TrainGraph
+from ..graph.nodes import node_at
 from ..graph.op_kinds import is_batch_norm_in_training
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from ..cost.simulation import kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.list_calls import is_list_op
-from ..graph.verify import is_collective
+from ..graph.nodes import is_collective
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import run_passes

@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from ..cost.simulation import simulate
 from ..graph import meta
-from ..graph.graph import LocalGraph, operands
+from ..graph.graph import LocalGraph
+from ..graph.nodes import operands
 from ..passes.base import run_passes
 from ..passes.bucket_sizes import resized, smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting

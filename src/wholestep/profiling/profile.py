@@ -14,8 +14,8 @@ from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at
-from ..graph.verify import is_collective, is_wait
+from ..graph.graph import LocalGraph
+from ..graph.nodes import is_collective, is_wait, node_at
 
 _SHOWN = 12
 

@@ -11,9 +11,9 @@ from torch.fx import Node
 from ..cost.simulation import kind_of
 from ..cost.timeline import COMPUTE, WAIT, Timeline, phase
 from ..graph import meta
-from ..graph.graph import LocalGraph, node_at
+from ..graph.graph import LocalGraph
+from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import collective_bytes, human
-from ..graph.verify import is_collective, is_wait
 from .compare import PlanRow
 
 _Key = tuple[str, str, str, str]

@@ -22,9 +22,9 @@ from ..capture.state import Hyper, StepState
 from ..distributed.launch import World
 from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, Section
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, TrainGraph, node_at
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.nodes import is_collective, node_at
 from ..graph.text import short_dtype, show_call
-from ..graph.verify import is_collective
 from ..plan.plan import Plan
 from .compile_options import StepOptions
 from .placement import local

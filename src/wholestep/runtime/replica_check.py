@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
-from ..graph.verify import is_collective
+from ..graph.nodes import is_collective
 from ..tuning import TUNING
 from .fingerprints import OPTIMIZERS, option_lines, state_lines
 

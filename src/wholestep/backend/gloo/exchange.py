@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...graph import meta
-from ...graph.graph import node_at
-from ...graph.verify import is_wait
+from ...graph.nodes import is_wait, node_at
 
 funcol = torch.ops._c10d_functional
 

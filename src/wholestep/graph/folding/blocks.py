@@ -11,8 +11,9 @@ from torch.fx.node import map_arg
 
 from ...tuning import TUNING
 from .. import meta
-from ..graph import Input, Role, TrainGraph, operands
+from ..graph import Input, Role, TrainGraph
 from ..list_calls import ListCalls, first_list
+from ..nodes import operands
 from ..ops import GRAD_READY
 
 LEAST = TUNING.fewest_layers

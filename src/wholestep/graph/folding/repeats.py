@@ -19,8 +19,9 @@ from torch.fx import Node
 
 from ...tuning import TUNING
 from .. import meta
-from ..graph import Input, Role, TrainGraph, operands
+from ..graph import Input, Role, TrainGraph
 from ..list_calls import ListCalls
+from ..nodes import operands
 from ..ops import GRAD_READY
 from .blocks import LEAST, NoRepeatsError, check_blocks, shape_of
 

@@ -13,7 +13,8 @@ from torch.fx import Node
 from ... import _torch
 from ...errors import PlanError
 from ...graph import meta
-from ...graph.graph import TrainGraph, node_at
+from ...graph.graph import TrainGraph
+from ...graph.nodes import node_at
 from ...layout import REPLICATED, AxisState
 from ...plan.module_map import Modules
 from .problem import Option

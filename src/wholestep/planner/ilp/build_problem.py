@@ -10,7 +10,8 @@ from torch.fx import Node
 from ... import _torch
 from ...cost.compute import node_us
 from ...graph import meta
-from ...graph.graph import Input, Role, TrainGraph, node_at, operands
+from ...graph.graph import Input, Role, TrainGraph
+from ...graph.nodes import node_at, operands
 from ...graph.op_kinds import VIEWS
 from ...graph.ops import GRAD_READY
 from ...layout import REPLICATED, AxisState

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ...graph import meta
-from ...graph.graph import operands
+from ...graph.nodes import operands
 from ...graph.ops import GRAD_READY
 from ...tuning import TUNING
 

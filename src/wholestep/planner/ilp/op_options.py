@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from ...cost.compute import flops
 from ...graph import meta
-from ...graph.graph import operands
 from ...graph.meta import TensorMeta
+from ...graph.nodes import operands
 from ...layout import REPLICATED, AxisState
 from ...plan.op_strategies import OpStrategy, ways
 from ...rules.find_rule import find_rule

@@ -10,8 +10,8 @@ from torch.fx.node import map_arg
 
 from ...cost.compute import node_us
 from ...graph import meta
-from ...graph.graph import operands
 from ...graph.meta import TensorMeta
+from ...graph.nodes import operands
 from ...hardware.hardware import Hardware
 from ...hardware.work import Work
 from ...layout import REPLICATED, AxisState

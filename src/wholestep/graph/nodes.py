@@ -1,0 +1,106 @@
+"""Nodes of a graph: what they read and do, and copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from . import meta
+
+COLLECTIVES = "_c10d_functional"
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_mutating(node: Node) -> bool:
+    """Return whether an op writes into an input."""
+    return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
+
+
+def is_collective(node: Node) -> bool:
+    """Return whether a node is a collective."""
+    return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
+
+
+def is_wait(node: Node) -> bool:
+    """Return whether a node waits for a collective."""
+    return node.target is _WAIT
+
+
+def operands(node: Node) -> list[Node]:
+    """Return every node that `node` reads, in argument order, with repeats and the entries of lists."""
+    found: list[Node] = []
+    args, kwargs = node.args, node.kwargs
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if type(given) is Node:
+            found.append(given)
+        elif isinstance(given, (list, tuple)):  # faster than `map_arg`, which copies the list
+            for one in cast("Sequence[Any]", given):
+                if type(one) is Node:
+                    found.append(one)
+                elif isinstance(one, (list, tuple, dict, slice)):
+                    map_arg(cast(Any, one), found.append)
+        elif isinstance(given, (dict, slice)):
+            map_arg(given, found.append)
+    return found
+
+
+def node_at(node: Node, position: int) -> Node:
+    """Return the argument `position` of `node`, a node."""
+    return cast(Node, node.args[position])
+
+
+def function_of(node: Node) -> Callable[..., Any]:
+    """Return the function that a call node calls."""
+    return cast(Callable[..., Any], node.target)
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """Return a copy with the same names and metadata."""
+    return copy_with(graph)[0]
+
+
+def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """Return a copy, and a dict from each node of `graph` to its copy."""
+    new, twins = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        twins[node] = copy_node(node, new, twins.__getitem__)
+    return new, twins
+
+
+def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
+    """Append a copy of `node` to `graph`, with its name and metadata, reading `twin(operand)` for each operand.
+
+    Like `Graph.node_copy`, in a third of the time.
+    """
+    args, kwargs = map_arg(node.args, twin), map_arg(node.kwargs, twin)
+    new = add_node(graph, node.op, node.target, args, kwargs, node.name)
+    meta.copy(node, new)
+    return new
+
+
+def redirect(moved: Mapping[Node, Node]) -> None:
+    """Replace all uses of each key of `moved` by its value, transitively.
+
+    Like `Node.replace_all_uses_with` for each key, which visits all operands of a reader per replacement: quadratic
+    for the thousands of operands of an output or a foreach optimizer.
+    """
+
+    def final(node: Node) -> Node:
+        while node in moved:
+            node = moved[node]
+        return node
+
+    for reader in {reader: None for old in moved for reader in old.users}:
+        reader.args, reader.kwargs = map_arg(reader.args, final), map_arg(reader.kwargs, final)
+
+
+def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
+    """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time."""
+    node = graph.create_node(op, target, name=name)
+    _torch.set_operands(node, args, kwargs)
+    return node
