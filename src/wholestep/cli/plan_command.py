@@ -128,17 +128,9 @@ def plan(
         found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
         tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described)
         asked = PlanRequest(
-            found,
-            mesh,
-            described,
-            described if hardware else None,
-            kind,
-            tensor,
-            tp_axis,
-            explain or (),
-            show,
+            found, mesh, described, described if hardware else None, kind, tensor, tp_axis, explain or (), show,
             stop_after,
-        )
+        )  # fmt: skip
         if compare:
             done = planning.compared(shown, asked)
         elif auto:

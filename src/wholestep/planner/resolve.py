@@ -24,17 +24,18 @@ def plan(
     placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
-    """Decide where every tensor of `graph` rests on `mesh`. Needs no process group, no device and no weights.
+    """Choose the layout of every tensor of `graph` on `mesh`. Needs no process group, no device and no weights.
 
-    `parallel` is one strategy, or a list of them for different axes; `DataParallel("fully_shard")` by default. `Auto`
-    chooses; on a mesh `"auto=N"` it chooses the axes too.
-
-    `placed` names inputs that rest somewhere already (another step put them there): they stay. Where layouts follow
-    from what resharding takes, that is counted on `hardware`; by default on one host with as many ranks as it takes.
-    `Auto` names its hardware itself.
+    Args:
+        graph: a captured step.
+        mesh: a mesh, or its text such as `"dp=8"`; `"auto=N"` lets `Auto` choose the axes.
+        parallel: a strategy, a list of strategies for different axes, or `Auto`; `DataParallel("fully_shard")` by
+            default.
+        placed: storage layouts of inputs that another step has placed already: these do not change.
+        hardware: prices resharding; by default one host with all ranks. `Auto` has its own hardware.
 
     Example:
-        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Topology.preset("dgx-h100"))
+        >>> plan = wholestep.plan(graph, "node=4,rank=8", hardware=wholestep.Hardware.preset("dgx-h100"))
 
     Example:
         >>> strategies = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise"}, axis="tp")]

@@ -36,44 +36,44 @@ class CompileOptions:
     """The options of `compile`.
 
     Args:
-        parallel: where tensors rest: a strategy, or several for different axes of the mesh, as in
+        parallel: how tensors are stored on the mesh: a strategy, or one for each of several axes, as in
             `[DataParallel("fully_shard", axis="dp"), TensorParallel({...}, axis="tp")]`. By default
-            `DataParallel("fully_shard")`. `Auto(...)` chooses at the first call, by what the machine is measured to do.
-            A `Plan`, as from `Plan.load("plan.json")`, is applied with its mesh and budget, to steps whose parameters
-            are those it was made for.
+            `DataParallel("fully_shard")`. `Auto(...)` measures the hardware and chooses at the first call. A `Plan`,
+            as from `Plan.load("plan.json")`, is applied with its mesh and its memory budget; the parameters of the
+            step must be those of the plan.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
-        backend: what runs the program of a rank: `"eager"` calls op after op; `"inductor"` compiles the arithmetic
-            between collectives; `"cudagraphs"` records a step on a GPU and replays it; or an object of your own
-            (`Backend`).
-        model: modules that the step uses without being given them; those it closes over are found by themselves.
-        optimizer: optimizers, likewise.
-        module_overrides: submodules to swap for the time of the trace, by path (globs allowed).
-        passes: from the list of passes that a program goes through (`pipeline`) to the one that it shall go through:
-            `lambda passes: [mine, *passes]` runs a pass of your own first. Ranks must give the same.
-        schedule: how collectives are merged and ordered. `"auto"` measures the machine and the link at the first call,
-            in a fraction of a second; `"across_steps"` does too, and leaves the end of a step to the next call, or to
-            `step.flush()`; `Schedule(...)` says how fast they are, or sets sizes; None leaves each collective where the
-            partition puts it.
-        memory_bytes: what the tensors of a rank may take at most, e.g. `"3GiB"`. To keep to it, the backward
-            rematerializes activations and gathers parameters a second time, whichever costs less time. It replaces
-            `keep_gathered_bytes`; an explicit `reshard_after_forward` is followed. None sets no bound.
-        mixed_precision: dtypes in which modules compute and gradients are reduced.
-        offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
-            go to the device to be gathered. On the CPU only the program changes.
-        keep_grads: leave gradients in `param.grad` also when the step resets them at its start.
-        measure: time what a step spends blocked on communication: `step.waited_seconds`, in seconds, of the last one.
-        progress: called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows what is being done in one
-            line of the first rank's terminal, where compiling takes more than two seconds; None, or
+        backend: runs the program of a rank. `"eager"` calls one op after the other; `"inductor"` compiles the
+            arithmetic between collectives; `"cudagraphs"` records a step on a GPU and replays it. An object of your
+            own follows the protocol `Backend`.
+        model: modules that are not arguments of the step; modules in its closure are found without this.
+        optimizer: optimizers that are not arguments of the step.
+        module_overrides: submodules to replace during the trace, by path (globs allowed).
+        passes: a function from the default list of passes (`pipeline`) to the list to run:
+            `lambda passes: [mine, *passes]` runs a pass of your own first. All ranks must pass the same function.
+        schedule: how collectives are bucketed and ordered. `"auto"` measures compute and links at the first call, in a
+            fraction of a second. `"across_steps"` also lets the last reductions of a step complete in the next call, or
+            in `step.flush()`. `Schedule(...)` sets the hardware or the sizes. None keeps each collective where
+            partitioning puts it.
+        memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
+            recomputes activations and re-gathers parameters, the cheapest first. It replaces `keep_gathered_bytes`; an
+            explicit `reshard_after_forward` is respected.
+        mixed_precision: dtypes of the modules' computation and of gradient reductions.
+        offload: `"cpu"` stores parameters, gradients and optimizer state in host memory, where the update runs; shards
+            are copied to the device before they are gathered. On a CPU only the program changes.
+        keep_grads: keep gradients in `param.grad`, even if the step resets them at its start.
+        measure: time how long the last step waited for communication: `step.waited_seconds`.
+        progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
+            in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
             WHOLESTEP_PROGRESS=0, shows nothing.
         agree_timeout: seconds to wait for the other ranks to compile their program.
-        check_every: after so many calls, ranks compare a checksum of what should be equal on them (parameters,
-            optimizer state, options of optimizers); 0 for never.
-        hardware: what plans and schedules are made for. By default layouts are priced on one host, so that every start
-            makes the same program, and the schedule on the machine as it is measured.
+        check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
+            of optimizers) over the ranks, by checksum; 0 for never.
+        hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
+            the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
-        cache: a folder for what the first call measures and searches for: the speed of the machine, what `Auto`
-            chooses, layouts that are solved for, tensors that a budget rematerializes. A later start of the same step
-            reads them. By default what WHOLESTEP_CACHE says; "" for none.
+        cache: a folder for the results of measurements and searches: the measured hardware, the choice of `Auto`, the
+            solved layouts, the tensors to recompute. The next start of the same step reads them. By default the folder
+            in WHOLESTEP_CACHE; "" for none.
 
     Raises:
         PlanError, BackendError: an option is malformed.
