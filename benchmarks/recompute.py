@@ -63,7 +63,7 @@ def main() -> None:
     for style, again in STYLES:
         plain, theirs = (program(config, rows, style, again, checkpoints) for checkpoints in (False, True))
         ours = ws.Recompute(peak_bytes(theirs))(plain)
-        name = style if again is None else f"{style}, {'gathered again' if again else 'kept'}"
+        name = style if again is None else f"{style}, {'re-gathered' if again else 'kept'}"
         cells = [
             f"{peak_bytes(one) / 2**20:.1f} MiB {arithmetic(one) / arithmetic(plain) - 1:+.1%}"
             for one in (theirs, ours)

@@ -224,7 +224,7 @@ def finish(job: Job, differences: dict[str, dict[str, float]], console: Console)
 def in_short(plan: str, file: Path) -> str:
     """The first lines of the plan's text, its totals and notes, and where the others are."""
     lines = plan.splitlines()
-    totals = next(i for i, line in enumerate(lines) if line.lstrip().startswith("at rest"))
+    totals = next(i for i, line in enumerate(lines) if line.lstrip().startswith("stored per rank"))
     return "\n".join([*lines[:PLAN_LINES], f"  ... (all of it in {file})", *lines[totals:]])
 
 

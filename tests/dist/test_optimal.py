@@ -106,7 +106,7 @@ def _mixed(rank: int, world: int) -> dict[str, Any]:
 def test_each_parameter_stored_by_itself() -> None:
     for found in run_ranks(_mixed, 2):
         assert found["worst"] < TOLERANCE
-        assert "1 replicate, 1 zero1, 1 fully_shard kept, 1 fully_shard gathered again" in found["strategy"]
+        assert "1 replicate, 1 zero1, 1 fully_shard kept, 1 fully_shard re-gathered" in found["strategy"]
         assert found["again"] == ("net1.weight",)
 
 

@@ -189,7 +189,7 @@ def test_what_sends_more_than_a_loser_is_not_planned() -> None:
     search.bounds[MESH, TemplateKey("fully_shard", False, ("dp",))] = 1e9
     chosen = [template for template in templates(MESH) if "kept" not in template.name]
     found = search.run([(MESH, template) for template in chosen])
-    assert statuses(found)["fully_shard, gathered again on dp"] == "bounded"
+    assert statuses(found)["fully_shard, re-gathered on dp"] == "bounded"
     assert seen == [template.name for template in chosen if "again" not in template.name]
 
 
@@ -211,7 +211,7 @@ def test_the_plan_says_why() -> None:
     assert "  chosen by Auto: " in text
     assert "  note: Auto chose " in text
     assert "of 5 candidates" in text
-    for name in ("zero1 on dp", "fully_shard, gathered again on dp", "zero2 on dp: the same program as"):
+    for name in ("zero1 on dp", "fully_shard, re-gathered on dp", "zero2 on dp: the same program as"):
         assert name in text
     assert "  chosen by Auto: " in plan.explain("0.weight")
     again = ws.Plan.from_json(plan.to_json())
@@ -238,7 +238,7 @@ def test_styles_limit_the_choice() -> None:
         if isinstance(part, PerParameterStorage)
         for option in part.storage.values()
     }
-    assert stored <= {"zero1", "hybrid kept", "hybrid gathered again"}
+    assert stored <= {"zero1", "hybrid kept", "hybrid re-gathered"}
 
 
 def test_options_that_are_not_searched_are_kept() -> None:

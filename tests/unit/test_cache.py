@@ -204,7 +204,7 @@ def test_what_is_made_again_in_another_program_is_chosen_anew(kept: Path) -> Non
 
     made = [Start(options={"memory_bytes": BUDGET, "passes": lambda passes: [renamed, *passes]}) for _ in range(3)]
     runs = [one.run(where) for one, where in zip(made, ("", kept, kept), strict=True)]
-    assert runs[1][0].cache_log == ["hit", "miss: what is made again was chosen for another program"]
+    assert runs[1][0].cache_log == ["hit", "miss: the tensors to rematerialize were chosen for another program"]
     assert runs[2][0].cache_log == ["hit"]
     assert runs[0][1] == runs[1][1] == runs[2][1]
     assert str(runs[0][0].local_graph) == str(runs[1][0].local_graph) == str(runs[2][0].local_graph)

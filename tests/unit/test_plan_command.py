@@ -147,12 +147,10 @@ def test_templates_that_apply():
         "zero1 on dp",
         "zero2 on dp",
         "fully_shard, kept on dp",
-        "fully_shard, gathered again on dp",
+        "fully_shard, re-gathered on dp",
     ]
     assert names("dp=2") == flat
-    hybrid = [
-        name.replace("on dp", "on dp,tp") for name in [*flat, "hybrid, kept on dp", "hybrid, gathered again on dp"]
-    ]
+    hybrid = [name.replace("on dp", "on dp,tp") for name in [*flat, "hybrid, kept on dp", "hybrid, re-gathered on dp"]]
     assert names("dp=2,tp=2") == hybrid
     tensor = ws.TensorParallel({"0": "colwise", "2": "rowwise"})
     assert names("dp=2,tp=2", tensor) == hybrid + [f"{name} + tensor parallel on tp" for name in flat]
@@ -202,14 +200,14 @@ def test_a_template_without_a_plan_says_why():
     assert [row.name for row in rows] == [
         "replicate on dp,tp",
         "tensor parallel on tp",
-        "fully_shard, gathered again on dp + tensor parallel on tp",
+        "fully_shard, re-gathered on dp + tensor parallel on tp",
     ]
     last = show(rows).splitlines()[-2:]
     assert last[0] == (
         "tensor parallel on tp: no plan: Sequential has no tensor-parallel plan; needed: a model with tp_plan"
     )
     assert last[1].startswith(
-        "fully_shard, gathered again on dp + tensor parallel on tp: no plan: the pattern 'w1' of a tensor-parallel plan"
+        "fully_shard, re-gathered on dp + tensor parallel on tp: no plan: the pattern 'w1' of a tensor-parallel plan"
     )
     assert as_json(rows, mesh, "m")["rows"][1] == {
         "template": "tensor parallel on tp",
@@ -227,9 +225,9 @@ def test_the_table():
         PlanRow("tensor parallel on tp", 1, None, "no plan of its own"),
     ]
     assert show(rows).splitlines() == [
-        "template         at rest    peak  sent/step  collectives     step  exposed  batches  per batch",
-        "replicate on dp   1.5 kB  2.0 MB       30 B            7  12.8 ms      10%        4    3.20 ms",
-        "zero1 on dp         15 B  2.0 kB     3.0 kB           11   40.0 s       0%        4     10.0 s",
+        "template         stored    peak  sent/step  collectives     step  exposed  batches  per batch",
+        "replicate on dp  1.5 kB  2.0 MB       30 B            7  12.8 ms      10%        4    3.20 ms",
+        "zero1 on dp        15 B  2.0 kB     3.0 kB           11   40.0 s       0%        4     10.0 s",
         "tensor parallel on tp: no plan: no plan of its own",
     ]
 
@@ -244,7 +242,7 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
     assert found["mesh"] == "dp=2,tp=2"
     assert len(found["rows"]) == 12
     assert all(row["error"] is None and row["step_s"] > 0 for row in found["rows"])
-    assert "[12/12] fully_shard, gathered again on dp + tensor parallel on tp: " in text
+    assert "[12/12] fully_shard, re-gathered on dp + tensor parallel on tp: " in text
     assert [line.split("  ")[0] for line in text.splitlines() if line.endswith(" s") and " on dp" in line[:30]]
 
 
@@ -257,7 +255,7 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
         (["FILE:four", "--compare", "--style", "zero1"], "--style with --compare: it applies to one plan"),
         (["FILE:four", "--compare", "--program"], "--program with --compare"),
         (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
-        (["FILE:four", "--program", "--stop-after", "Join"], "--stop-after Join: needed one of SizeBuckets, LateWaits"),
+        (["FILE:four", "--program", "--stop-after", "Join"], "--stop-after Join: needed one of SizeBuckets, SinkWaits"),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
         (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential has no tensor-parallel plan"),
         (["--hf", "llama-9"], "presets are gpt2, llama-3-405b, llama-3-70b, llama-3-8b, mixtral-8x7b"),
@@ -296,7 +294,7 @@ def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path
         "--hf", tiny, "--mesh", "dp=4,tp=2", "--auto", "--hardware", "dgx-h100", "--memory", "1GiB", "--json", str(out)
     )  # fmt: skip
     assert code == 0, text
-    assert re.search(r"candidate +mesh +at rest +peak", text)
+    assert re.search(r"candidate +mesh +stored +peak", text)
     assert "tensor parallel on tp" in text
     assert "  chosen by Auto: " in text
     assert "note: Auto chose " in text

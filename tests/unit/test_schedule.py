@@ -337,7 +337,7 @@ def test_the_order_of_another_rank() -> None:
 def test_passes_are_named_in_what_they_made() -> None:
     local = ws.run_passes(layers(2, 16), [SinkWaits(), Bucket(), SplitOptimizer()])
     assert local.passes == ("SinkWaits", "Bucket", "SplitOptimizer")
-    assert Schedule(SLOW)(local).passes[-2:] == ("Overlap", "BoundedReductions")
+    assert Schedule(SLOW)(local).passes[-2:] == ("Overlap", "LimitInflight")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
 
 
 def test_moving_needs_split_optimizers() -> None:
-    with pytest.raises(ws.GraphError, match="pass AcrossSteps must be applied after SplitOptimizer"):
+    with pytest.raises(ws.GraphError, match="pass CrossStep must be applied after SplitOptimizer"):
         ws.run_passes(layers(2, 16), [CrossStep()])
 
 

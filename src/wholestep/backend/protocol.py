@@ -61,7 +61,7 @@ class Backend(Protocol):
 
     @property
     def in_place_buffers(self) -> bool:
-        """True: the passes `Fill` and `Flat` let nodes write into the buckets of collectives. A compiler that does not
+        """True: the passes `WriteIntoBuckets` and `ContiguousShards` let nodes write into the buckets of collectives. A compiler that does not
         see through such writes sets False.
         """
         ...

@@ -140,7 +140,7 @@ class CachedChoices:
         if self.earlier.fitting is None or self.earlier.fitted == digest([str(local)]):
             return self.earlier.fitting
         if self.cache is not None:
-            self.cache.tell("miss: what is made again was chosen for another program")
+            self.cache.tell("miss: the tensors to rematerialize were chosen for another program")
         return None
 
     def note_fitting(self, local: LocalGraph, fitting: Fitting) -> None:

@@ -43,7 +43,7 @@ def run_passes(
 ) -> LocalGraph:
     """Apply `passes` in order, checking the graph after each.
 
-    A pass with an attribute `passes` is replaced by these. After `AcrossSteps` each pass is applied to all three
+    A pass with an attribute `passes` is replaced by these. After `CrossStep` each pass is applied to all three
     programs; a pass with `orders = True` does that itself.
 
     Args:

@@ -43,7 +43,7 @@ class LimitInflight(InPlace):
         return ("SizeBuckets",) if self.in_flight_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
-        """Move waits of `local` up; a program of `AcrossSteps` stays as it is, for its waits are late on purpose."""
+        """Move waits of `local` up; a program of `CrossStep` stays as it is, for its waits are late on purpose."""
         if local.across is not None:
             return local
         in_flight_bytes, in_flight = most_in_flight(local, self.in_flight_bytes, self.in_flight)

@@ -118,7 +118,7 @@ def in_one_order(steady: LocalGraph) -> LocalGraph:
     Collectives that complete the last call precede those of this call: a rank that runs `flush`, then `first`, has the
     same sequence as a rank that runs `steady`.
     """
-    assert steady.across is not None, "AcrossSteps split the program"
+    assert steady.across is not None, "CrossStep split the program"
     first, flush = steady.across
     of_flush, of_first = set(collectives_of(flush)), set(collectives_of(first))
     order = collectives_of(steady)

@@ -30,7 +30,7 @@ class WriteIntoBuckets(InPlace):
 
     An average over ranks becomes a sum: products and copies are scaled when they are written, which saves the backend
     a pass over the bucket to divide it. This needs an exact scale: a power of two ranks, and no float16, whose values
-    could underflow. A reduce-scatter that `AcrossSteps` carries into the next call stays an average.
+    could underflow. A reduce-scatter that `CrossStep` carries into the next call stays an average.
 
     Bitwise the same, except that a BLAS may sum a product in another order if its output is aligned differently, as it
     is after pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.

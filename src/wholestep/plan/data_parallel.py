@@ -151,7 +151,7 @@ class DataParallel:
 
     @property
     def regathered(self) -> tuple[str, ...]:
-        """Parameters that are gathered again for the backward, whatever is kept of others: none by name."""
+        """Parameters that are always re-gathered for the backward: none by name."""
         return ()
 
 

@@ -38,7 +38,7 @@ class StorageOption:
         return STYLES[self.style].grouped
 
     def __str__(self) -> str:
-        gathered = "gathered again" if self.regathers else "kept"
+        gathered = "re-gathered" if self.regathers else "kept"
         return self.style if self.replicates_parameter else f"{self.style} {gathered}"
 
 

@@ -42,7 +42,7 @@ class TemplateKey:
         return replace(self, style=style, regathers=None if self.regathers is None else False)
 
     def __str__(self) -> str:
-        how = "" if self.regathers is None else ", gathered again" if self.regathers else ", kept"
+        how = "" if self.regathers is None else ", re-gathered" if self.regathers else ", kept"
         tensor = f"tensor parallel on {self.tensor_axis}"
         if self.style is None:
             return tensor

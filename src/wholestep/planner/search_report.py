@@ -47,7 +47,7 @@ def notes(found: SearchResult) -> tuple[str, ...]:
 
 def show(found: SearchResult) -> str:
     """The simulated candidates as a table, the winner first; below it the others, with the reason."""
-    head = ("candidate", "mesh", "at rest", "peak", "exposed", "per batch", "at least", "")
+    head = ("candidate", "mesh", "stored", "peak", "exposed", "per batch", "at least", "")
     cells = [head, *(_cells(row) for row in found.rows if row.costs is not None)]
     left = [f"{row.name} on {row.mesh}: {_lost(row, found)}" for row in found.rows if row.costs is None]
     return "\n".join([*table(cells), *left, *([_extrapolated(found)] if found.extrapolated else [])])

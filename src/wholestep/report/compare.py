@@ -91,7 +91,7 @@ def _row(
 
 def show(rows: Sequence[PlanRow], what: str = "template") -> str:
     """The rows as a text table; `what` is the title of the first column."""
-    head = (what, "at rest", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
+    head = (what, "stored", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
     failed = [f"{row.name}: no plan: {row.error}" for row in rows if row.costs is None]
     about = ["about: extrapolated from steps with few of the equal layers"] if any(row.layers for row in rows) else []

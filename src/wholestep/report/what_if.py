@@ -15,7 +15,7 @@ from ..plan.plan import Plan
 from ..planner.candidates import Template
 from .compare import PlanRow, compare
 
-_HEAD = ("what if", "mesh", "at rest", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
+_HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
 
 
 @dataclass(frozen=True)
