@@ -61,8 +61,8 @@ class Backend(Protocol):
 
     @property
     def in_place_buffers(self) -> bool:
-        """True: the passes `WriteIntoBuckets` and `ContiguousShards` let nodes write into the buckets of collectives. A compiler that does not
-        see through such writes sets False.
+        """True: the passes `WriteIntoBuckets` and `ContiguousShards` let nodes write into the buckets of collectives. A
+        compiler that does not see through such writes sets False.
         """
         ...
 

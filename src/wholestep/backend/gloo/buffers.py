@@ -102,20 +102,20 @@ class Buffers:
         return rows.view(whole)
 
     def gather(self, value: Tensor, parts: int, group: str) -> Tensor:
-        """See `collectives.gather`."""
+        """See `exchange.gather`."""
         if value.device.type != "cpu" or value.is_complex():
             return gather(value, parts, group)
         made = self.take(value.numel() * parts, value).view(value.shape[0] * parts, *value.shape[1:])
         return torch.ops._c10d_functional.all_gather_into_tensor_out.default(value, parts, group, out=made)
 
     def swap(self, value: Tensor, parts: int, group: str) -> Tensor:
-        """See `collectives.swap`."""
+        """See `exchange.swap`."""
         if value.device.type != "cpu":
             return swap(value, parts, group)
         return _torch.start_exchange(value, self.take(value.numel(), value).view(value.shape), group)
 
     def add_parts(self, value: Tensor, parts: int, op: str) -> Tensor:
-        """See `collectives.add_parts`."""
+        """See `exchange.add_parts`."""
         rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
         made = self.take(rows[0].numel(), value).view(rows.shape[1:])
         return add_parts(value, parts, op, made)
