@@ -134,11 +134,13 @@ def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_M
     for w in words[:1]:
         rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
         text = str(rule)
-        for change, new in [*_without_marks(rule), *_moved(rule), *_reduced(rule)]:
-            careful = "could be cut" if "!" in change else ""
-            yield _Mutant(change, text, reword=_with_text(new, names), careful=careful)
-        for change, new in _linear(rule):
-            careful = "" if change.startswith("take out") else "could stay partial"
+        for factor in sorted(rule.whole):
+            new = _each(rule, factor, whole=False)
+            yield _Mutant(f"drop ! of {factor}", text, reword=_with_text(new, names), careful="could be cut")
+        for change, new in [*_without_loose_marks(rule), *_moved(rule), *_reduced(rule)]:
+            yield _Mutant(change, text, reword=_with_text(new, names))
+        for change, new, is_split in _linear(rule):
+            careful = "" if is_split else "could stay partial"
             yield _Mutant(change, text, reword=_with_text(new, names), partial=True, careful=careful)
     yield from _rebound(bound, text, by_hand=not words)
 
@@ -236,10 +238,8 @@ def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
     return _with(rule, terms)
 
 
-def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Each `!` and `?` dropped, wherever its factor stands."""
-    for factor in sorted(rule.whole):
-        yield f"drop ! of {factor}", _each(rule, factor, whole=False)
+def _without_loose_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
+    """Each `?` dropped, wherever its factor stands."""
     for factor in sorted(rule.loose - rule.whole):
         yield f"drop ? of {factor}", _each(rule, factor, loose=False)
 
@@ -285,8 +285,8 @@ def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
                     yield what, replace(rule, reduces={**rule.reduces, factor: other})
 
 
-def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Claims of linearity in other inputs; sets split and joined."""
+def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
+    """Claims of linearity in other inputs; sets split (True) and joined."""
     known = set(rule.linear)
     every = [frozenset({i}) for i, t in enumerate(rule.inputs) if not t.opaque]
     singles = [single for single in every if single not in rule.moves]
@@ -294,11 +294,12 @@ def _linear(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
         joint = [group for group in known if single < group]
         if single not in known:
             what = "take out" if joint else "claim"
-            yield f"{what} linear in {min(single)}", replace(rule, linear=(*(known - set(joint)), single))
+            changed = replace(rule, linear=(*(known - set(joint)), single))
+            yield f"{what} linear in {min(single)}", changed, bool(joint)
     for a in singles:
         for b in singles:
             if min(a) < min(b) and a | b not in known and (a in known or b in known):
-                yield f"linear in {min(a)} and {min(b)} together", replace(rule, linear=(*known, a | b))
+                yield f"linear in {min(a)} and {min(b)} together", replace(rule, linear=(*known, a | b)), False
 
 
 def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
