@@ -216,7 +216,7 @@ def test_the_plan_goes_through_a_file() -> None:
     assert read.strategies is not None
     again = ws.plan(graph, "dp=4", read.strategies)
     assert again.storage == made.storage
-    assert again.created == made.created
+    assert again.created_storage == made.created_storage
 
 
 @pytest.mark.usefixtures("double")

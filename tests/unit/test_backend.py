@@ -97,7 +97,7 @@ def test_what_a_backend_cannot_do_is_refused() -> None:
     assert "measure=True with backend 'interpreted'" in refused(Interpreted(), measure=True)
     case = CASES["mlp-mean"]
     model = case.build(torch.float32)
-    step = ws.compile(case.step, backend=Interpreted(), schedule=ws.Schedule(ws.Machine()))
+    step = ws.compile(case.step, backend=Interpreted(), schedule=ws.Schedule(ws.Hardware.default()))
     with pytest.raises(ws.BackendError, match="'interpreted' does not time nodes"):
         step.profile(model, OPTIMIZERS["SGD-plain"].make(model.parameters()), case.batches(0, torch.float32))
 

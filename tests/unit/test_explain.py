@@ -141,7 +141,7 @@ def test_command(file: Path, tmp_path: Path) -> None:
         (["no_such_module_here:build"], "cannot be imported"),
         (["FILE:missing"], "has no function 'missing'"),
         (["FILE:wrong"], "returned int: needed (train_step, model, optimizer, batch)"),
-        (["FILE:build", "--mesh", "dp"], "cannot read 'dp'"),
+        (["FILE:build", "--mesh", "dp"], "cannot parse 'dp'"),
         (["FILE:build", "--tp", "colwise"], "needed pattern=colwise"),
         (["FILE:build", "--explain", "w3"], "the plan has no input and no operation 'w3'"),
     ],

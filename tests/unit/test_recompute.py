@@ -220,7 +220,7 @@ def test_the_budget_is_met_and_more_never_costs_more(gathers: bool) -> None:
             changed = Recompute(budget, MACHINE, gathers=gathers)(plain)
             predicted, measured = predicted_and_measured(Reinplace()(changed), group, exchange=False)
             assert measured <= predicted.size_bytes <= budget
-            sent = sum(total.bytes for total in changed.collectives().values()) / MACHINE.link_bytes_per_us
+            sent = sum(total.bytes for total in changed.collectives().values()) / MACHINE.levels[0].bytes_per_us
             cost = work(changed)[0] + sent
             assert cost <= before * (1 + 1e-9)
             before = cost

@@ -217,7 +217,7 @@ def test_the_check_can_fail(style: str, monkeypatch: pytest.MonkeyPatch) -> None
     """With the reductions of gradients left out, what is compared above differs: ranks have different data."""
     from wholestep.graph import interpret
 
-    for kind in ("all_reduce", "reduce_scatter_tensor"):
+    for kind in ("all_reduce", "reduce_scatter"):
         whole = interpret._COMPUTE[kind]
         monkeypatch.setitem(
             interpret._COMPUTE, kind, lambda given, args, whole=whole: whole([given[0]] * len(given), args)

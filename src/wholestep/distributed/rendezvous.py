@@ -32,7 +32,7 @@ from .sections import (
 )
 from .store_tree import StoreTree, appears, get, pause_s, put
 
-_PUBLISHED_S = 10.0  # for what another rank is about to publish
+_PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
 _LOOK_S = 0.5  # between two looks at where the other ranks wait
@@ -238,9 +238,10 @@ class Rendezvous:
         return get(self.store, key) if self.store.check([key]) else None
 
     def _await(self, key: str) -> None:
-        if not appears(self.store, key, _PUBLISHED_S):
+        timeout_s = max(_PUBLISHED_S, self.timeout_s)
+        if not appears(self.store, key, timeout_s):
             raise RankMismatchError(
-                f"a rank did not say within {_PUBLISHED_S:g} s what the others have to compare with",
+                f"a rank did not publish within {timeout_s:g} s what the others compare with",
                 "ranks that live until all have compared their programs",
                 "read the errors of the other ranks",
             )
