@@ -14,7 +14,7 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.dist.test_errors import attempt, train_step
 from wholestep.passes import fit_memory
-from wholestep.plan import make_plan as planning
+from wholestep.planner import resolve
 from wholestep.runtime import choose_strategy, finalize
 
 LINK = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
@@ -46,8 +46,8 @@ def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int,
     """Three steps: what the cache did, the parameters after them, the program. A warm start searches nothing."""
     if warm:
         finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = refuse
-        found = planning.solved
-        planning.solved = lambda strategies, *rest: (
+        found = resolve.with_auto_solved
+        resolve.with_auto_solved = lambda strategies, *rest: (
             refuse() if choose_strategy.has_open_layouts(strategies) else found(strategies, *rest)
         )
     case = CASES["tokens"]

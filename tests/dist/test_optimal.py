@@ -12,7 +12,7 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.steps import mean_from_one as train
 from tests.tp_models import MLP, Llama, next_token, step_of
-from wholestep.plan.per_parameter_storage import KEPT, REGATHERED, REPLICATE, ZERO1, PerParameterStorage
+from wholestep.plan.per_parameter_storage import PerParameterStorage, StorageOption
 
 TOLERANCE = 1e-10
 QUICK_LINK = ws.Hardware.measured(
@@ -78,9 +78,11 @@ def test_a_language_model() -> None:
 
 
 STORAGE = {
-    "net1.weight": REGATHERED, "net1.bias": REPLICATE, "net2.weight": ZERO1,
-    "net2.bias": KEPT,
-}  # fmt: skip
+    "net1.weight": StorageOption("fully_shard", regathers=True),
+    "net1.bias": StorageOption("replicate"),
+    "net2.weight": StorageOption("zero1"),
+    "net2.bias": StorageOption("fully_shard"),
+}
 
 
 def _mixed(rank: int, world: int) -> dict[str, Any]:

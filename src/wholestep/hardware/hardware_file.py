@@ -114,7 +114,7 @@ def _read(kind: Any, value: Any, name: str, at: str) -> Any:
     if is_dataclass(kind):
         return _object(cast(type[Any], kind), value, name, at)
     if get_origin(kind) is tuple:
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):
             raise _wrong(name, at, value, "a list")
         inner = get_args(kind)[0]
         return tuple(_read(inner, one, name, f"{at}[{i}]") for i, one in enumerate(cast(list[Any], value)))
