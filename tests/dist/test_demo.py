@@ -132,6 +132,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert f"nothing is left to do: the checkpoint has {LONG_STEPS} steps" in again.stdout
 
 
+@pytest.mark.full
 def test_resumed_on_another_style_and_number_of_ranks(
     uninterrupted: Path, interrupted: tuple[Path, int], tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_ranks_end_with_the_command(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.full
 def test_checkpoints_are_moved_aside_by_another_run_and_reported_when_damaged(tmp_path: Path) -> None:
     for steps in ("2", "1"):
         done = demo("--quick", "--no-compare", "--ranks", "1", "--steps", steps, directory=tmp_path)

@@ -98,9 +98,10 @@ LINES = re.compile(r"step \d+ .*loss|learning rate|\d+ updates")
 LIBRARIES = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning", "with_trainer.py": "accelerate"}
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "with_accelerate.py" else pytest.mark.full) for n in LIBRARIES]
+)
 def test_loops_of_libraries(name: str, ranks: int) -> None:
     """Losses, learning rates, counts and evaluations are those of the library itself, which uses DDP on two ranks."""
     pytest.importorskip(LIBRARIES[name])
@@ -115,6 +116,7 @@ def test_loops_of_libraries(name: str, ranks: int) -> None:
         assert ours == pytest.approx(theirs, abs=2e-4)
 
 
+@pytest.mark.full
 def test_every_example_says_what_it_takes() -> None:
     there = [name for name, library in LIBRARIES.items() if importlib.util.find_spec(library)]
     for name in ("mlp.py", "gpt.py", "hf.py", *there):

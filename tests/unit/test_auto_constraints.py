@@ -161,7 +161,10 @@ def test_axes_of_one_rank_cut_nothing() -> None:
 
 
 # -- deep models, searched meshes, files ----------------------------------------------------------------
-@pytest.mark.parametrize(("layer", "equal"), [(0, LAYERS - 1), (LAYERS - 1, LAYERS - 1), (5, 0)])
+@pytest.mark.parametrize(
+    ("layer", "equal"),
+    [*(pytest.param(one, LAYERS - 1, marks=pytest.mark.full) for one in (0, LAYERS - 1)), (5, 0)],
+)
 def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     """Its equals are the layers on one side of it, if they are enough; what is said of the winner is of all."""
     graph = deep(256)

@@ -23,6 +23,7 @@ NODES = ws.Hardware.preset("dgx-h100")
 
 
 # -- meshes ----------------------------------------------------------------------------------------------
+@pytest.mark.full
 def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
     auto, seen = ws.Auto(hardware=NODES, tensor=PAIRS), list[str]()
     found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)

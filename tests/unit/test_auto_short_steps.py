@@ -146,6 +146,7 @@ def test_bounds_are_those_of_all_layers(hardware: str) -> None:
         assert made.computed_us == pytest.approx(real.computed_us, rel=1e-3)
 
 
+@pytest.mark.full
 def test_budgets_as_with_all_layers() -> None:
     """One that only some candidates keep to, and one under all their peaks: what the whole step then holds is within
     the budget, in about the time of a search with all layers.

@@ -289,6 +289,7 @@ def test_hard_graphs(name: str, inner: str) -> None:
     assert reducers_buckets(run.ddp) == ours(run.backend.splits[0])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
 def test_inductor_inside() -> None:
     run = Run(Transposed(), [(torch.randn(n, 30, 50),) for n in (4, 6, 7)], "inductor", bucket_cap_mb=25)
