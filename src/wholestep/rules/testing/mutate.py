@@ -134,10 +134,10 @@ def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_M
     for w in words[:1]:
         rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
         text = str(rule)
-        for factor in sorted(rule.whole):
-            new = _each(rule, factor, whole=False)
-            yield _Mutant(f"drop ! of {factor}", text, reword=_with_text(new, names), careful="could be cut")
-        for change, new in [*_without_loose_marks(rule), *_moved(rule), *_reduced(rule)]:
+        for change, new, of_whole in [*_without_marks(rule), *_moved(rule)]:
+            careful = "could be cut" if of_whole else ""
+            yield _Mutant(change, text, reword=_with_text(new, names), careful=careful)
+        for change, new in _reduced(rule):
             yield _Mutant(change, text, reword=_with_text(new, names))
         for change, new, is_split in _linear(rule):
             careful = "" if is_split else "could stay partial"
@@ -238,10 +238,12 @@ def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
     return _with(rule, terms)
 
 
-def _without_loose_marks(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Each `?` dropped, wherever its factor stands."""
+def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
+    """Each `!` (True) and `?` dropped, wherever its factor stands."""
+    for factor in sorted(rule.whole):
+        yield f"drop ! of {factor}", _each(rule, factor, whole=False), True
     for factor in sorted(rule.loose - rule.whole):
-        yield f"drop ? of {factor}", _each(rule, factor, loose=False)
+        yield f"drop ? of {factor}", _each(rule, factor, loose=False), False
 
 
 def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
@@ -251,8 +253,8 @@ def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
     return _with(rule, terms)
 
 
-def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
-    """Factors swapped, renamed in one term, or in another order in a merged dim."""
+def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
+    """Factors swapped, renamed in one term, or in another order in a merged dim; True if a dim marked `!` moves."""
     whole = rule.whole
     for at, term in enumerate(_terms(rule)):
         name = f"input {at}" if at < len(rule.inputs) else f"output {at - len(rule.inputs)}"
@@ -263,14 +265,14 @@ def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
                 if not (dim.rest or other.rest) and (free or any(f not in whole for f in other.factors)):
                     dims = list(term.dims)
                     dims[i], dims[j] = other, dim
-                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims)
+                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims), dim.whole or other.whole
             for factor in free:
                 renamed = replace(dim, factors=tuple("other" if f == factor else f for f in dim.factors))
                 dims = [*term.dims[:i], renamed, *term.dims[i + 1 :]]
-                yield f"rename {factor} in {name}", _put(rule, at, dims)
+                yield f"rename {factor} in {name}", _put(rule, at, dims), False
             if len(free) > 1:
                 dims = [*term.dims[:i], replace(dim, factors=dim.factors[::-1]), *term.dims[i + 1 :]]
-                yield f"turn {dim} round in {name}", _put(rule, at, dims)
+                yield f"turn {dim} round in {name}", _put(rule, at, dims), dim.whole
 
 
 def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
