@@ -323,7 +323,7 @@ def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_nothing_is_decomposable_of_what_is_empty() -> None:
+def test_an_empty_softmax_is_not_decomposed() -> None:
     """A softmax of no elements has no largest element."""
 
     class Empty(nn.Module):

@@ -191,6 +191,16 @@ def test_ranks_that_do_not_come_are_named_and_told_when_they_do() -> None:
     assert found == ["rank 3 compiled its program when others no longer waited for it (60 s)"]
 
 
+def test_a_rank_that_waits_hears_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_REPORT_S", 0.1)
+    reports: list[list[int]] = []
+    waiting = Rendezvous(dist.HashStore(), 1, 3, 0.5, reports.append)
+    with pytest.raises(ws.RankMismatchError, match=r"ranks \[0, 2\] compiled no program while rank 1 did"):
+        waiting.all_equal("job", {LAYOUTS: lines("a")})
+    assert reports
+    assert all(missing == [0, 2] for missing in reports)
+
+
 def test_a_gather_names_the_ranks_that_do_not_come() -> None:
     found = on_ranks(EXCHANGES["gather"], 20, timeout_s=0.5, ranks=range(1, 19))
     assert found == ["a test: ranks [0, 19] did not come within 0.5 s"] * 18
