@@ -86,7 +86,7 @@ def test_what_an_applied_plan_says_of_a_step(graph: ws.TrainGraph) -> None:
     assert isinstance(made.strategies, Strategies)
     assert options.mesh == made.mesh
     assert options.memory_bytes == 1 << 30
-    assert options.gathers_again == (made.strategies.options.reshard_after_forward is False)
+    assert options.may_regather == (made.strategies.options.reshard_after_forward is False)
     with pytest.raises(ws.MeshError, match="mesh dp=2 with a plan for dp=4"):
         ws.compile(train, parallel=made, mesh="dp=2")
 

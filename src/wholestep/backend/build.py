@@ -1,4 +1,4 @@
-"""The backends by name, and the check of those that users write."""
+"""The built-in backends by name, and the check of user-defined backends."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def pipeline(
     *,
     schedule: HowScheduled = "auto",
     memory_bytes: int | str | None = None,
-    gathers_again: bool = True,
+    may_regather: bool = True,
     backend: Backend | str = "eager",
 ) -> tuple[Pass, ...]:
     """The passes that `compile` applies after `partition`, in order, as a list to edit.
@@ -75,7 +75,7 @@ def pipeline(
         hardware: prices buckets and the order of collectives; by default a slow CPU on a slow link.
         schedule: as in `compile`; a `Schedule` has its own hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound.
-        gathers_again: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
+        may_regather: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
             backward.
         backend: as in `compile`; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
 
@@ -97,4 +97,4 @@ def pipeline(
     passes = (*ordered, *last)
     if memory_bytes is None:
         return passes
-    return FitMemory(parse_bytes(memory_bytes), hardware, gathers_again, passes), *passes
+    return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

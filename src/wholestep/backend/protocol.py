@@ -31,7 +31,7 @@ class Backend(Protocol):
 
     - `compile` and the callable run under `torch.no_grad()`.
     - The graph belongs to the backend, which may edit it.
-    - Of its inputs the callable may mutate only those that a node of the graph mutates.
+    - The callable mutates an input only where a node of the graph mutates it.
     - Collectives (`torch.ops._c10d_functional`) return at once and `wait_tensor` waits. All of them run in the order of
       the graph: it is the same on all ranks.
     - The callable frees each value after its last use, or the peak exceeds what `peak_memory` predicts.

@@ -92,7 +92,7 @@ def _table(rows: "list[Row]", mutations: "list[Mutation] | None") -> Table:
 
 
 def _tried(mutations: "list[Mutation]") -> "list[Mutation]":
-    """Mutations that make a false claim, without those that the op allows although its rule does not."""
+    """The mutations whose claim is false for the op: the check has to catch them."""
     return [m for m in mutations if m.verdict in ("caught", "survived")]
 
 

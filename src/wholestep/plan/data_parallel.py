@@ -29,8 +29,8 @@ class DataParallel:
             `"replicate"` (DDP) and `"fully_shard"` (FSDP); or a function `(parameter, layout, mesh, axes)` that returns
             the layout of a parameter and the layout of its optimizer state.
         axis: the mesh axis or axes to use; all of them by default.
-        reshard_after_forward: gather sharded parameters again for the backward (True), keep them (False), or keep up to
-            `keep_gathered_bytes` of them, those that the backward needs first (None).
+        reshard_after_forward: re-gather sharded parameters for the backward (True), keep them (False), or keep up to
+            `keep_gathered_bytes` of them (None): the parameters that the backward needs first.
         keep_gathered_bytes: see above.
         semantics: `per_rank` or `global`, see above.
         inputs: what a rank is given: its `local` part of the batch, or the `global` batch, of which it takes its part

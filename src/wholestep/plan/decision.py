@@ -43,8 +43,8 @@ class Options:
     """Choices of a plan that are not layouts.
 
     `keep_gathered_bytes` bounds the gathered parameters that are kept from forward to backward; parameters beyond it
-    are re-gathered (0: all, None: none), and so are those that `again` names. `reduce_dtype` is the dtype of gradient
-    reductions, None for the dtype of the gradient.
+    are re-gathered (0: all, None: none). `again` names further parameters to re-gather. `reduce_dtype` is the dtype of
+    gradient reductions, None for the dtype of the gradient.
     """
 
     keep_gathered_bytes: int | None = None

@@ -52,7 +52,7 @@ class Candidate:
         bound_s: a lower bound of `batch_s`.
         needs_bytes: a lower bound of the peak, the peak once it is simulated.
         costs: of the simulated program.
-        rematerialized: tensors that are recomputed or gathered again to fit the budget.
+        rematerialized: tensors that are recomputed or re-gathered to fit the budget.
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.
         symmetric: the strategies of those steps, equal in equal layers.
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def may_regather(self) -> bool:
-        """True where gathered parameters are kept, and may be gathered again to save memory."""
+        """True if gathered parameters are kept, and may be re-gathered to save memory."""
         data = self.strategies.data if self.strategies else None
         return data is not None and data.reshard_after_forward is False
 

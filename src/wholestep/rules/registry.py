@@ -167,7 +167,7 @@ def _check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
 
 
 def targets_of(op: Any) -> list[Any]:
-    """The overloads of `op`: itself, a list, or names, without those that this torch lacks."""
+    """The overloads of `op`: itself, a list, or names. Names that this torch lacks are skipped."""
     if isinstance(op, str):
         return [target for name in op.split() if (target := _named(name)) is not None]
     given: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]

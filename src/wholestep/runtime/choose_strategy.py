@@ -34,12 +34,14 @@ _SEARCH_SECONDS = TUNING.search_seconds
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """The strategies that the first rank chose, and why. `gathers` is true where parameters that are kept gathered may
-    be gathered again to fit. `hardware` is what plans were compared on.
+    """The strategies that the first rank chose, and the reasons.
+
+    `may_regather`: a budget may re-gather parameters that the plan keeps gathered. `hardware`: the plans were compared
+    on it.
     """
 
     strategies: Strategies
-    gathers: bool
+    may_regather: bool
     hardware: Hardware
     objective: Objective
     notes: tuple[str, ...]
@@ -118,7 +120,7 @@ def _searched(search: Callable[[], AutoChoice], label: str, rendezvous: Rendezvo
 
 
 def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
-    """Those that were solved for, or of the candidate with the number."""
+    """The solved strategies, or the strategies of the chosen candidate."""
     if chosen.solved is not None:
         return chosen.solved
     assert chosen.template is not None, "a template where nothing was solved for"

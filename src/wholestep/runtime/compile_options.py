@@ -126,8 +126,8 @@ class CompileOptions:
 class StepOptions:
     """The options of one compiled step, resolved.
 
-    `strategies` are those by which ranks share batches where `auto` is to choose; `plan` is applied where there is
-    one. `gathers_again` is true where parameters that are kept gathered may be gathered again to fit into memory.
+    `strategies`: as given; if `auto` chooses, the strategies that decide how ranks share batches. `plan`: the plan to
+    apply. `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
     """
 
     given: CompileOptions
@@ -137,7 +137,7 @@ class StepOptions:
     memory_bytes: int | None
     auto: Auto | None
     plan: Plan | None
-    gathers_again: bool
+    may_regather: bool
     capture: CaptureOptions
     cache: Path | None
 
@@ -180,7 +180,7 @@ class StepOptions:
             chosen.memory_bytes,
             chosen.auto,
             chosen.plan,
-            gathers_again=keeps if chosen.plan is not None else not keeps,
+            may_regather=keeps if chosen.plan is not None else not keeps,
             capture=capture,
             cache=folder_of(given.cache),
         )

@@ -104,8 +104,8 @@ class Compiler:
         if several:
             again = partial(self._capture, whole={}, held=held or ())
             self._consistency.program(made, inputs, self.world, self.options, again)
-        gathers_again = self._choice.gathers if self._choice else self.options.gathers_again
-        made = finalizer.finish(made, gathers_again, dump.watch)
+        may_regather = self._choice.may_regather if self._choice else self.options.may_regather
+        made = finalizer.finish(made, may_regather, dump.watch)
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)
@@ -196,7 +196,7 @@ class Compiler:
             "option backend": (options.backend.name, [getattr(options.backend, flag) for flag in CAPABILITIES]),
             "option schedule": given.schedule, "option hardware": given.hardware,
             "option parallel": options.auto or self.strategies,
-            "option memory_bytes": (options.memory_bytes, options.gathers_again),
+            "option memory_bytes": (options.memory_bytes, options.may_regather),
             "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, self.world).items()},
             "constants": digest(constant_lines(captured)),
             "captured graph": digest([*graph_lines(captured, self.world.device), *metas_of(captured.graph)]),

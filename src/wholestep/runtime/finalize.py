@@ -43,7 +43,7 @@ class Measured:
 class Finalizer:
     """Schedules the program of one compile; ranks run collectives in the order of the first rank.
 
-    `gathers_again` is true where parameters that are kept gathered may be gathered again to fit into memory.
+    `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
     """
 
     options: StepOptions
@@ -54,14 +54,14 @@ class Finalizer:
     choices: CachedChoices
     label: str
 
-    def finish(self, made: RankProgram, gathers_again: bool, watch: Watch | None) -> RankProgram:
+    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. The compile cache keeps what was chosen."""
         schedule = self._schedule()
         key = "\n".join(made.lines)
         if self.options.memory_bytes is None:
             local = self._scheduled(made.local, schedule, key, watch)
         else:
-            local = self._fitted(made.local, schedule, key, self.options.memory_bytes, gathers_again, watch)
+            local = self._fitted(made.local, schedule, key, self.options.memory_bytes, may_regather, watch)
         self.choices.store()
         return replace(made, local=local)
 
@@ -106,7 +106,7 @@ class Finalizer:
         schedule: Schedule | None,
         key: str,
         budget_bytes: int,
-        gathers_again: bool,
+        may_regather: bool,
         watch: Watch | None,
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
@@ -128,7 +128,7 @@ class Finalizer:
             schedule=schedule,
             backend=self.options.backend,
             memory_bytes=budget_bytes,
-            gathers_again=gathers_again,
+            may_regather=may_regather,
         )
         passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
         passes = with_order_from(passes, lambda local: self._order(local, key))

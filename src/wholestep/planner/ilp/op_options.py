@@ -78,7 +78,7 @@ def _options(
 
 
 def _candidates(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy]:
-    """Op strategies but those that leave ranks without rows, and products of replicated tensors that stay partial."""
+    """The op strategies under which every rank has rows, and no product of replicated tensors stays partial."""
     given, heavy = operands(node), flops(node) > 0
     for way in ways(group, prices.parts):
         if way.factor and any(
