@@ -55,7 +55,7 @@ def main() -> None:
             loss = step(x, y)
             scheduler.step()
         accelerator.print(f"step {number} loss {accelerator.reduce(loss, 'mean'):.6f}", flush=True)
-    accelerator.print(f"learning rate {scheduler.get_last_lr()[0]:g}")
+    accelerator.print(f"learning rate {scheduler.get_last_lr()[0]:g}", flush=True)
     accelerator.end_training()
 
 
