@@ -9,7 +9,7 @@ PAIR := -n 2
 SMOKE = -q -m 'smoke or golden' tests/golden $(shell grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check smoke test test-all test-full test-other-torch test-unit test-golden test-op-db test-dist test-gpu \
+.PHONY: help demo check smoke test test-all test-full test-other-torch test-one-process test-unit test-golden test-op-db test-dist test-gpu \
     test-benchmarks docs site lint size wheel test-wheel bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
@@ -21,7 +21,7 @@ demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style 
 check: $(STAMP) ## before each commit, a minute: lint and types beside imports, golden text and one quick test of each part
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint smoke
 
-test: test-unit test-golden test-op-db test-dist test-gpu test-benchmarks docs ## each behaviour once, about twenty minutes on two cores
+test: test-one-process test-dist ## each behaviour once, about ten minutes on two cores
 
 test-all: test test-full test-other-torch ## everything
 
@@ -37,6 +37,10 @@ test-other-torch: $(STAMP) ## the quick tests in each environment that is called
 
 smoke: $(STAMP) ## golden text and one quick test of each part
 	$(PYTEST) $(SMOKE)
+
+# One run for all of these: each run of pytest imports torch and the tests anew in three processes.
+test-one-process: $(STAMP) ## all but test-dist: unit, golden, op_db, gpu, benchmarks, tools, docs
+	$(PYTEST) tests benchmarks/tests tools/tests --ignore tests/dist $(PAIR) $(ARGS)
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
 	$(PYTEST) tests/unit $(PAIR) --ignore tests/unit/test_docs.py $(ARGS)

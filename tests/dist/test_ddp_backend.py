@@ -103,7 +103,12 @@ RUNS = [
     ("custom", "", "aot_eager"),
     ("checkpointed", "", "aot_eager"),
     ("mixed", "", "aot_eager"),
-    pytest.param("mlp", "", "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")),
+    pytest.param(
+        "mlp",
+        "",
+        "inductor",
+        marks=[pytest.mark.full, pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")],
+    ),
 ]
 
 

@@ -115,6 +115,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return directory, int(saved[1])
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_equals_uninterrupted(
     uninterrupted: Path, interrupted: tuple[Path, int], tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_with_the_command(tmp_path: Path) -> None:
     run = started(tmp_path)

@@ -79,7 +79,7 @@ def _all_kept(rank: int, world: int, style: str) -> dict[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s in ("replicate", "fully_shard") else pytest.mark.full) for s in STYLES]
+    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
 )
 def test_gradients_outlive_a_call(style: str) -> None:
     for found in run_ranks(_all_kept, 2, style):

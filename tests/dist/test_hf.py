@@ -1,6 +1,6 @@
 """Hugging Face models on two ranks with different data: the losses and parameters of DistributedDataParallel.
 
-The default selection covers every family; `-m full` runs the whole catalogue.
+`make test` runs one model of each kind; `-m full` runs the whole catalogue.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ CHUNK = 10  # models in one job of the slow tests
 # Gradients that are zero in exact arithmetic (of the bias of keys, say) hold rounding errors alone. With the usual 1e-8
 # AdamW makes whole steps of them; models that trace other forms of a scan, or update shards, then round another way.
 EPS = 1e-6
-DEFAULT = [
-    "gpt2", "llama", "qwen3", "gemma2", "bert", "roberta", "deberta_v2", "t5", "bart", "vit", "resnet", "segformer",
-    "whisper", "wav2vec2", "mixtral", "deepseek_v3", "mamba", "qwen3_next", "clip",
-]  # fmt: skip
+USUAL = ["llama", "bert", "t5", "vit", "whisper", "mixtral", "mamba", "clip"]
 REFUSED = {
     "dbrx": "modeling_dbrx.py",  # a loop over the experts that some token chose
     "switch_transformers": "modeling_switch_transformers.py",  # the same
@@ -42,7 +39,7 @@ REFUSED = {
     "glpn": "modeling_glpn.py",  # a loss over the pixels whose depth is positive
     "vilt": "modeling_vilt.py",  # sizes patches by a mask
 }
-REST = [name for name in CATALOGUE if name not in REFUSED and name not in DEFAULT]
+REST = [name for name in CATALOGUE if name not in REFUSED and name not in USUAL]
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
@@ -116,10 +113,10 @@ def bad(result: Any) -> bool:
     )  # a config that learns its kind of problem in the first call costs one more
 
 
-@pytest.mark.timeout(900)  # about 50 s on two free cores
+@pytest.mark.timeout(900)  # about 25 s on two free cores
 @pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_same_as_ddp(style: str) -> None:
-    check(style, DEFAULT)
+    check(style, USUAL)
 
 
 @pytest.mark.full

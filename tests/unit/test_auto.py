@@ -277,6 +277,7 @@ def test_meshes_keep_to_nodes() -> None:
     assert all(mesh.size == 16384 for mesh in meshes(16384, MACHINES["dgx-h100"], "tp"))
 
 
+@pytest.mark.full
 def test_the_mesh_is_searched() -> None:
     auto = ws.Auto(hardware=MACHINES["dgx-h100"], tensor=PAIRS)
     found = auto.search(GRAPHS["blocks"], "auto=16")

@@ -85,8 +85,14 @@ def short_of(graph: ws.TrainGraph, hardware: Any) -> FoldedStep:
     return short
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize(("kind", "hardware"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
+@pytest.mark.parametrize(
+    ("kind", "hardware"),
+    [
+        pytest.param("wide", "slow", marks=pytest.mark.full),
+        pytest.param("wide", "dgx-h100", marks=pytest.mark.full),
+        ("narrow", "dgx-h100"),
+    ],
+)
 def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
     graph, hardware = GRAPHS[kind], MACHINES[hardware]
@@ -97,11 +103,10 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     assert short.plan.to_json() == long.plan.to_json()
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("hardware", "mesh", "tensor", "least"),
     [
-        ("slow", "dp=4,tp=2", PAIRS, 12),
+        pytest.param("slow", "dp=4,tp=2", PAIRS, 12, marks=pytest.mark.full),
         ("dgx-h100", "dp=4,tp=2", PAIRS, 7),
         ("two levels", "node=4,rank=8", None, 7),
     ],
@@ -131,7 +136,9 @@ def priced(graph: ws.TrainGraph, template: Template, hardware: Any, mesh: ws.Mes
     return costs(ws.partition(graph, planned), planned, hardware)
 
 
-@pytest.mark.parametrize("hardware", MACHINES)
+@pytest.mark.parametrize(
+    "hardware", [pytest.param(name, marks=() if name == "slow" else pytest.mark.full) for name in MACHINES]
+)
 def test_bounds_are_those_of_all_layers(hardware: str) -> None:
     graph, hardware = GRAPHS["wide"], MACHINES[hardware]
     short = short_of(graph, hardware)
@@ -177,6 +184,7 @@ def test_values_are_made_again_alike_in_equal_layers() -> None:
     assert peak_memory(memory.run(whole, made)).size_bytes == pytest.approx(least.peak_bytes, rel=0.35)
 
 
+@pytest.mark.full
 def test_a_refusal_tells_the_truth() -> None:
     graph = GRAPHS["wide"]
     with pytest.raises(ws.PlanError) as refused:

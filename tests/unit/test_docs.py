@@ -8,8 +8,6 @@ import doctest
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+from tests.dist.launch import start_server
+from tests.forked import run_script
 from wholestep.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,25 +82,30 @@ def broken_anchors(page: Path) -> list[str]:
     return [f"{there.name}#{part}" for there, part in pages if there.exists() and part not in anchors(there)]
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def server() -> None:
+    """Started before a test is set up: the clean-up after a test leaves it alone."""
+    start_server()
+
+
+def run_page(page: Path, folder: Path) -> tuple[int, str]:
+    """Exit status and output of the snippets of a page."""
     script = folder / f"{page.stem}.py"
     script.write_text(program(page.read_text()))
-    environ = os.environ | {"PYTHONWARNINGS": "default"}
-    return subprocess.run(
-        [sys.executable, script], cwd=folder, env=environ, capture_output=True, text=True, timeout=PAGE_SECONDS
-    )
+    return run_script(script, PAGE_SECONDS)
 
 
 def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("page", RUN_PAGES, ids=page_id)
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
     if not program(page.read_text()).strip():
         return  # nothing to run
-    done = run_page(page, tmp_path)
-    assert done.returncode == 0, f"{page_id(page)} (line numbers are the page's):\n{done.stdout}\n{done.stderr}"
+    status, output = run_page(page, tmp_path)
+    assert status == 0, f"{page_id(page)} (line numbers are the page's):\n{output}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -174,13 +179,14 @@ print(1 / 0)
 """
 
 
+@pytest.mark.usefixtures("server")
 def test_snippets_share_a_namespace_and_keep_their_lines(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    done = run_page(page, tmp_path)
-    assert done.returncode == 1
-    assert "must not run" not in done.stderr
-    assert "line 14, in <module>\n    print(1 / 0)" in done.stderr
+    status, output = run_page(page, tmp_path)
+    assert status == 1
+    assert "must not run" not in output
+    assert "line 14, in <module>\n    print(1 / 0)" in output
 
 
 @pytest.mark.parametrize("comment", ["<!-- no-run -->", "<!-- no-run: -->"])
