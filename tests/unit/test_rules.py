@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import wholestep as ws
 from tests.unit.test_imports import imports
+from tools.mutate_rules import Mutation, mutate_table
 from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
@@ -21,11 +22,8 @@ from wholestep.rules.dsl import sample
 from wholestep.rules.find_rule import find_rule
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
-from wholestep.rules.testing.check import Sample
-from wholestep.rules.testing.check_table import Row, check_op
+from wholestep.rules.testing.check import Row, Sample, check_op
 from wholestep.rules.testing.discover import discover
-from wholestep.rules.testing.mutate import Mutation
-from wholestep.rules.testing.mutate_table import mutate_table
 from wholestep.rules.testing.samples import samples_of, table
 
 aten = torch.ops.aten
@@ -403,7 +401,7 @@ def test_own_rule_goes_before_discovery() -> None:
 
 # -- the command ------------------------------------------------------------------------------
 def test_command() -> None:
-    done = CliRunner().invoke(app, ["check-rules", "--op", "mm.default", "--mutate"])
+    done = CliRunner().invoke(app, ["check-rules", "--op", "mm.default"])
     assert done.exit_code == 0, done.output
     assert "aten.mm.default" in done.output
     assert "1 ops, 3 (op, factor) pairs" in done.output

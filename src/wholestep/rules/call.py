@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,8 +35,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[TensorMeta | None, ...]
-    reword: Callable[[Any], Any] | None = field(default=None, compare=False)
-    """Edits rules bound to this call, for mutation tests."""
 
     @staticmethod
     def of(node: Node) -> Call:
@@ -76,11 +74,7 @@ class Call:
     def slots(self) -> tuple[Slot, ...]:
         """Tensor arguments in the order of the schema; all tensors of a plain function."""
         at, found = 0, dict[str, Slot]()
-        named: list[tuple[str, Any]] = [
-            *zip(self._names(len(self.args)), self.args, strict=False),
-            *self.kwargs.items(),
-        ]
-        for name, value in named:
+        for name, value in (*zip(self._names(len(self.args)), self.args, strict=False), *self.kwargs.items()):
             count = sum(isinstance(v, TensorMeta) for v in _opened([value]))
             found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count

@@ -41,12 +41,8 @@ class Bind:
 
     def on(self, call: Call) -> BoundRule:
         """This rule bound to `call`."""
-        case, bind = choose(self.cases(), call), self
-        if call.reword:
-            bind: Bind = call.reword(replace(self, text=str(replace(case, when=None)), reduces=case.reduces))
-            (case,) = bind.cases()
-        bound = apply(case, call, bind.sizes, bind.local, bind.by_shape)
-        return bound if not bind.filled else replace(bound, groups=tuple(bind._fill(g, call) for g in bound.groups))
+        bound = apply(choose(self.cases(), call), call, self.sizes, self.local, self.by_shape)
+        return bound if not self.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
 
     def _fill(self, group: Group, call: Call) -> Group:
         terms = [(term, call.shape(i)) for i, term in group.operands.items()]
