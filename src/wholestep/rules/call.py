@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -53,13 +53,13 @@ class Call:
                 return cast(Any, type(cast(Any, value)))(swap(v) for v in cast(Sequence[Any], value))
             return value
 
-        outs = [m if isinstance(m, TensorMeta) else None for m in _opened([swap(made)])]
+        outs = [m if isinstance(m, TensorMeta) else None for m in opened([swap(made)])]
         return Call(target, tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}, tuple(outs))
 
     @cached_property
     def operands(self) -> tuple[TensorMeta, ...]:
         """Tensors among the arguments, in order."""
-        return tuple(v for v in _opened([*self.args, *self.kwargs.values()]) if isinstance(v, TensorMeta))
+        return tuple(v for v in opened([*self.args, *self.kwargs.values()]) if isinstance(v, TensorMeta))
 
     def shape(self, operand: int) -> tuple[int, ...]:
         """Shape of the tensor at a position among `operands`."""
@@ -70,12 +70,16 @@ class Call:
         found = self.outputs[output] if output < len(self.outputs) else None
         return found.shape if found else ()
 
+    def sizes(self, terms: Mapping[int, Sequence[str | None]]) -> dict[str, int]:
+        """Size of each factor in the terms of operands."""
+        return {f: n for i, term in terms.items() for f, n in zip(term, self.shape(i), strict=True) if f}
+
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Tensor arguments in the order of the schema; all tensors of a plain function."""
         at, found = 0, dict[str, Slot]()
         for name, value in (*zip(self._names(len(self.args)), self.args, strict=False), *self.kwargs.items()):
-            count = sum(isinstance(v, TensorMeta) for v in _opened([value]))
+            count = sum(isinstance(v, TensorMeta) for v in opened([value]))
             found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count
         order = self._tensor_names()
@@ -119,9 +123,10 @@ def _arguments(target: Any) -> Sequence[Any]:
     return _torch.schema_of(target).arguments if _torch.is_op(target) else ()
 
 
-def _opened(values: Sequence[Any]) -> Iterator[Any]:
+def opened(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, lists flattened."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _opened(cast(Sequence[Any], value))
+            yield from opened(cast(Sequence[Any], value))
         else:
             yield value

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..call import Call
-from ..dsl import aten, dims_of, row, sample, term
+from ..dsl import aten, dims_of, rand, row, sample, term
 from ..registry import Bind
 from ..rule import BoundRule
 
@@ -22,6 +20,7 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
     """
     left: list[str] = []
     right: list[str] = []
+    whole = " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
     i = j = number = 0
     while i < len(have) or j < len(want):
         if i < len(have) and have[i] == 1:
@@ -33,7 +32,7 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
             j += 1
             continue
         if i == len(have) or j == len(want):
-            return " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
+            return whole
         a, b, start, begin = have[i], want[j], i, j
         i, j = i + 1, j + 1
         while a != b:
@@ -42,7 +41,7 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
             elif j < len(want):
                 b, j = b * want[j], j + 1
             else:
-                return " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
+                return whole
         number = _run(list(have[start:i]), list(want[begin:j]), number, left, right)
     return " ".join(left) or "()", " ".join(right) or "()"
 
@@ -75,22 +74,20 @@ def _run(have: list[int], want: list[int], number: int, left: list[str], right: 
 
 def _reshapes() -> list[tuple[Any, ...]]:
     shapes = [((4, 6), [24]), ((4, 6), [2, 2, 6]), ((4, 6), [8, 3]), ((6, 4, 5), [3, 8, 5]), ((2, 5, 3), [10, 3])]
-    return [(torch.rand(have, dtype=torch.float64), want) for have, want in shapes]
+    return [(rand(*have), want) for have, want in shapes]
 
 
-@row("view _unsafe_view reshape", samples=_reshapes)
-def view(call: Call) -> Bind:
+@row("view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims")
+def view(call: Call) -> Bind | BoundRule:
     """The outer factor of a merged or split dim may be sharded evenly."""
     left, right = regroup(call.shape(0), call.made())
-    name = "shape" if call.target is aten.reshape.default else "size"
-    return Bind(f"{left} -> {right}", moves="0", sizes={name: "out0"})
-
-
-row("expand", "... -> ...", moves="0", sizes={"size": "out0"})
-sample(
-    "t transpose.int permute numpy_T",
-    lambda: [(torch.randn(4, 6),), (torch.randn(4, 6, 5), 0, 2), (torch.randn(4, 6, 5), [2, 0, 1])],
-)
+    plain = Bind(f"{left} -> {right}", moves="0")
+    if call.target is aten.unsqueeze.default:
+        return plain
+    bind = replace(plain, sizes={"shape" if call.target is aten.reshape.default else "size": "out0"})
+    if call.target._overloadpacket is not aten.squeeze:
+        return bind
+    return replace(bind.on(call), instead=aten.view.default)  # a local size of one must stay
 
 
 @row("t transpose.int permute numpy_T")
@@ -108,16 +105,6 @@ def permute(call: Call) -> Bind:
     return Bind(f"{term(names)} -> {term([names[d] for d in order])}", moves="0")
 
 
-@row("unsqueeze")
-def unsqueeze(call: Call) -> Bind:
-    """Inserts a dim of size one."""
-    left, right = regroup(call.shape(0), call.made())
-    return Bind(f"{left} -> {right}", moves="0")
-
-
-@row("squeeze squeeze.dim squeeze.dims")
-def squeeze(call: Call) -> BoundRule:
-    """Removes dims of size one; ranks call a view with a shape, for a local size of one must stay."""
-    left, right = regroup(call.shape(0), call.made())
-    bound = Bind(f"{left} -> {right}", moves="0", sizes={"size": "out0"}).on(call)
-    return replace(bound, instead=aten.view.default)
+row("expand", "... -> ...", moves="0", sizes={"size": "out0"})
+sample("view reshape", _reshapes)
+sample("numpy_T", lambda: [(rand(4, 6),)])

@@ -13,11 +13,10 @@ from torch import Tensor
 from ... import _torch
 from ...graph.meta import TensorMeta
 from ..call import Call
-from ..registry import frozen
+from ..registry import key_of
 from ..rule import BoundRule, Group, PassThrough, Term
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
-DISCOVERED = "discovered"
 _SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that replace those of the call, largest tensors first
 _SEEDS = 3
 _TRIES = 512  # sets of dims tried for one size
@@ -35,7 +34,7 @@ def discover(call: Call) -> BoundRule | None:
     if _torch.is_op(call.target) and (call.target.namespace in ("aten", "prims") or _is_impure(call.target)):
         return None
     try:
-        key: Any = (call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+        key = key_of(call)
         if key not in _known:
             _known[key] = _search(call)
         return _known[key]
@@ -69,7 +68,8 @@ def _search(call: Call) -> BoundRule | None:
     group = replace(group, partial=tuple(_linear(cases, group)))
     if not number and not group.partial:
         return None
-    return BoundRule((_scaled(group, call),), origin=DISCOVERED)
+    sizes = call.sizes(group.operands)  # in place of the small ones
+    return BoundRule((replace(group, even={f: sizes[f] for f in group.even}),), origin="discovered")
 
 
 # -- small calls -------------------------------------------------------------------------
@@ -205,11 +205,3 @@ def _linear(cases: Sequence[OpCase], group: Group) -> Iterator[PassThrough]:
 
 def _passes(cases: Sequence[OpCase], group: Group, through: PassThrough) -> bool:
     return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
-
-
-def _scaled(group: Group, call: Call) -> Group:
-    """The group with the sizes of the call instead of the small ones."""
-    real = {
-        f: n for i, term in group.operands.items() for f, n in zip(term, call.shape(i), strict=True) if f is not None
-    }
-    return replace(group, even={f: real[f] for f in group.even})

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...graph.meta import overlaps
 from ...layout import Layout, chunk_range
 from ...mesh import Mesh
+from ..call import opened
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
 """Memory layouts of the operands of a rank; every rule must hold in each."""
@@ -35,11 +36,7 @@ def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequen
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors among values, lists flattened."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(cast(Sequence[Any], value))
+    return (value for value in opened(values) if isinstance(value, Tensor))
 
 
 def laid(tensor: Tensor, form: int) -> Tensor:

@@ -121,6 +121,9 @@ def _record(recording: _Recording, progress: Progress) -> None:
                 for sample in _samples(info):
                     _run(info, sample, recording)
             progress((number + 1) / len(infos))
+        for target, samples in SAMPLES.items():
+            for sample in map(as_sample, samples()) if _torch.is_op(target) else ():
+                _run_backward(target, sample, recording)
 
 
 def _lively(tensor: Tensor) -> Tensor:
@@ -143,11 +146,28 @@ def _run(info: Any, sample: Any, recording: _Recording) -> None:
     if sum(t.numel() for t in given) > _LARGEST:
         return
     with _torch.OpRecorder(recording.call):
-        made = info.op(sample.input, *sample.args, **sample.kwargs)
-        outputs = [t for t in tensors_in([made]) if t.requires_grad]
-        inputs = [t for t in given if t.requires_grad]
-        if outputs and inputs:
-            torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
+        _differentiate(info.op(sample.input, *sample.args, **sample.kwargs), given)
+
+
+def _run_backward(target: Any, sample: Sample, recording: _Recording) -> None:
+    """Record the backward of a sample of a forward; some ops allow only their first operand to have a gradient."""
+    for count in (None, 1):
+        tensors = [t.clone() for t in tensors_in([*sample.args, *sample.kwargs.values()])]
+        for tensor in [t for t in tensors if t.is_floating_point()][:count]:
+            tensor.requires_grad_()
+        args, kwargs = with_tensors(sample.args, sample.kwargs, tensors)
+        with contextlib.suppress(Exception):
+            made = target(*args, **kwargs)
+            with _torch.OpRecorder(recording.call):
+                _differentiate(made, tensors)
+            return
+
+
+def _differentiate(made: Any, given: Sequence[Tensor]) -> None:
+    outputs = [t for t in tensors_in([made]) if t.requires_grad]
+    inputs = [t for t in given if t.requires_grad]
+    if outputs and inputs:
+        torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
 
 
 def _others(value: Any) -> str:
