@@ -28,7 +28,7 @@ from wholestep.errors import RuleError
 from wholestep.graph.meta import TensorMeta
 from wholestep.rules.apply import choose, entries_of, inputs_of, repeated
 from wholestep.rules.call import Call
-from wholestep.rules.language import Dim, RuleText, Term, base, parse, spread
+from wholestep.rules.language import Dim, RuleText, Term, base, cases, spread
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule, Group
 from wholestep.rules.testing.check import OpCase, Sample, ShardedFactor, cases_of, check_pass, check_way, ways
@@ -163,9 +163,9 @@ def _claim(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Any:
 
 # -- mutations --------------------------------------------------------------------------------
 def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
-    text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
+    text = "; ".join(str(cases(w.text)[0]) for w in words) or _by_hand(bound)
     for w in words[:1]:
-        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
+        rule, names = _expanded(w.cases()[0], call, bound)
         text = str(rule)
         for change, new, of_whole in [*_without_marks(rule), *_moved(rule)]:
             careful = "could be cut" if of_whole else ""

@@ -135,12 +135,27 @@ def test_arguments_that_the_op_lacks(text: str) -> None:
     )
 
 
+def test_rows_name_arguments_of_their_ops() -> None:
+    rows: dict[int, tuple[Bind, list[Any]]] = {}
+    for target, found in registry.RULES.items():
+        if isinstance(found.body, Bind):
+            rows.setdefault(id(found.body), (found.body, []))[1].append(target)
+    for bind, targets in rows.values():
+        registry.check_arguments(bind, targets)
+
+
+def test_views_of_tensors_without_elements() -> None:
+    bound = bind_rule(Call.on(aten.view.default, (torch.ones(0, 2), [3, 0]), {}, torch.ones(3, 0)))
+    assert bound is not None
+    assert bound.groups[0].factors == ()
+
+
 @pytest.mark.usefixtures("table_restored")
 def test_samples_stand_beside_rows() -> None:
     ws.rule([double, aten.relu], "... -> ...")
     sample([double], lambda: [(torch.randn(4, 5),)])
     row = check_op(DOUBLE, samples_of([DOUBLE])[DOUBLE])
-    assert (row.verdict, row.bound) == ("holds", 1)
+    assert (row.verdict, row.result.samples) == ("holds", 1)
 
 
 @pytest.mark.usefixtures("table_restored")

@@ -45,16 +45,16 @@ def check_rules(
         shown.add_column(name, justify="right" if name == "samples" else "left", overflow="fold")
     for row in rows:
         verdict = f"[{_COLORS.get(row.verdict, 'dim')}]{row.verdict}[/]"
-        shown.add_row(row.op, " ".join(row.result.factors) or "none", str(row.bound), verdict)
+        shown.add_row(row.result.op, " ".join(row.result.factors) or "none", str(row.result.samples), verdict)
     console.print(shown)
     wrong = [row for row in rows if not row.ok]
     for row in wrong[:_SHOWN]:
-        line = str(row.result.failures[0]) if row.result.failures else f"{row.op}: {row.verdict}"
+        line = str(row.result.failures[0]) if row.result.failures else f"{row.result.op}: {row.verdict}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(wrong) > _SHOWN:
         console.print(f"... and {len(wrong) - _SHOWN} more; --op narrows it down")
-    pairs = sum(len(row.result.factors) for row in rows)
-    text = f"{len(rows)} ops, {pairs} (op, factor) pairs, {sum(row.bound for row in rows)} samples, {len(wrong)} wrong"
+    pairs, tried = sum(len(row.result.factors) for row in rows), sum(row.result.samples for row in rows)
+    text = f"{len(rows)} ops, {pairs} (op, factor) pairs, {tried} samples, {len(wrong)} wrong"
     console.print(text, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if wrong else 0)
 

@@ -9,5 +9,4 @@ from . import losses as losses
 from . import norms as norms
 from . import reductions as reductions
 from . import sequences as sequences
-from . import slicing as slicing
 from . import views as views

@@ -6,7 +6,7 @@ whole. A class dim may be sharded for sums: each rank counts the targets in its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,24 +36,14 @@ def _padded(scores: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | Non
     return scores.new_zeros(shape), None if weight is None else weight.new_zeros(1)
 
 
-def _forward_piece(op: Any) -> Any:
-    def run(
-        start: int, length: int, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
-    ) -> Any:
+def _in_piece(op: Any, grads: int) -> Callable[..., Any]:
+    """`op` on this rank's piece of the classes; `grads` operands stand before the scores."""
+
+    def run(start: int, length: int, *args: Any) -> Any:
+        scores, target, weight, reduction, ignored, *total = args[grads:]
         scores, weight = _padded(scores, weight)
-        return op(scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE)
-
-    return called(run, op, "in_piece")
-
-
-def _backward_piece(op: Any) -> Any:
-    def run(
-        start: int, length: int, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
-        ignored: int, total: Tensor,
-    ) -> Tensor:  # fmt: skip
-        more, weight = _padded(scores, weight)
-        made = op(grad, more, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, total)
-        return made.narrow(min(1, made.dim() - 1), 0, length)
+        made = op(*args[:grads], scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, *total)
+        return made.narrow(min(1, made.dim() - 1), 0, length) if grads else made
 
     return called(run, op, "in_piece")
 
@@ -68,14 +58,14 @@ for _op, _back in (
         _op,
         "reduction=1: n! c! s...!, n! s...!, c! -> (), () | reduction=0: n c s..., n s..., c -> n s..., ()"
         " | n c s..., n s..., c -> (), () | reduction=1: c!, (), c! -> (), () | c, (), c -> (), ()",
-        local={"c": _forward_piece(_op)},
+        local={"c": _in_piece(_op, 0)},
     )
     row(
         _back,
         "reduction=0: n s..., n c s..., n s..., c, () -> n c s... | (), n c s..., n s..., c, () -> n c s..."
         " | (), c, (), c, () -> c",
         linear="0",
-        local={"c": _backward_piece(_back)},
+        local={"c": _in_piece(_back, 1)},
     )
 
 

@@ -12,9 +12,8 @@ import torch
 
 from ...graph.op_kinds import packet_name
 from ..call import Call
-from ..dsl import rand, row, sample, text
+from ..dsl import WHOLE, rand, row, sample, text
 from ..registry import Bind
-from ..rule import BoundRule, Group, Term
 
 # -- scaled dot product attention ---------------------------------------------------------------
 _KERNELS = [
@@ -112,32 +111,13 @@ row("_thnn_fused_lstm_cell_backward_impl", "n h!, n h!, n h!, n h!, n g! -> n g,
 row("_thnn_fused_gru_cell", "n g!, n g!, n h!, g!, g! -> n h, n w")
 row("_thnn_fused_gru_cell_backward", "n h!, n w! -> n g, n g, n h, g, g", linear="0")
 
-
-def _layer(call: Call) -> tuple[dict[int, Term], Term, Term]:
-    """Terms of the operands that have a batch, of sequences, of states."""
-    sequence, state = ("n", None, None) if call.argument("batch_first") else (None, "n", None), (None, "n", None)
-    terms = dict.fromkeys(("input", "output", "grad_output"), sequence)
-    terms |= dict.fromkeys(("hx", "cx", "grad_hy", "grad_cy"), state)
-    return {s.positions[0]: terms[s.name] for s in call.slots if s.name in terms and s.positions}, sequence, state
-
-
-@row("_cudnn_rnn")
-def cudnn_rnn(call: Call) -> BoundRule | None:
-    """(sequences, weights, states) -> sequences, states; the reserve differs between ranks."""
-    if call.argument("batch_sizes"):
-        return None
-    given, sequence, state = _layer(call)
-    made = {0: sequence, 1: state} | ({2: state} if call.outputs[2] and call.made(2) == call.made(1) else {})
-    return BoundRule((Group(given, made, opaque=frozenset({3, 4})),))
-
-
-@row("_cudnn_rnn_backward")
-def cudnn_rnn_backward(call: Call) -> BoundRule | None:
-    """Gradients of sequences, states and weights; the latter are sums over the batch."""
-    if call.argument("batch_sizes"):
-        return None
-    given, sequence, state = _layer(call)
-    made: dict[int, Term] = {0: sequence, 1: state, 2: state}
-    made |= {o: (None,) * len(call.made(o)) for o in range(3, len(call.outputs))}
-    present = {o: t for o, t in made.items() if call.outputs[o] is not None and len(call.made(o)) == len(t)}
-    return BoundRule((Group(given, present, {"n": "sum"}),))
+# (sequences, weights, states) -> sequences, states; the reserve differs between ranks. Gradients of weights are sums
+# over the batch. Packed sequences stay whole.
+_HIDDEN, _CELL = "l! n h!", "l! n c!"
+_FORWARD = f"{{0}}, *, *, {_HIDDEN}, {_CELL}, * -> {{1}}, {_HIDDEN}, {_CELL}*, *, *"
+_BACKWARD = (
+    f"{{0}}, *, *, {_HIDDEN}, {_CELL}, {{1}}, {{1}}, {_HIDDEN}, {_CELL}, *, * -> {{0}}, {_HIDDEN}, {_CELL}*, ...!+"
+)
+for _name, _text in (("_cudnn_rnn", _FORWARD), ("_cudnn_rnn_backward", _BACKWARD)):
+    _rows, _columns = _text.format("n t! i!", "n t! o!"), _text.format("t! n i!", "t! n o!")
+    row(_name, f"batch_sizes: {WHOLE} | batch_first: {_rows} | {_columns}")

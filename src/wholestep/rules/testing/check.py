@@ -433,23 +433,13 @@ class Row:
     named: bool
 
     @property
-    def op(self) -> str:
-        """Name of the op."""
-        return self.result.op
-
-    @property
-    def bound(self) -> int:
-        """Number of samples to which the rule applies."""
-        return self.result.samples
-
-    @property
     def verdict(self) -> str:
         """`holds`, `shapes hold` (random values), `wrong`, `no sample`, `not on CPU`, or `says nothing`."""
         if self.result.failures:
             return "wrong"
         if not self.runs:
             return "not on CPU"
-        if not self.bound:
+        if not self.result.samples:
             return "says nothing" if self.given or not self.named else "no sample"
         return "shapes hold" if self.result.shapes_only else "holds"
 

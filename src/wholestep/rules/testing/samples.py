@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..call import mapped
 from ..registry import RULES, SAMPLES, find
 from .check import Sample
 from .harness import tensors_in, with_tensors
@@ -83,18 +84,15 @@ class _Recording:
         if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
             return None
         kinds = self.kinds.get(target, {})
-        kind = (tuple((t.ndim, t.dtype) for t in tensors), _others(args), _others(tuple(kwargs.items())))
+        kind = (tuple((t.ndim, t.dtype) for t in tensors), repr(mapped((args, kwargs), Tensor, lambda _: "T")))
         score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
         if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
             return None
         return target, kind, (score, Sample(*with_tensors(args, kwargs, [_lively(t.detach()) for t in tensors])))
 
     def best(self) -> dict[Any, list[Sample]]:
-        out: dict[Any, list[Sample]] = {}
-        for target, kinds in self.kinds.items():
-            ranked = sorted(kinds.values(), key=lambda found: found[0] <= 0)
-            out[target] = [sample for _, sample in ranked[:EACH_OP]]
-        return out
+        ranked = {op: sorted(kinds.values(), key=lambda found: found[0] <= 0) for op, kinds in self.kinds.items()}
+        return {op: [sample for _, sample in found[:EACH_OP]] for op, found in ranked.items()}
 
 
 def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
@@ -134,11 +132,9 @@ def _lively(tensor: Tensor) -> Tensor:
 
 
 def _samples(info: Any) -> Iterator[Any]:
-    dtype = next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
-    if dtype is None:
-        return
-    grad = dtype == torch.float64 and info.supports_autograd
-    yield from islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _EACH_INFO)
+    for dtype in [d for d in (torch.float64, torch.int64) if d in info.dtypes][:1]:
+        grad = dtype == torch.float64 and info.supports_autograd
+        yield from islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _EACH_INFO)
 
 
 def _run(info: Any, sample: Any, recording: _Recording) -> None:
@@ -168,14 +164,6 @@ def _differentiate(made: Any, given: Sequence[Tensor]) -> None:
     inputs = [t for t in given if t.requires_grad]
     if outputs and inputs:
         torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
-
-
-def _others(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "T"
-    if isinstance(value, (list, tuple)):
-        return f"({' '.join(map(_others, cast(Sequence[Any], value)))})"
-    return repr(value)
 
 
 # -- from a schema ------------------------------------------------------------------------
@@ -220,10 +208,8 @@ def _filled(
             value = [0.5 + i for i in range(len(shapes))]
         elif not kind.startswith("Optional"):
             return None
-        if given.kwarg_only:
-            kwargs[given.name] = value
-        else:
-            args.append(value)
+        kwargs |= {given.name: value} if given.kwarg_only else {}
+        args += [] if given.kwarg_only else [value]
     return Sample(tuple(args), kwargs)
 
 
