@@ -11,7 +11,7 @@ import wholestep as ws
 from tests.simulate import cut, join
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.collectives import pad, split, unpad
-from wholestep.collectives.reshard_graph import program
+from wholestep.collectives.reshards import program
 from wholestep.dtensor import layout_from
 from wholestep.graph.interpret import run_all
 from wholestep.layout import AxisState, Layout, replicated, sharded

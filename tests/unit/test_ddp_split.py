@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import wholestep as ws
 from tests.ddp_models import CASES, Case, Mlp
-from wholestep.ddp import bucket_table
 from wholestep.ddp.backend import DdpBackend
-from wholestep.ddp.buckets import Param, Reducer, assign
+from wholestep.ddp.reducer import Param, Reducer, assign
 from wholestep.ddp.split import DdpBucket, Split, plan_split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -530,7 +529,7 @@ def test_a_bucket_that_nothing_uses_is_extended(caplog: pytest.LogCaptureFixture
         run = Run(Writes(), [], bucket_cap_mb=1)
         torch.compile(run.ddp, backend=run.backend)(torch.randn(4, 600))
     (split,) = run.backend.splits
-    assert split.extended
+    assert split.extension
     assert sum(run.sizes) == 2 * 1_442_400
     why = "buckets were extended, because no op outside of them reads their results (in-place writes only)"
     assert why in caplog.text
@@ -550,7 +549,7 @@ def test_extension_is_counted() -> None:
     split = plan_split(graph, {a: [pa], b: [pb]}, Reducer((pa, pb), (40, 40)))
     assert split.buckets == (DdpBucket((pa,)), DdpBucket((pb,), extra_ops=1))
     assert split.starts == (0, 1)
-    assert bucket_table.extension(split).splitlines()[1] == "  bucket 1: 1 more ops, 0 more bytes"
+    assert split.extension.splitlines()[1] == "  bucket 1: 1 more ops, 0 more bytes"
 
 
 # -- what is said ----------------------------------------------------------------------------

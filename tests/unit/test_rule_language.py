@@ -1,13 +1,21 @@
 """The rule language: what parses, what it means on shapes, what is refused and how."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from wholestep.errors import RuleError
 from wholestep.rules.call import Call
-from wholestep.rules.language import When, cases, parse
+from wholestep.rules.language import RuleText, When, cases
 from wholestep.rules.registry import Bind
 from wholestep.rules.rule import ANY_PARTIAL, BoundRule, PassThrough
+
+
+def parse(text: str, *options: Any, **named: Any) -> RuleText:
+    (rule,) = cases(text, *options, **named)
+    return rule
+
 
 aten = torch.ops.aten
 GRAMMAR = "dims as name, name[argument], (a b), ..., name... or 1, each with an optional '!' or '?'; or (), *, [dims]"

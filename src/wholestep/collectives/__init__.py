@@ -6,8 +6,7 @@ Example:
 
 from .mesh_dim import mesh_broadcast, mesh_scatter, shard_dim_scatter
 from .padding import pad, split, unpad
-from .redistribute import reshard
-from .shard_dim import shard_dim_all_gather, shard_dim_alltoall, shard_dim_reduce_scatter
+from .reshards import reshard, shard_dim_all_gather, shard_dim_alltoall, shard_dim_reduce_scatter
 
 __all__ = [
     "mesh_broadcast",

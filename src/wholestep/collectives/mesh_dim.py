@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LayoutError, MeshError
-from .mesh_position import axis_of, place
+from .mesh_position import along
 from .padding import checked_dim, split, unpad
 
 
@@ -112,14 +112,13 @@ def shard_dim_scatter(
 
 def _group(mesh: DeviceMesh, mesh_dim: int | str, group_src: int) -> tuple[dist.ProcessGroup, int, int]:
     """Return the process group along the dim, its size, and this rank's position in it."""
-    placed = place(mesh)
-    axis = axis_of(placed, mesh, mesh_dim)
-    parts = placed.mesh.axis_size(axis)
+    axis, here = along(mesh, mesh_dim)
+    parts = here.mesh.size
     if not 0 <= group_src < parts:
         raise MeshError(
             f"group_src={group_src} along {axis!r} of {mesh}", f"a rank along it, from 0 to {parts - 1}", "correct it"
         )
-    return placed.groups[axis], parts, placed.coordinate[axis]
+    return here.groups[axis], parts, here.coordinate[axis]
 
 
 def _buffer(tensor: Tensor, async_op: bool, name: str) -> Tensor:

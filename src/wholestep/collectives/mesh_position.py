@@ -21,11 +21,6 @@ class MeshPosition:
     coordinate: Mapping[str, int]
     groups: Mapping[str, dist.ProcessGroup]
 
-    def along(self, axis: str) -> MeshPosition:
-        """Return this rank's place on the mesh of one axis."""
-        only = Mesh((Axis(axis, self.mesh.axis_size(axis)),))
-        return MeshPosition(only, {axis: self.coordinate[axis]}, {axis: self.groups[axis]})
-
 
 def place(devices: DeviceMesh) -> MeshPosition:
     """Return this rank's place on `devices`. Axes of a mesh without names are called d0, d1, ...
@@ -58,16 +53,16 @@ def place(devices: DeviceMesh) -> MeshPosition:
     return MeshPosition(mesh, dict(zip(names, found, strict=True)), groups)
 
 
-def axis_of(placed: MeshPosition, devices: DeviceMesh, mesh_dim: int | str) -> str:
-    """Return the name of a dim of the mesh, given by number or name.
+def along(devices: DeviceMesh, mesh_dim: int | str) -> tuple[str, MeshPosition]:
+    """Return the name of a dim of the mesh, given by number or name, and this rank's place on the mesh of that dim.
 
     Raises:
-        MeshError: there is no such dim.
+        MeshError: there is no such dim, or see `place`.
     """
+    placed = place(devices)
     names = placed.mesh.names
-    if isinstance(mesh_dim, str):
-        placed.mesh.axis_size(mesh_dim)
-        return mesh_dim
-    if not -len(names) <= mesh_dim < len(names):
+    if not isinstance(mesh_dim, str) and not -len(names) <= mesh_dim < len(names):
         raise MeshError(f"mesh_dim={mesh_dim} of {devices}", f"from 0 to {len(names) - 1}, or a name", "correct it")
-    return names[mesh_dim]
+    axis = mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim]
+    only = Mesh((Axis(axis, placed.mesh.axis_size(axis)),))
+    return axis, MeshPosition(only, {axis: placed.coordinate[axis]}, {axis: placed.groups[axis]})

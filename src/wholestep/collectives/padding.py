@@ -46,7 +46,7 @@ def pad(tensor: Tensor, dim: int, rows: int) -> Tensor:
         LayoutError: the tensor has no such dim, or `rows` is negative.
     """
     dim = checked_dim(tensor, dim)
-    _checked_rows(rows, tensor, dim, at_most=None)
+    _check_rows(rows, tensor, dim)
     return pad_to(tensor, dim, tensor.shape[dim] + rows, 1)
 
 
@@ -61,7 +61,7 @@ def unpad(tensor: Tensor, dim: int, rows: int) -> Tensor:
         LayoutError: the tensor has no such dim, or too few entries.
     """
     dim = checked_dim(tensor, dim)
-    _checked_rows(rows, tensor, dim, at_most=tensor.shape[dim])
+    _check_rows(rows, tensor, dim, at_most=tensor.shape[dim])
     return cut_to(tensor, dim, tensor.shape[dim] - rows)
 
 
@@ -76,7 +76,7 @@ def checked_dim(tensor: Tensor, dim: int) -> int:
     return dim % ndim
 
 
-def _checked_rows(rows: int, tensor: Tensor, dim: int, at_most: int | None) -> None:
+def _check_rows(rows: int, tensor: Tensor, dim: int, at_most: int | None = None) -> None:
     if rows < 0 or (at_most is not None and rows > at_most):
         raise LayoutError(
             f"{rows} rows of padding in dim {dim} of a tensor of shape {list(tensor.shape)}",

@@ -10,11 +10,8 @@ from torch.fx import GraphModule, Node
 
 from .. import _torch
 from ..errors import BackendError
-from . import bucket_table
-from .buckets import Param, Reducer
-from .compile_parts import compile_parts
-from .gradient_order import call_whole, detach_idle, until_rebuilt, with_order
-from .model import params_of_nodes, reduced_by, reduced_in, reducer_of
+from .parts import call_whole, compile_parts, detach_idle, until_rebuilt, with_order
+from .reducer import Param, Reducer, params_of_nodes, reduced_by, reduced_in, reducer_of
 from .split import DdpBucket, Split, cut, plan_split
 
 NAME = "wholestep.ddp"
@@ -40,7 +37,7 @@ class DdpBackend:
     def __str__(self) -> str:
         if not self.splits:
             return f"{NAME}: no graph with parameters of a DDP model compiled yet"
-        return f"{NAME}: {bucket_table.headline(self.splits[-1])}\n{bucket_table.table(self.splits[-1])}"
+        return f"{NAME}: {self.splits[-1].headline}\n{self.splits[-1]}"
 
     def __call__(self, whole: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one dynamo graph.
@@ -79,26 +76,39 @@ class DdpBackend:
             reducer = reducer_of(ddp, params)
             if not given:
                 return reducer
-            limits = self._limits(reducer.limits[-1])
+            limits = self.limits(reducer.limits[-1])
             if limits != reducer.limits:
                 text = (
                     "%s: bucket caps of %s bytes differ from the caps %s of this DDP model: parts are not its buckets"
                 )
                 log.warning(text, NAME, limits, reducer.limits)
             return Reducer(tuple(params), limits)
-        return Reducer(tuple(params), self._limits(25 * MIB)) if given else None
+        return Reducer(tuple(params), self.limits(25 * MIB)) if given else None
 
-    def _limits(self, cap_bytes: int) -> tuple[int, int]:
+    def limits(self, cap_bytes: int) -> tuple[int, int]:
+        """Return `(first_bytes, cap_bytes)`, with the user's values in place of `cap_bytes` and torch's first.
+
+        Raises:
+            BackendError: one is not positive, or the first is larger than the other.
+        """
         cap = cap_bytes if self.cap_bytes is None else self.cap_bytes
         first = min(_torch.first_bucket_bytes(), cap) if self.first_bytes is None else self.first_bytes
-        return check_limits(cap, first)
+        if cap <= 0 or first <= 0:
+            raise BackendError(f"bucket caps of {first:,} and {cap:,} bytes", "positive sizes")
+        if first > cap:
+            raise BackendError(
+                f"first_bucket_cap is {first:,} bytes, more than the {cap:,} bytes of the other buckets",
+                "a first bucket no larger than the others, so that it is sent early",
+                f"pass first_bucket_cap={cap} or less, or a larger bucket_cap_mb",
+            )
+        return first, cap
 
     def _keep(self, split: Split) -> None:
         self.splits.append(split)
-        log.info("%s: %s (level DEBUG lists them)", NAME, bucket_table.headline(split))
-        log.debug("%s: buckets, from the input to the output\n%s", NAME, bucket_table.table(split))
-        if split.extended:
-            log.warning("%s: %s", NAME, bucket_table.extension(split))
+        log.info("%s: %s (level DEBUG lists them)", NAME, split.headline)
+        log.debug("%s: buckets, from the input to the output\n%s", NAME, split)
+        if split.extension:
+            log.warning("%s: %s", NAME, split.extension)
 
 
 def _compile(
@@ -121,23 +131,6 @@ def _compile(
         detach_idle(outer, arrivals)
         compile_parts(whole, outer, compiler)
     return until_rebuilt(plain, with_order(outer, arrivals)) if ordered else plain
-
-
-def check_limits(cap_bytes: int, first_bytes: int) -> tuple[int, int]:
-    """Return `(first_bytes, cap_bytes)`.
-
-    Raises:
-        BackendError: one is not positive, or the first is larger than the other.
-    """
-    if cap_bytes <= 0 or first_bytes <= 0:
-        raise BackendError(f"bucket caps of {first_bytes:,} and {cap_bytes:,} bytes", "positive sizes")
-    if first_bytes > cap_bytes:
-        raise BackendError(
-            f"first_bucket_cap is {first_bytes:,} bytes, more than the {cap_bytes:,} bytes of the other buckets",
-            "a first bucket no larger than the others, so that it is sent early",
-            f"pass first_bucket_cap={cap_bytes} or less, or a larger bucket_cap_mb",
-        )
-    return first_bytes, cap_bytes
 
 
 def ddp_backend(
@@ -165,13 +158,11 @@ def ddp_backend(
     Example:
         >>> model = torch.compile(DistributedDataParallel(net), backend=ws.ddp_backend(inner="aot_eager"))
     """
-    cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * MIB)
-    if cap_bytes is not None:
-        first = min(_torch.first_bucket_bytes(), cap_bytes) if first_bucket_cap is None else first_bucket_cap
-        check_limits(cap_bytes, first)
     if inner == NAME:
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
-    made = DdpBackend(inner, cap_bytes, first_bucket_cap)
+    made = DdpBackend(inner, None if bucket_cap_mb is None else int(bucket_cap_mb * MIB), first_bucket_cap)
+    if made.cap_bytes is not None:
+        made.limits(made.cap_bytes)
     if _torch.disable_torch_splitter():
         log.info("%s: set torch._dynamo.config.optimize_ddp to False, which disables torch's own splitter", NAME)
     return made

@@ -10,10 +10,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .. import _torch
-from ..graph import meta
-from .buckets import Param, Reducer
+from ..graph import meta, text
+from .reducer import Param, Reducer
 
-NOT_RUN = ("placeholder", "get_attr", "output")
+_NOT_RUN = ("placeholder", "get_attr", "output")
+_HEAD = ("bucket", "bytes", "parameters, in the order in which DDP gets their gradients", "")
 Uses = Mapping[Node, Sequence[Param]]
 
 
@@ -48,14 +49,38 @@ class Split:
     limits: tuple[int, ...]
 
     @property
-    def extended(self) -> tuple[DdpBucket, ...]:
-        """The buckets with `extra_ops`."""
-        return tuple(bucket for bucket in self.buckets if bucket.extra_ops)
+    def headline(self) -> str:
+        """One line with the limits and the number of buckets."""
+        caps = " bytes, then ".join(f"{limit:,}" for limit in self.limits)
+        count = len(self.buckets)
+        return f"bucket cap {caps} bytes: {count} {'bucket' if count == 1 else 'buckets'}, compiled one by one"
+
+    def __str__(self) -> str:
+        """A table of the buckets from the input to the output, with the numbers of DDP's buckets."""
+        sent = {name: number for number, bucket in enumerate(self.reduced) for name in bucket}
+        rows = [_HEAD]
+        for index, bucket in enumerate(self.buckets):
+            names = [p.name for p in bucket.params] or ["-"]
+            notes = [f"DDP's bucket {sent[name]}" if name in sent else "" for name in names]
+            firsts = [(str(index), f"{bucket.size_bytes:,}"), *[("", "")] * (len(names) - 1)]
+            rows += [(*first, name, note) for first, name, note in zip(firsts, names, notes, strict=True)]
+        return "\n".join(text.table(rows, left=(2, 3)))
+
+    @property
+    def extension(self) -> str:
+        """A warning about buckets with `extra_ops`; empty if there are none."""
+        lines = [
+            f"  bucket {index}: {bucket.extra_ops} more ops, {bucket.extra_bytes:,} more bytes"
+            for index, bucket in enumerate(self.buckets)
+            if bucket.extra_ops
+        ]
+        why = "buckets were extended, because no op outside of them reads their results (in-place writes only)"
+        return "\n".join([why, *lines]) if lines else ""
 
 
 def ops(graph: Graph) -> list[Node]:
     """Return the nodes that run, in order; op numbers count these."""
-    return [node for node in graph.nodes if node.op not in NOT_RUN]
+    return [node for node in graph.nodes if node.op not in _NOT_RUN]
 
 
 def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
@@ -82,22 +107,13 @@ def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
     buckets = [tuple(p for p in bucket if p in first) for bucket in reducer.buckets(arrivals)]
     buckets = [bucket for bucket in buckets if bucket]
     cuts = sorted({min(first[p] for p in bucket) for bucket in buckets})
-    starts, extra = _with_results(graph, _with_params(cuts, first))
-    parts = [DdpBucket(tuple(p for p in arrivals if start <= first[p] < end)) for start, end in _spans(starts)]
-    parts = [
-        DdpBucket(part.params, count, sum(p.size_bytes for p in part.params if first[p] < start + count))
-        for part, start, count in zip(parts, starts, extra, strict=True)
-    ]
+    cuts = [cut for cut in cuts if any(number < cut for number in first.values())]
+    starts, extra = _with_results(graph, [0, *cuts])  # ops before the first parameter join the first part
+    parts: list[DdpBucket] = []
+    for start, end, count in zip(starts, [*starts[1:], float("inf")], extra, strict=True):
+        params = tuple(p for p in arrivals if start <= first[p] < end)
+        parts.append(DdpBucket(params, count, sum(p.size_bytes for p in params if first[p] < start + count)))
     return Split(tuple(parts), tuple(starts), tuple(tuple(p.name for p in b) for b in buckets), reducer.limits)
-
-
-def _with_params(cuts: Sequence[int], first: Mapping[Param, int]) -> list[int]:
-    """Return the starts of parts; ops before the first parameter join the first part."""
-    return [0, *(cut for cut in cuts if any(number < cut for number in first.values()))]
-
-
-def _spans(starts: Sequence[int]) -> list[tuple[int, float]]:
-    return list(zip(starts, [*starts[1:], float("inf")], strict=True))
 
 
 def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -137,17 +153,11 @@ def cut(whole: GraphModule, split: Split) -> GraphModule:
     for number, node in enumerate(ops(whole.graph)):
         part += number in split.starts
         part_of[node] = part
-    for node in list(part_of):
-        if isinstance(meta.example(node), (tuple, list)):
-            _keep_together(node, part_of)
+    for last in [node for node in part_of if isinstance(meta.example(node), (tuple, list))]:
+        # parts exchange tensors, not tuples: getitem nodes move next to their operand
+        for user in [user for user in last.users if user.target is operator.getitem]:
+            last.append(user)
+            part_of[user] = part_of[last]
+            last = user
     made: Callable[..., GraphModule] = split_module
     return made(whole, None, part_of.__getitem__, keep_original_order=True)
-
-
-def _keep_together(node: Node, part_of: dict[Node, int]) -> None:
-    """Move getitem nodes next to their operand: parts exchange tensors, not tuples."""
-    last = node
-    for user in [user for user in node.users if user.target is operator.getitem]:
-        last.append(user)
-        part_of[user] = part_of[node]
-        last = user

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,8 +35,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[TensorMeta | None, ...]
-    reword: Callable[[Any], Any] | None = field(default=None, compare=False)
-    """Edits rules bound to this call, for mutation tests."""
 
     @staticmethod
     def of(node: Node) -> Call:
@@ -47,21 +45,13 @@ class Call:
     @staticmethod
     def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Call:
         """The call `target(*args, **kwargs)` on real or fake tensors, which returned `made`."""
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return meta.meta_of(value)
-            if isinstance(value, (list, tuple)):
-                return cast(Any, type(cast(Any, value)))(swap(v) for v in cast(Sequence[Any], value))
-            return value
-
-        outs = [m if isinstance(m, TensorMeta) else None for m in _opened([swap(made)])]
-        return Call(target, tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}, tuple(outs))
+        given, named, outs = mapped((tuple(args), dict(kwargs), made), torch.Tensor, meta.meta_of)
+        return Call(target, given, named, tuple(m if isinstance(m, TensorMeta) else None for m in opened([outs])))
 
     @cached_property
     def operands(self) -> tuple[TensorMeta, ...]:
         """Tensors among the arguments, in order."""
-        return tuple(v for v in _opened([*self.args, *self.kwargs.values()]) if isinstance(v, TensorMeta))
+        return tuple(v for v in opened([*self.args, *self.kwargs.values()]) if isinstance(v, TensorMeta))
 
     def shape(self, operand: int) -> tuple[int, ...]:
         """Shape of the tensor at a position among `operands`."""
@@ -72,16 +62,16 @@ class Call:
         found = self.outputs[output] if output < len(self.outputs) else None
         return found.shape if found else ()
 
+    def sizes(self, terms: Mapping[int, Sequence[str | None]]) -> dict[str, int]:
+        """Size of each factor in the terms of operands."""
+        return {f: n for i, term in terms.items() for f, n in zip(term, self.shape(i), strict=True) if f}
+
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Tensor arguments in the order of the schema; all tensors of a plain function."""
         at, found = 0, dict[str, Slot]()
-        named: list[tuple[str, Any]] = [
-            *zip(self._names(len(self.args)), self.args, strict=False),
-            *self.kwargs.items(),
-        ]
-        for name, value in named:
-            count = sum(isinstance(v, TensorMeta) for v in _opened([value]))
+        for name, value in (*zip(self._names(len(self.args)), self.args, strict=False), *self.kwargs.items()):
+            count = sum(isinstance(v, TensorMeta) for v in opened([value]))
             found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count
         order = self._tensor_names()
@@ -125,9 +115,22 @@ def _arguments(target: Any) -> Sequence[Any]:
     return _torch.schema_of(target).arguments if _torch.is_op(target) else ()
 
 
-def _opened(values: Sequence[Any]) -> Iterator[Any]:
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """`value`, with each `kind` in it and in its containers changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: mapped(v, kind, change) for k, v in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        made = (mapped(v, kind, change) for v in cast(Sequence[Any], value))
+        return [*made] if isinstance(value, list) else tuple(made)
+    return value
+
+
+def opened(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, lists flattened."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _opened(cast(Sequence[Any], value))
+            yield from opened(cast(Sequence[Any], value))
         else:
             yield value

@@ -145,19 +145,9 @@ class RuleText:
 Options = tuple[tuple[str, str], ...]
 
 
-def parse(text: str, linear: str = "", reduces: Options = (), moves: str = "") -> RuleText:
-    """Parse a rule with one case. `linear`: `"0 | 1"` is linear in each of two inputs, `"0+1"` in both together.
-
-    Raises:
-        RuleError: the text breaks the grammar or an invariant; with the position.
-    """
-    (rule,) = cases(text, linear, reduces, moves)
-    return rule
-
-
 @lru_cache(maxsize=8192)
 def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -> tuple[RuleText, ...]:
-    """Parse a rule: each of its cases, in order.
+    """Parse a rule: each of its cases, in order. `linear`: `"0 | 1"` is linear in each of two inputs, `"0+1"` in both.
 
     Raises:
         RuleError: the text breaks the grammar or an invariant; with the position.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,26 +33,6 @@ VIEWS_OF_PIECES: dict[Any, Any] = {
 """Replacements for views that torch refuses if the strides of a piece differ from those of the whole."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A sharded factor: its axes (outermost first), its global size, and this rank's piece."""
-
-    factor: str
-    axes: tuple[str, ...]
-    size: int
-    mesh: Mesh
-
-    @property
-    def length(self) -> int | Extent:
-        """Size of this rank's piece."""
-        return extent(self.size, self.axes, self.mesh)
-
-    @property
-    def start(self) -> Extent:
-        """Index of its first entry."""
-        return Extent(self.size, tuple((a, self.mesh.axis_size(a)) for a in self.axes), start=True)
-
-
 class Local(NamedTuple):
     """The call of a rank; `args` and `kwargs` may hold `Extent`s."""
 
@@ -69,7 +48,7 @@ def localize(
     """`call` for one rank, with operands in the layouts `takes` and outputs in `gives`; `args` are the local ones."""
     if rule is None or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
-    cuts = {c.factor: c for group in rule.groups for c in _cuts(group, call, takes, gives, mesh)}
+    pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}
     for name, source in rule.sizes.items():
         if found := re.fullmatch(r"(out|in)(\d+)", source):
@@ -78,24 +57,28 @@ def localize(
                 (gives[number], call.made(number)) if found[1] == "out" else (takes[number], call.shape(number))
             )
             values[name] = [extent(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
-        elif source in cuts:
-            values[name] = cuts[source].length
+        elif source in pieces:
+            values[name] = pieces[source][1]
     if rule.instead is not None:
         return Local(rule.instead, (args[0], *values.values()), {})
     args, kwargs = call.replace(values, args, kwargs)
-    swaps = [f for f in rule.local if f in cuts]
-    if swaps:
-        return Local(rule.local[swaps[0]], (cuts[swaps[0]].start, cuts[swaps[0]].length, *args), kwargs)
+    for factor in rule.local:
+        if factor in pieces:
+            return Local(rule.local[factor], (*pieces[factor], *args), kwargs)
     return Local(call.target, args, kwargs)
 
 
-def _cuts(group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh) -> list[Cut]:
-    found: dict[str, Cut] = {}
-    sides = [(group.operands, takes, call.shape), (group.outputs, gives, call.made)]
-    for terms, layouts, shape in sides:
+def _pieces(
+    group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh
+) -> dict[str, tuple[Extent, int | Extent]]:
+    """For each sharded factor the index of the first entry of this rank's piece, and its length."""
+    found: dict[str, tuple[Extent, int | Extent]] = {}
+    for terms, layouts, shape in ((group.operands, takes, call.shape), (group.outputs, gives, call.made)):
         for position, term in terms.items():
             for dim, factor in enumerate(term):
                 axes = layouts[position].dims[dim] if factor else ()
                 if factor and axes and factor not in found:
-                    found[factor] = Cut(factor, axes, shape(position)[dim], mesh)
-    return list(found.values())
+                    size = shape(position)[dim]
+                    start = Extent(size, tuple((a, mesh.axis_size(a)) for a in axes), start=True)
+                    found[factor] = start, extent(size, axes, mesh)
+    return found

@@ -1,13 +1,81 @@
-"""Linear algebra and Fourier transforms: matrices and transformed dims stay whole, dims before them are a batch."""
+"""Matrix products, linear algebra, Fourier transforms. A sharded contracted factor makes partial sums."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from ..call import Call
-from ..dsl import rand, row, sample
+from ..dsl import WHOLE, rand, row, sample
+from ..registry import Bind
+from ..rule import BoundRule
 
-# Outputs that a call did not request are empty.
+# -- products -------------------------------------------------------------------------------
+row("mm mm.dtype _int_mm", "m k, k n -> m n", linear="0 | 1")
+row("bmm bmm.dtype", "b m k, b k n -> b m n", linear="0 | 1")
+row("matmul", f"... m k, ... k n -> ... m n | {WHOLE}", linear="0 | 1")  # vectors stay whole
+row("mv", "m k, k -> m", linear="0 | 1")
+row("dot vdot", "k, k -> ()", linear="0 | 1")
+row("ger", "m, n -> m n", linear="0 | 1", samples=lambda: [(torch.randn(5), torch.randn(4))])
+sample("matmul", lambda: [(rand(2, 3, 5, 4), rand(2, 3, 4, 6)), (rand(3, 5, 4), rand(2, 1, 4, 6))])
+sample("_int_mm", lambda: [((3 * rand(5, 4)).to(torch.int8), (3 * rand(4, 6)).to(torch.int8))])
+
+# With a bias, which must be added once, the contracted factor stays whole.
+row("addmm addmm.dtype _addmm_activation", "{m n}, m k!, k! n -> m n")
+row("baddbmm baddbmm.dtype", "{b m n}, b m k!, b k! n -> b m n")
+row("addbmm", "{m n}, b! m k!, b! k! n -> m n")
+row("addmv", "{m}, m k!, k! -> m", filled=["m"])
+row("addr", "{m n}, m, n -> m n")
+sample("_addmm_activation", lambda: [(rand(6), rand(5, 4), rand(4, 6))])
+
+# Ops of transformers.
+row("transformers::grouped_mm_fallback.default", "t! k, e! k n, e! -> t! n", linear="0 | 1")
+row("transformers::grouped_mm_fallback_backward.default", "t! k, e! k n, e!, t! n -> t! k, e! k n", linear="3")
+
+
+def _scales() -> Iterator[tuple[Any, ...]]:
+    small, wide = rand(8, 32).to(torch.float8_e4m3fn), rand(16, 32, seed=1).to(torch.float8_e4m3fn).t()
+    yield small, wide, torch.tensor(0.5), torch.tensor(2.0), None, None, torch.float32
+    yield small, wide, rand(8, 1).abs().float(), rand(1, 16).abs().float(), None, None, torch.float32
+
+
+@row("_scaled_mm", samples=_scales)
+def scaled(call: Call) -> str | None:
+    """A product of numbers of 8 bits, with a scale for all, or for each row and column."""
+    (m, n), sizes = call.made(), [call.operands[s.positions[0]].numel for s in call.slots[2:4] if s.positions]
+    if len(sizes) != 2 or sizes[0] not in (1, m) or sizes[1] not in (1, n):
+        return None
+    return "m k!, k! n, {m k!}, {k! n}, n, * -> m n"
+
+
+def _groups() -> Iterator[tuple[Any, ...]]:
+    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
+    yield rand(8, 16).float(), rand(3, 16, 24).float(), ends
+    yield rand(3, 16, 24).float(), rand(3, 24, 16).float()
+
+
+@row("_grouped_mm", samples=_groups)
+def grouped(call: Call) -> BoundRule | None:
+    """Products of groups of rows, or of columns, or of matrices: `offsets` say where each group ends.
+
+    The kernel wants rows of a multiple of 16 bytes: pieces are as long.
+    """
+    if call.slots[3].positions:
+        return None
+    cases = (
+        "t! k, e! k n, e!, * -> t! n | e! m k, k t!, e!, * -> m t! | m t!, t! n, e!, * -> e m n"
+        " | e m k, e k n, *, * -> e m n"
+    )
+    bound = Bind(cases, "0 | 1").on(call)
+    group, size = bound.groups[0], call.operands[0].dtype.itemsize
+    even = {f: n * size // 16 for f, n in call.sizes(group.operands).items() if f != "e"}
+    return replace(bound, groups=(replace(group, even=even),))
+
+
+# -- factors and solutions: outputs that a call did not request are empty ---------------------------
 row("_linalg_det", "... a! b! -> ...*, ... c d*, ... e*")
 row("_linalg_slogdet", "... a! b! -> ...*, ...*, ... c d*, ... e*")
 row("_linalg_eigh linalg_eig", "... a! b! -> ... c*, ... d e*")
@@ -37,17 +105,6 @@ def solve(call: Call) -> str:
 
 
 # -- distances ------------------------------------------------------------------------------
-row("_cdist_forward", "... p m!, ... r m! -> ... p r", samples=lambda: [(rand(3, 5, 4), rand(3, 6, 4), 2.0, 0)])
+row("_cdist_forward", "... p m!, ... r m! -> ... p r")
 row("_euclidean_dist", "... p m!, ... r m! -> ... p r", samples=lambda: [(rand(5, 4), rand(6, 4))])
-row(
-    "_cdist_backward",
-    "... p r, ... p m, ... r m, ... p r -> ... p m",
-    linear="0",
-    filled=["...", "p", "r", "m"],
-    samples=lambda: [(rand(3, 5, 6), rand(3, 5, 4), rand(3, 6, 4, seed=1), 2.0, _distances())],
-)
-
-
-def _distances() -> Tensor:
-    a, b = rand(3, 5, 4), rand(3, 6, 4, seed=1)
-    return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).sqrt()
+row("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", linear="0", filled=["...", "p", "r", "m"])

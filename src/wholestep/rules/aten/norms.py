@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..dsl import aten, rand, row, sample
+from ..dsl import rand, row, sample
 
 # -- over trailing dims -------------------------------------------------------------------
 _WEIGHT, _ONES = "w[#normalized_shape]!", "1[#normalized_shape]"
@@ -18,23 +18,8 @@ row(
 row("rms_norm", f"{_FULL}, {_WEIGHT} -> {_FULL}")
 row("_fused_rms_norm", f"{_FULL}, {_WEIGHT} -> {_FULL}, {_STATS}")
 row("_fused_rms_norm_backward", f"{_FULL}, {_FULL}, {_STATS}, {_WEIGHT} -> {_FULL}, {_WEIGHT}", linear="0")
-
-
-def _layer_norm_gradients() -> Iterator[tuple[Any, ...]]:
-    x, weight, bias = rand(5, 7, 4), rand(4), rand(4, seed=1)
-    _, mean, rstd = aten.native_layer_norm(x, [4], weight, bias, 1e-5)
-    yield rand(5, 7, 4, seed=2), x, [4], mean, rstd, weight, bias, [True, True, True]
-
-
-def _rms_norm_gradients() -> Iterator[tuple[Any, ...]]:
-    x = rand(5, 7, 4)
-    yield rand(5, 7, 4, seed=2), x, [4], x.square().mean(-1, keepdim=True).rsqrt(), rand(4), [True, True]
-
-
 sample("native_layer_norm", lambda: [(rand(5, 7, 4, 3), [4, 3], rand(4, 3), rand(4, 3, seed=1), 1e-5)])
-sample("native_layer_norm_backward", _layer_norm_gradients)
 sample("rms_norm _fused_rms_norm", lambda: [(rand(5, 7, 4), [4], rand(4), 1e-5)])
-sample("_fused_rms_norm_backward", _rms_norm_gradients)
 
 # -- over groups of channels ---------------------------------------------------------------
 row("native_group_norm", "n c! ...!, c!, c! -> n c! ...!, n g, n g", sizes={"N": "n"})
@@ -42,16 +27,6 @@ row(
     "native_group_norm_backward",
     "n c! ...!, n c! ...!, n g!, n g!, c! -> n c! ...!, c!, c!", linear="0", sizes={"N": "n"},
 )  # fmt: skip
-
-
-def _group_norm_gradients() -> Iterator[tuple[Any, ...]]:
-    x, weight = rand(5, 6, 3, 2), rand(6)
-    _, mean, rstd = aten.native_group_norm(x, weight, None, 5, 6, 6, 3, 1e-5)
-    yield rand(5, 6, 3, 2, seed=2), x, mean, rstd, weight, 5, 6, 6, 3, [True, True, True]
-
-
-sample("native_group_norm", lambda: [(rand(5, 6, 3, 2), rand(6), rand(6, seed=1), 5, 6, 6, 3, 1e-5)])
-sample("native_group_norm_backward", _group_norm_gradients)
 
 # -- over the batch ------------------------------------------------------------------------
 # (input, weights, statistics) -> output, statistics. In training, statistics are over batch and positions, which stay
@@ -71,53 +46,27 @@ row("batch_norm_backward", f"update: {_TRAINS_BACK} | {_TESTS_BACK}", linear="0"
 row("cudnn_batch_norm_backward miopen_batch_norm_backward", _TRAINS_BACK, linear="1", filled=_FILLED)
 
 
-def _batch_norm_samples(stats: bool = True, switch: bool = True) -> Iterator[tuple[Any, ...]]:
-    """Arguments with or without running statistics, and with or without the switch for training."""
-    running = (rand(6, seed=2), rand(6, seed=3).exp()) if stats else ()
-    for training in (True, False) if stats and switch else (True,):
-        yield rand(5, 6, 3), rand(6), rand(6, seed=1), *running, *([training] if switch else []), 0.1, 1e-5
+def _batch_norm(*switch: bool) -> Iterator[tuple[Any, ...]]:
+    yield rand(5, 6, 3), rand(6), rand(6, seed=1), rand(6, seed=2), rand(6, seed=3).exp(), *switch, 0.1, 1e-5
 
 
 def _batch_norm_gradients() -> Iterator[tuple[Any, ...]]:
     for train in (True, False):
         stats = rand(6, seed=1), rand(6, seed=2).exp()
-        yield rand(5, 6, 3), rand(5, 6, 3, seed=1), rand(6), *stats, *stats, train, 1e-5, [True, True, True]
+        wanted = [True, True, True]
+        yield rand(5, 6, 3), rand(5, 6, 3, seed=1), rand(6), *stats, *stats, train, 1e-5, wanted, rand(0).byte()
 
 
-sample(
-    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm miopen_batch_norm",
-    _batch_norm_samples,
-)
-sample(
-    "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_with_update_functional"
-    " _batch_norm_no_update",
-    lambda: _batch_norm_samples(switch=False),
-)
-sample("_native_batch_norm_legit.no_stats", lambda: _batch_norm_samples(stats=False))
-sample("native_batch_norm_backward", _batch_norm_gradients)
-sample("batch_norm_backward", lambda: [(*given, rand(0).byte()) for given in _batch_norm_gradients()])
+sample("_native_batch_norm_legit_functional", lambda: [*_batch_norm(True), *_batch_norm(False)])
+sample("_native_batch_norm_legit_no_training _batch_norm_no_update", _batch_norm)
+sample("_batch_norm_with_update_functional", _batch_norm)
+sample("batch_norm_backward", _batch_norm_gradients)
 
 # -- weights: whole but for the dim that has lengths of its own ----------------------------------
 _LINE = "...! x[dim]"
 row("_weight_norm_interface", f"{_LINE}, {_LINE} -> {_LINE}, {_LINE}", filled=["x"])
 row(
     "_weight_norm_interface_backward",
-    f"{_LINE}, {_LINE}, {_LINE}, {_LINE} -> {_LINE}, {_LINE}",
-    linear="0",
-    filled=["x"],
-)
-
-
-def _weight_norm() -> Iterator[tuple[Any, ...]]:
-    yield rand(5, 4, 3), rand(5, 1, 1), 0
-    yield rand(5, 4, 3), rand(1, 1, 3), 2
-
-
-def _weight_norm_gradients() -> Iterator[tuple[Any, ...]]:
-    for v, g, dim in _weight_norm():
-        norms = aten._weight_norm_interface(v, g, dim)[1]
-        yield rand(5, 4, 3, seed=3), v, g, norms, dim
-
-
-sample("_weight_norm_interface", _weight_norm)
-sample("_weight_norm_interface_backward", _weight_norm_gradients)
+    f"{_LINE}, {_LINE}, {_LINE}, {_LINE} -> {_LINE}, {_LINE}", linear="0", filled=["x"],
+)  # fmt: skip
+sample("_weight_norm_interface", lambda: [(rand(5, 4, 3), rand(5, 1, 1), 0), (rand(5, 4, 3), rand(1, 1, 3), 2)])

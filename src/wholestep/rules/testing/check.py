@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,17 @@ from ...errors import RuleError, WholestepError
 from ...graph.op_kinds import depends_on_strides, is_uninitialized
 from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
-from ..call import Call
+from ..call import Call, opened
 from ..localize import VIEWS_OF_PIECES, localize
-from ..registry import bind_rule
+from ..registry import RULES, bind_rule
 from ..rule import BoundRule, Group, PassThrough
 from .harness import FORMS, assemble, differs, laid, other_values, parts_of, piece, tensors_in, with_tensors
 
-ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
-TWO_AXES = Mesh("a=2,b=2")
+_ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
+_TWO_AXES = Mesh("a=2,b=2")
 
 _MEMORY = "operands"
 _AS_VIEWS = ", pieces that are views"
-
-Binder = Callable[[Call], "BoundRule | None"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         ('m', 'k', 'n')
     """
     target = _torch.overload_of(op)
-    result = check_sample(target, Sample(args, kwargs))
+    result = check_case(case_of(target, Sample(args, kwargs)))
     if result is None:
         raise RuleError(
             f"{target} has no rule for these arguments",
@@ -138,27 +136,18 @@ def _fix(failure: Failure) -> str:
     return "linear= names inputs that may stay partial, by_shape= those that are never read"
 
 
-def check_sample(target: Any, sample: Sample, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
+def check_case(case: OpCase) -> CheckResult | None:
     """Check all claims of the rule about one call; None if it does not apply.
 
     Raises:
         RuleError: the rule cannot be bound to this call.
     """
-    return check_case(case_of(target, sample), bind, two_axes)
-
-
-def check_case(case: OpCase, bind: Binder = bind_rule, two_axes: bool = True) -> CheckResult | None:
-    """`check_sample` of a call that has run already.
-
-    Raises:
-        RuleError: the rule cannot be bound to this call.
-    """
-    bound = bind(case.call)
+    bound = bind_rule(case.call)
     if bound is None:
         return None
     factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
     passes: dict[str, None] = {}
-    failures = [named for way in ways(case, bound, two_axes) if (named := _check_way(case, bound, way))]
+    failures = [named for way in ways(case, bound) if (named := _check_way(case, bound, way))]
     failures += _check_memory(case)
     for group in bound.groups:
         for through in group.partial if not case.random else ():
@@ -194,9 +183,9 @@ class OpCase:
         return self.draws or is_uninitialized(self.target)
 
     def run(self, tensors: Sequence[Tensor], form: int = 0) -> tuple[Tensor | None, ...]:
-        """The outputs for other operands, in memory layouts by `laid_out`."""
-        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, laid_out(self.target, tensors, form))
-        return outputs_of(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
+        """The outputs for other operands, in memory layouts by `_laid_out`."""
+        args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, _laid_out(self.target, tensors, form))
+        return _outputs(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
 
 
 def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
@@ -211,7 +200,7 @@ def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
 def case_of(target: Any, sample: Sample) -> OpCase:
     """Run the op on one device."""
     tensors = tuple(tensors_in([*sample.args, *sample.kwargs.values()]))
-    args, kwargs = with_tensors(sample.args, sample.kwargs, laid_out(target, tensors))
+    args, kwargs = with_tensors(sample.args, sample.kwargs, _laid_out(target, tensors))
     with torch.no_grad():
         made = target(*args, **kwargs)
     call = Call.on(target, args, kwargs, made)
@@ -223,7 +212,7 @@ def case_of(target: Any, sample: Sample) -> OpCase:
     return replace(case, draws=not torch.equal(state, torch.get_rng_state()))
 
 
-def laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tensor]:
+def _laid_out(target: Any, tensors: Sequence[Tensor], form: int = 0) -> list[Tensor]:
     """Writable copies: the first in the memory layout `FORMS[form]`, the others in the next ones.
 
     Form 0 leaves all as they are. Ops that depend on strides, and ops of other libraries, only get an offset:
@@ -238,8 +227,7 @@ def _forms(target: Any) -> int:
     return len(FORMS) if is_aten and not depends_on_strides(target) else 2
 
 
-def outputs_of(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Flat outputs of an op."""
+def _outputs(target: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
     with torch.no_grad(), _unwritten_is_nan():
         return _flat(target(*args, **kwargs))
 
@@ -258,13 +246,8 @@ def _unwritten_is_nan() -> Generator[None]:
 
 
 def _flat(made: Any) -> tuple[Tensor | None, ...]:
-    flat: list[Any] = [x for item in _items(made) for x in _items(item)]
-    tensors = (torch.tensor(x) if isinstance(x, (bool, int, float)) else x for x in flat)
+    tensors = (torch.tensor(x) if isinstance(x, (bool, int, float)) else x for x in opened([made]))
     return tuple(x if isinstance(x, Tensor) else None for x in tensors)
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else (value,)
 
 
 # -- factors -----------------------------------------------------------------------------
@@ -283,7 +266,7 @@ def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[Shar
     """All claims of a rule about factors."""
     for number, group in enumerate(bound.groups):
         for factor in claimed_factors(bound, group):
-            for mesh in (*ONE_AXIS, TWO_AXES) if two_axes else ONE_AXIS:
+            for mesh in (*_ONE_AXIS, _TWO_AXES) if two_axes else _ONE_AXIS:
                 if group.splits(factor, mesh.size):
                     yield ShardedFactor(number, factor, mesh, *layouts(case, group, factor, mesh))
 
@@ -358,13 +341,13 @@ def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Pro
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         pieces = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
-        pieces = laid_out(case.target, pieces, rank + 1 if views else 0)
+        pieces = _laid_out(case.target, pieces, rank + 1 if views else 0)
         args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, pieces)
         try:
             local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
             target = VIEWS_OF_PIECES.get(local.target, local.target)
             kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
-            made.append(outputs_of(target, resolve(local.args, at), kwargs))
+            made.append(_outputs(target, resolve(local.args, at), kwargs))
         except WholestepError:
             raise
         except Exception as error:
@@ -437,3 +420,45 @@ def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
             name = f"operands {', '.join(map(str, sorted(bound.by_shape)))}, never read,"
             return [Failure(case.name, name, "given other values", f"output {o}", *problem)]
     return []
+
+
+# -- one op of the table -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class Row:
+    """The check of one op. `given`: samples that it accepts; `named`: it has a row of its own, not of a family."""
+
+    result: CheckResult
+    given: int
+    runs: bool
+    named: bool
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `shapes hold` (random values), `wrong`, `no sample`, `not on CPU`, or `says nothing`."""
+        if self.result.failures:
+            return "wrong"
+        if not self.runs:
+            return "not on CPU"
+        if not self.result.samples:
+            return "says nothing" if self.given or not self.named else "no sample"
+        return "shapes hold" if self.result.shapes_only else "holds"
+
+    @property
+    def ok(self) -> bool:
+        """False if the rule is wrong or was never tried."""
+        return self.verdict not in ("wrong", "no sample") and not (self.named and self.verdict == "says nothing")
+
+
+def check_op(target: Any, samples: Sequence[Sample]) -> Row:
+    """Check one op on its samples; a rule that does not fit a sample is a failure too."""
+    runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+    cases = cases_of(target, samples) if runs else []
+    result = CheckResult(str(target))
+    for case in cases:
+        try:
+            found = check_case(case)
+        except RuleError as error:
+            failure = Failure(case.name, "the rule", "bound", "a sample", f"is refused: {error.found}", error.needed)
+            found = CheckResult(case.name, 1, failures=(failure,))
+        result = result + found if found else result
+    return Row(result, len(cases), runs, target in RULES)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import _torch
 from ...graph.meta import TensorMeta
-from ..call import Call
-from ..registry import frozen
-from ..rule import BoundRule, Group, PassThrough, Term
+from ..call import Call, mapped
+from ..registry import key_of
+from ..rule import BoundRule, Group, PassThrough
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
-DISCOVERED = "discovered"
 _SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that replace those of the call, largest tensors first
 _SEEDS = 3
 _TRIES = 512  # sets of dims tried for one size
@@ -35,7 +34,7 @@ def discover(call: Call) -> BoundRule | None:
     if _torch.is_op(call.target) and (call.target.namespace in ("aten", "prims") or _is_impure(call.target)):
         return None
     try:
-        key: Any = (call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+        key = key_of(call)
         if key not in _known:
             _known[key] = _search(call)
         return _known[key]
@@ -60,16 +59,16 @@ def _search(call: Call) -> BoundRule | None:
         {o: (None,) * len(m.shape) for o, m in enumerate(call.outputs) if m is not None},
     )
     number = 0
-    for guess in _guesses(cases[0]):
-        if not _is_free(group, guess):
-            continue
-        found = _accepted(cases, _with(group, f"f{number}", guess), f"f{number}")
+    for dims in _guesses(cases[0]):
+        wider = _with(group, f"f{number}", dims)
+        found = _accepted(cases, wider, f"f{number}") if wider else None
         if found:
             group, number = found, number + 1
-    group = replace(group, partial=tuple(_linear(cases, group)))
+    group = replace(group, partial=_linear(cases, group))
     if not number and not group.partial:
         return None
-    return BoundRule((_scaled(group, call),), origin=DISCOVERED)
+    sizes = call.sizes(group.operands)  # in place of the small ones
+    return BoundRule((replace(group, even={f: sizes[f] for f in group.even}),), origin="discovered")
 
 
 # -- small calls -------------------------------------------------------------------------
@@ -96,17 +95,9 @@ def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
 
 def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> OpCase | None:
     source = torch.Generator().manual_seed(seed)
-
-    def make(value: Any) -> Any:
-        if isinstance(value, TensorMeta):
-            return _random(value, sizes, wide, source)
-        if isinstance(value, (list, tuple)):
-            return cast(Any, type(cast(Any, value)))(make(v) for v in cast(Sequence[Any], value))
-        return value
-
-    sample = Sample(tuple(make(a) for a in call.args), {k: make(v) for k, v in call.kwargs.items()})
+    given = mapped((call.args, dict(call.kwargs)), TensorMeta, lambda m: _random(m, sizes, wide, source))
     try:
-        case = case_of(call.target, sample)
+        case = case_of(call.target, Sample(*given))
     except Exception:  # the op refuses these sizes or types
         return None
     pairs = list(zip(case.whole, call.outputs, strict=True)) if len(case.whole) == len(call.outputs) else []
@@ -134,12 +125,8 @@ def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torc
 
 
 # -- factors -------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Guess:
-    """A candidate for a factor: for each operand and output a dim of one size, or None."""
-
-    operands: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
+_Guess = tuple[int | None, ...]
+"""A candidate for a factor: for each operand and then each output a dim of one size, or None."""
 
 
 def _guesses(case: OpCase) -> Iterator[_Guess]:
@@ -149,10 +136,7 @@ def _guesses(case: OpCase) -> Iterator[_Guess]:
     for size in dict.fromkeys(n for shape in operands for n in shape if n > 1):
         choices = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in (*operands, *outputs)]
         tried = sorted(islice(product(*choices), _TRIES), key=_order)
-        for dims in tried:
-            guess = _Guess(dims[: len(operands)], dims[len(operands) :])
-            if any(d is not None for d in guess.operands):
-                yield guess
+        yield from (dims for dims in tried if any(d is not None for d in dims[: len(operands)]))
 
 
 def _order(dims: Sequence[int | None]) -> tuple[int, int]:
@@ -160,17 +144,16 @@ def _order(dims: Sequence[int | None]) -> tuple[int, int]:
     return -len(found), len(set(found))
 
 
-def _is_free(group: Group, guess: _Guess) -> bool:
-    taken = [group.operands[i][d] for i, d in enumerate(guess.operands) if d is not None]
-    taken += [group.outputs[o][d] for o, d in enumerate(guess.outputs) if d is not None]
-    return not any(taken)
-
-
-def _with(group: Group, factor: str, guess: _Guess) -> Group:
-    def put(terms: Mapping[int, Term], dims: Sequence[int | None]) -> dict[int, Term]:
-        return {i: tuple(factor if d == dims[i] else f for d, f in enumerate(term)) for i, term in terms.items()}
-
-    return replace(group, operands=put(group.operands, guess.operands), outputs=put(group.outputs, guess.outputs))
+def _with(group: Group, factor: str, dims: _Guess) -> Group | None:
+    """The group with `factor` in these dims; None if one of them has another factor."""
+    sides = (group.operands, dims[: len(group.operands)]), (group.outputs, dims[len(group.operands) :])
+    if any(f and d == side[i] for terms, side in sides for i, term in terms.items() for d, f in enumerate(term)):
+        return None
+    operands, outputs = (
+        {i: tuple(factor if d == side[i] else f for d, f in enumerate(term)) for i, term in terms.items()}
+        for terms, side in sides
+    )
+    return replace(group, operands=operands, outputs=outputs)
 
 
 def _accepted(cases: Sequence[OpCase], group: Group, factor: str) -> Group | None:
@@ -193,23 +176,15 @@ def _holds(case: OpCase, group: Group, factor: str) -> bool:
     return bool(claims) and all(check_way(case, bound, way) is None for way in claims)
 
 
-def _linear(cases: Sequence[OpCase], group: Group) -> Iterator[PassThrough]:
+def _linear(cases: Sequence[OpCase], group: Group) -> tuple[PassThrough, ...]:
     """Operands the op is linear in, each alone; if there are none, all together."""
     singles = [PassThrough(frozenset({i})) for i in group.operands]
-    found = [through for through in singles if _passes(cases, group, through)]
-    together = PassThrough(frozenset(group.operands))
-    if not found and len(singles) > 1 and _passes(cases, group, together):
-        found = [together]
-    yield from found
+    together = [PassThrough(frozenset(group.operands))] if len(singles) > 1 else []
+    return _passing(cases, group, singles) or _passing(cases, group, together)
 
 
-def _passes(cases: Sequence[OpCase], group: Group, through: PassThrough) -> bool:
-    return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
+def _passing(cases: Sequence[OpCase], group: Group, claims: Sequence[PassThrough]) -> tuple[PassThrough, ...]:
+    def passes(through: PassThrough) -> bool:
+        return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
 
-
-def _scaled(group: Group, call: Call) -> Group:
-    """The group with the sizes of the call instead of the small ones."""
-    real = {
-        f: n for i, term in group.operands.items() for f, n in zip(term, call.shape(i), strict=True) if f is not None
-    }
-    return replace(group, even={f: real[f] for f in group.even})
+    return tuple(filter(passes, claims))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ...graph.meta import overlaps
 from ...layout import Layout, chunk_range
 from ...mesh import Mesh
+from ..call import mapped, opened
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
 """Memory layouts of the operands of a rank; every rule must hold in each."""
@@ -20,26 +21,12 @@ _BEFORE, _AFTER = 3, 2  # elements around a view
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
     """The arguments with their tensors replaced by `tensors`, in order, lists flattened."""
     remaining = iter(tensors)
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return next(remaining)
-        if isinstance(value, (list, tuple)):
-            kind = cast(Any, list if isinstance(value, list) else tuple)
-            return kind(swap(v) for v in cast(Sequence[Any], value))
-        return value
-
-    new = tuple(swap(a) for a in args)
-    return new, {k: swap(v) for k, v in kwargs.items()}
+    return mapped((tuple(args), dict(kwargs)), Tensor, lambda _: next(remaining))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors among values, lists flattened."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(cast(Sequence[Any], value))
+    return (value for value in opened(values) if isinstance(value, Tensor))
 
 
 def laid(tensor: Tensor, form: int) -> Tensor:
@@ -77,34 +64,30 @@ def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
     """The piece of a tensor with `layout` on the rank at position `at`."""
-    out = whole
+    return _narrowed(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
+
+
+def _narrowed(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
-            start, length = chunk_range(out.shape[dim], mesh.axis_size(axis), at[axis])
-            out = out.narrow(dim, start, length)
-    return out.contiguous() if layout.is_sharded else out
+            start, length = chunk_range(whole.shape[dim], mesh.axis_size(axis), at[axis])
+            whole = whole.narrow(dim, start, length)
+    return whole
 
 
 def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
     """One tensor from the pieces of all ranks: concatenated, reduced, or that of rank 0 if it is replicated."""
     if layout.partial:
-        return reduce_parts(pieces, layout.partial[0][1])
+        return _reduced(torch.stack(list(pieces)), layout.partial[0][1])
     if not layout.is_sharded:
         return pieces[0]
     out = pieces[0].new_zeros(whole.shape)
     for rank, part in enumerate(pieces):
-        place = out
-        for dim, axes in enumerate(layout.dims):
-            for axis in axes:
-                start, length = chunk_range(place.shape[dim], mesh.axis_size(axis), mesh.coordinate(rank)[axis])
-                place = place.narrow(dim, start, length)
-        place.copy_(part)
+        _narrowed(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
     return out
 
 
-def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of partial values by `op`."""
-    stacked = torch.stack(list(parts))
+def _reduced(stacked: Tensor, op: str) -> Tensor:
     if stacked.dtype == torch.bool and op not in ("max", "min"):
         stacked = stacked.long()  # booleans have no sums: the check then finds another dtype
     if op == "sum" or op == "norm1":
@@ -134,17 +117,13 @@ def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor]
         noise = torch.randn(whole.shape, generator=source, dtype=torch.float64).to(whole.dtype)
         noise = noise * (1 + whole.abs().max()) if whole.numel() else noise
     first = torch.randint(0, 2, whole.shape, generator=source).bool()
-    if op in ("max", "min"):
-        other = whole - noise.abs() if op == "max" else whole + noise.abs()
-        return torch.where(first, whole, other), torch.where(first, other, whole), whole
     if op == "norm2":
-        size = whole.abs()
-        return size * noise.cos(), size * noise.sin(), size
-    if op == "norm1":
-        size = whole.abs()
-        return torch.where(first, size, 0 * size), torch.where(first, 0 * size, size), size
-    scale = 2 if op == "avg" else 1
-    return noise, scale * whole - noise, whole
+        return whole.abs() * noise.cos(), whole.abs() * noise.sin(), whole.abs()
+    if op in ("max", "min", "norm1"):
+        whole = whole.abs() if op == "norm1" else whole
+        other = {"max": whole - noise.abs(), "min": whole + noise.abs(), "norm1": 0 * whole}[op]
+        return torch.where(first, whole, other), torch.where(first, other, whole), whole
+    return noise, (2 if op == "avg" else 1) * whole - noise, whole
 
 
 def other_values(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..call import mapped
 from ..registry import RULES, SAMPLES, find
 from .check import Sample
 from .harness import tensors_in, with_tensors
@@ -83,18 +84,15 @@ class _Recording:
         if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
             return None
         kinds = self.kinds.get(target, {})
-        kind = (tuple((t.ndim, t.dtype) for t in tensors), _others(args), _others(tuple(kwargs.items())))
+        kind = (tuple((t.ndim, t.dtype) for t in tensors), repr(mapped((args, kwargs), Tensor, lambda _: "T")))
         score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
         if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
             return None
         return target, kind, (score, Sample(*with_tensors(args, kwargs, [_lively(t.detach()) for t in tensors])))
 
     def best(self) -> dict[Any, list[Sample]]:
-        out: dict[Any, list[Sample]] = {}
-        for target, kinds in self.kinds.items():
-            ranked = sorted(kinds.values(), key=lambda found: found[0] <= 0)
-            out[target] = [sample for _, sample in ranked[:EACH_OP]]
-        return out
+        ranked = {op: sorted(kinds.values(), key=lambda found: found[0] <= 0) for op, kinds in self.kinds.items()}
+        return {op: [sample for _, sample in found[:EACH_OP]] for op, found in ranked.items()}
 
 
 def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
@@ -121,6 +119,9 @@ def _record(recording: _Recording, progress: Progress) -> None:
                 for sample in _samples(info):
                     _run(info, sample, recording)
             progress((number + 1) / len(infos))
+        for target, samples in SAMPLES.items():
+            for sample in map(as_sample, samples()) if _torch.is_op(target) else ():
+                _run_backward(target, sample, recording)
 
 
 def _lively(tensor: Tensor) -> Tensor:
@@ -131,11 +132,9 @@ def _lively(tensor: Tensor) -> Tensor:
 
 
 def _samples(info: Any) -> Iterator[Any]:
-    dtype = next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
-    if dtype is None:
-        return
-    grad = dtype == torch.float64 and info.supports_autograd
-    yield from islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _EACH_INFO)
+    for dtype in [d for d in (torch.float64, torch.int64) if d in info.dtypes][:1]:
+        grad = dtype == torch.float64 and info.supports_autograd
+        yield from islice(info.sample_inputs("cpu", dtype, requires_grad=grad), _EACH_INFO)
 
 
 def _run(info: Any, sample: Any, recording: _Recording) -> None:
@@ -143,19 +142,28 @@ def _run(info: Any, sample: Any, recording: _Recording) -> None:
     if sum(t.numel() for t in given) > _LARGEST:
         return
     with _torch.OpRecorder(recording.call):
-        made = info.op(sample.input, *sample.args, **sample.kwargs)
-        outputs = [t for t in tensors_in([made]) if t.requires_grad]
-        inputs = [t for t in given if t.requires_grad]
-        if outputs and inputs:
-            torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
+        _differentiate(info.op(sample.input, *sample.args, **sample.kwargs), given)
 
 
-def _others(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "T"
-    if isinstance(value, (list, tuple)):
-        return f"({' '.join(map(_others, cast(Sequence[Any], value)))})"
-    return repr(value)
+def _run_backward(target: Any, sample: Sample, recording: _Recording) -> None:
+    """Record the backward of a sample of a forward; some ops allow only their first operand to have a gradient."""
+    for count in (None, 1):
+        tensors = [t.clone() for t in tensors_in([*sample.args, *sample.kwargs.values()])]
+        for tensor in [t for t in tensors if t.is_floating_point()][:count]:
+            tensor.requires_grad_()
+        args, kwargs = with_tensors(sample.args, sample.kwargs, tensors)
+        with contextlib.suppress(Exception):
+            made = target(*args, **kwargs)
+            with _torch.OpRecorder(recording.call):
+                _differentiate(made, tensors)
+            return
+
+
+def _differentiate(made: Any, given: Sequence[Tensor]) -> None:
+    outputs = [t for t in tensors_in([made]) if t.requires_grad]
+    inputs = [t for t in given if t.requires_grad]
+    if outputs and inputs:
+        torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
 
 
 # -- from a schema ------------------------------------------------------------------------
@@ -200,10 +208,8 @@ def _filled(
             value = [0.5 + i for i in range(len(shapes))]
         elif not kind.startswith("Optional"):
             return None
-        if given.kwarg_only:
-            kwargs[given.name] = value
-        else:
-            args.append(value)
+        kwargs |= {given.name: value} if given.kwarg_only else {}
+        args += [] if given.kwarg_only else [value]
     return Sample(tuple(args), kwargs)
 
 

@@ -1,23 +1,43 @@
-"""Mutates rules: a good check fails on every mutation."""
+"""Mutates the sharding rules of wholestep: a good check fails on every mutation.
+
+python -m tools.mutate_rules [OPS]      OPS is a glob, as in 'aten.sum*'
+
+Prints what survives; exit status 1 if anything does. Ops are tried in a process that may crash: some write past their
+tensors on wrong shapes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+from unittest import mock
 
 import torch
 
-from ...errors import RuleError
-from ...graph.meta import TensorMeta
-from ..apply import entries_of, inputs_of, repeated
-from ..call import Call
-from ..language import Dim, RuleText, Term, base, parse, spread
-from ..registry import Bind, find
-from ..rule import BoundRule, Group
-from .check import OpCase, ShardedFactor, check_pass, check_way, ways
+from wholestep import _torch
+from wholestep.errors import RuleError
+from wholestep.graph.meta import TensorMeta
+from wholestep.rules.apply import choose, entries_of, inputs_of, repeated
+from wholestep.rules.call import Call
+from wholestep.rules.language import Dim, RuleText, Term, base, cases, spread
+from wholestep.rules.registry import Bind, bind_rule
+from wholestep.rules.rule import BoundRule, Group
+from wholestep.rules.testing.check import OpCase, Sample, ShardedFactor, cases_of, check_pass, check_way, ways
+from wholestep.rules.testing.samples import samples_of, table
 
 _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
+_PATIENCE_SECONDS = 30.0  # one try takes milliseconds
+
+Samples = Callable[[Any], Sequence[Sample]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +77,21 @@ class _Mutant:
 
 def bind_reworded(call: Call, reword: Reword | None) -> BoundRule | None:
     """The rule of a call with its text changed."""
-    known = find(call.target)
-    return known.bind(replace(call, reword=reword)) if known else None
+    with _reworded(reword) if reword else contextlib.nullcontext():
+        return bind_rule(call)
+
+
+@contextlib.contextmanager
+def _reworded(reword: Reword) -> Generator[None]:
+    """Changes the text of rules after the choice of a case."""
+    plain = Bind.on
+
+    def on(bind: Bind, call: Call) -> BoundRule:
+        case = choose(bind.cases(), call)
+        return plain(reword(replace(bind, text=str(replace(case, when=None)), reduces=case.reduces)), call)
+
+    with mock.patch.object(Bind, "on", on):
+        yield
 
 
 Key = tuple[str, str]
@@ -130,9 +163,9 @@ def _claim(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Any:
 
 # -- mutations --------------------------------------------------------------------------------
 def _mutants(call: Call, bound: BoundRule, words: Sequence[Bind]) -> Iterator[_Mutant]:
-    text = "; ".join(str(parse(w.text)) for w in words) or _by_hand(bound)
+    text = "; ".join(str(cases(w.text)[0]) for w in words) or _by_hand(bound)
     for w in words[:1]:
-        rule, names = _expanded(parse(w.text, w.linear, tuple(sorted(w.reduces.items())), w.moves), call, bound)
+        rule, names = _expanded(w.cases()[0], call, bound)
         text = str(rule)
         for change, new, of_whole in [*_without_marks(rule), *_moved(rule)]:
             careful = "could be cut" if of_whole else ""
@@ -331,3 +364,76 @@ def _rebound(bound: BoundRule, text: str, by_hand: bool) -> Iterator[_Mutant]:
 
 def _turned(group: Group) -> Mapping[int, tuple[str | None, ...]]:
     return {o: term[::-1] for o, term in group.outputs.items()}
+
+
+# -- the table ------------------------------------------------------------------------------------
+def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any, list[Mutation]]]:
+    """Every op with the mutations of its rule. A mutation that crashes the process counts as caught.
+
+    Memory that one op damages may crash the process at a later op, so an op is blamed only if it crashes a new process
+    too.
+    """
+    context = multiprocessing.get_context("fork")
+    remaining = list(targets)
+    crashing: set[Key] = set()
+    while remaining:
+        receive, send = context.Pipe(duplex=False)
+        worker = context.Process(target=_work, args=(remaining, samples, frozenset(crashing), send))
+        worker.start()
+        send.close()
+        last: Key | None = None
+        new = True
+        while (message := _next(receive, worker)) is not None:
+            if isinstance(message, list):
+                yield remaining.pop(0), cast(list[Mutation], message)
+                crashing.clear()
+                last, new = None, False
+            else:
+                last = cast(Key, message)
+        worker.join()
+        if remaining and new and last is None:
+            op = remaining.pop(0)
+            yield op, [Mutation(str(op), "", f"none: the process ended with {worker.exitcode}", False, "survived")]
+            crashing.clear()
+        elif new and last is not None:
+            crashing.add(last)
+
+
+def _next(receive: Connection, worker: BaseProcess) -> Any:
+    """The next message of the worker; None if it crashed or hangs."""
+    if not receive.poll(_PATIENCE_SECONDS):
+        worker.kill()
+    try:
+        return receive.recv()
+    except EOFError:
+        return None
+
+
+def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], send: Connection) -> None:
+    torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+    faulthandler.disable()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for number, target in enumerate(targets):
+        runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+        cases = cases_of(target, samples(target)) if runs else []
+        try:
+            send.send(mutate_op(cases, crashing if number == 0 else (), send.send))
+        except Exception as error:  # a bug in the check itself must not count as a caught mutation
+            send.send([Mutation(str(target), "", f"none: {type(error).__name__}: {error}", False, "survived")])
+
+
+def main() -> int:
+    """Mutate the rules that match; 1 if a mutation survives."""
+    targets = table(*sys.argv[1:2])
+    samples = samples_of(targets)
+    found = [m for _, made in mutate_table(targets, samples.__getitem__) for m in made]
+    for m in found:
+        if m.verdict == "survived":
+            print(f"{m.op}: '{m.rule}' passes with {m.change}")
+    counts = Counter(m.verdict for m in found)
+    print(f"{len(targets)} ops, {len(found)} mutations: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
+    return int(counts["survived"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
