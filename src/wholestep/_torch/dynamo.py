@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._guards import TracingContext, tracing
+from torch import _guards
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import BackendError
@@ -27,7 +28,7 @@ def inductor_compile(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
     mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
-    with tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
+    with _guards.tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
         return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
@@ -94,7 +95,7 @@ class PartContext:
         """Compile inside this context; the first call then returns fakes with the strides of the real results."""
         self._notes.fakify_first_call = True
         try:
-            with tracing(self._notes):
+            with _guards.tracing(self._notes):
                 yield
         finally:
             self._notes.fakify_first_call = False

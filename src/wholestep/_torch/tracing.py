@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .attributes import attributes_set
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
 
@@ -74,10 +75,15 @@ def known_constant(value: torch.Tensor) -> bool:
 
 def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | None:
     """Return the node of `value` in the active trace, and the module with the constants of the trace."""
+    tracer, slot = _slot(value)
+    return (slot.proxy.node, tracer.root) if slot is not None else None
+
+
+def _slot(value: torch.Tensor) -> tuple[Any, Any]:
+    """Return the active tracer and its record of `value`; None if there is none."""
     mode = get_proxy_mode()
     tracer: Any = mode.tracer if mode is not None else None
-    slot: Any = get_proxy_slot(value, tracer, None) if tracer is not None else None
-    return (slot.proxy.node, tracer.root) if slot is not None and tracer is not None else None
+    return tracer, None if tracer is None else get_proxy_slot(value, tracer, None)
 
 
 def inside_transform() -> bool:
@@ -93,10 +99,8 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """
     source = value.detach()
     tensor.data = source
-    mode = get_proxy_mode()
-    tracer: Any = mode.tracer if mode is not None else None
-    slot: Any = get_proxy_slot(source, tracer, None) if tracer is not None else None
-    if slot is not None and tracer is not None:
+    tracer, slot = _slot(source)
+    if slot is not None:
         set_proxy_slot(tensor, tracer, slot)
 
 
@@ -114,15 +118,9 @@ def unobserved() -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def tensor_only_optimizers() -> Generator[None]:
+def tensor_only_optimizers() -> contextlib.AbstractContextManager[None]:
     """Make `torch.compiler.is_compiling()` true inside this context, so that torch.optim takes its capturable form."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return attributes_set([(torch.compiler, "_is_compiling_flag", True)])
 
 
 def note_on_nodes(**notes: object) -> None:
@@ -198,13 +196,10 @@ def without_onednn() -> Generator[None]:
 @contextlib.contextmanager
 def without_logs() -> Generator[None]:
     """Silence torch's loggers of fake tensors and symbols, unless TORCH_LOGS is set: a CaptureError has the message."""
-    if os.environ.get("TORCH_LOGS"):
-        yield
-        return
-    loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS]
+    loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS if not os.environ.get("TORCH_LOGS")]
+    for logger in loggers:
+        logger.addFilter(_drop)
     try:
-        for logger in loggers:
-            logger.addFilter(_drop)
         yield
     finally:
         for logger in loggers:
@@ -242,8 +237,3 @@ def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.
         return make_fx(
             torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
         )(*inputs)
-
-
-def untracked(value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as a plain tensor, without parameter and autograd state."""
-    return value.detach()

@@ -41,7 +41,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     """
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
-    plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
+    plain = [f.detach() for f in traced.stand_ins.fakes]
     module = functionalize(traced.module, plain)
     graph = module.graph
     count_from_tensors(graph)

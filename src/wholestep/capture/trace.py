@@ -223,7 +223,7 @@ class _Run:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
-                self._copy_hooks(name, param)
+                _torch.copy_hooks(self._real[name], param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
                     if grad is None:  # returned by a user's backward: the parameter gets no gradient
@@ -232,13 +232,6 @@ class _Run:
                     return GRAD_READY(grad, name)
 
                 param.register_hook(ready)
-
-    def _copy_hooks(self, name: str, param: torch.Tensor) -> None:
-        real = self._real[name]
-        for hook in _torch.tensor_hooks(real):
-            param.register_hook(hook)
-        for hook in _torch.accumulation_hooks(real):
-            param.register_post_accumulate_grad_hook(hook)
 
     def saw_backward(self, outputs: Sequence[Any]) -> None:
         for tensor in outputs if not _torch.inside_transform() else ():
