@@ -155,6 +155,7 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 SCALER_TENSORS = ("_scale", "_growth_tracker")
+SCALER_CALLS = "_per_optimizer_states"
 
 
 def scaler_options(scaler: torch.amp.GradScaler) -> tuple[object, ...]:
@@ -165,11 +166,6 @@ def scaler_options(scaler: torch.amp.GradScaler) -> tuple[object, ...]:
 def scaler_calls(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return a scaler's state per optimizer, which lives from `unscale_` to `update`."""
     return scaler._per_optimizer_states
-
-
-def set_scaler_calls(scaler: torch.amp.GradScaler, calls: Any) -> None:
-    """Set a scaler's state per optimizer."""
-    scaler._per_optimizer_states = calls
 
 
 def inf_checks(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

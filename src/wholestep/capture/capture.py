@@ -21,13 +21,13 @@ from .batch_reads import ReadValues
 from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
-from .locations import GroupLocation, is_number
+from .locations import is_number
 from .normalize import changed_constants, normalize
-from .overrides import overridden
 from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Request, Traced, trace_step
+from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
 
 
@@ -134,26 +134,16 @@ def _captured(
     _check_devices(state, names, leaves, device, options.offload is not None)
     found = reach(fn, dict(zip(names, leaves, strict=True)), state)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
-    request = Request(
-        fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
-    )
+    args = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
-        traced, request = _trace_until_carried(request)
+        traced = _trace_until_carried(Request(*args))
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
-    used = {i.name for i in graph.inputs}
     return Capture(
-        graph,
-        state,
-        tuple(request.hypers),
-        traced.results,
-        tuple(traced.result_leaves),
-        traced.fresh_grads,
-        tuple(traced.cleared_grads),
-        traced.values,
-        traced.watch.effects(used),
-    )
+        graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
+        tuple(traced.cleared), traced.values, traced.watch.effects({i.name for i in graph.inputs}),
+    )  # fmt: skip
 
 
 def device_of(state: StepState) -> str:
@@ -172,7 +162,7 @@ def _in_optimizer(error: BaseException) -> bool:
     return False
 
 
-def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
+def _trace_until_carried(request: Request) -> Traced:
     """Trace the step; retrace it while the trace changes numbers or tensors that are not state of the step yet.
 
     Raises:
@@ -192,7 +182,7 @@ def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
         if traced.watch.set_up and needed <= request.promoted:
             continue
         if not needed:
-            return traced, request
+            return traced
         if needed <= request.promoted:
             raise _not_carried(needed)
         request = replace(request, promoted=request.promoted | needed)
@@ -209,27 +199,20 @@ def _not_carried(needed: Promoted) -> CaptureError:
 
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
-    request = replace(request, promoted=request.promoted | _mixed_options(request))
-    carry(
-        request.state, {p.path: (t, p) for t, p in request.reach.tensors.values() if p.path in request.promoted.tensors}
-    )
-    carried = {
-        (id(place.optimizer), place.group, key)
-        for container in (request.reach.containers if request.promoted.numbers else ())
-        for key in container.before
-        if isinstance(place := container.place_of(key), GroupLocation) and place.path in request.promoted.numbers
-    }
-    optimizers = list(request.state.optimizers.values())
-    hypers = [h for h in request.hypers if (id(optimizers[h.optimizer]), h.group, h.key) not in carried]
-    return replace(request, hypers=hypers)
+    promoted = request.promoted | _mixed_options(request)
+    found = {place.path: (tensor, place) for tensor, place in request.reach.tensors.values()}
+    carry(request.state, {path: held for path, held in found.items() if path in promoted.tensors})
+    tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
+    names = {hyper.name: tables[hyper.optimizer][hyper.group].path_of(hyper.key) for hyper in request.hypers}
+    hypers = [hyper for hyper in request.hypers if names[hyper.name] not in promoted.numbers]
+    return replace(request, promoted=promoted, hypers=hypers)
 
 
 def _mixed_options(request: Request) -> Promoted:
     """Return the hypers of optimizers that also have carried numbers: these hypers are then Python numbers too."""
     numbers, found = request.promoted.numbers, set[str]()
     for label, optimizer in request.state.optimizers.items():
-        groups = {id(group) for group in optimizer.param_groups}
-        tables = [c for c in request.reach.containers if id(c.holder) in groups]
+        tables = request.reach.groups_of(optimizer)
         paths = [c.path for c in tables] + [f"{label}.state["]
         if any(number.startswith(path) for number in numbers for path in paths):
             found |= {c.path_of(h.key) for c in tables for h in request.hypers if is_number(c.before.get(h.key))}

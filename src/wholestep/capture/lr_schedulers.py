@@ -102,13 +102,9 @@ class Schedulers:
                 self._running = False
             return {id(one): dict(one) for one in held}
 
-    def _group_containers(self, optimizer: Any) -> list[Container]:
-        groups = {id(group) for group in optimizer.param_groups}
-        return [c for c in self._reach.containers if id(c.holder) in groups]
-
     def _flush_groups(self, optimizer: Any) -> None:
         """Write the options that the step has set so far into the groups, where the scheduler reads them."""
-        for container in self._group_containers(optimizer):
+        for container in self._reach.groups_of(optimizer):
             for key, _, after in container.changes():
                 index, before = self._numbers.index_of(after), self._original(container, key)
                 path = container.path_of(key)
@@ -122,7 +118,7 @@ class Schedulers:
 
     def _replace_options(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
         """Replace the options that a scheduler's step changes by new numbers."""
-        for container in self._group_containers(optimizer):
+        for container in self._reach.groups_of(optimizer):
             after = found[id(container.holder)]
             for key, value in after.items():
                 before = self._numbers.plain(container.holder.get(key))

@@ -17,7 +17,10 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from .. import _torch
 from ..errors import CaptureError
-from .outside_reads import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
+from ..graph import meta
+from .random_numbers import refuse_seeds
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def _adafactor(
@@ -211,11 +214,54 @@ def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
         )
 
 
+def _refuse_batches_inside(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the iteration over a DataLoader."""
+    raise CaptureError(
+        "the step takes a batch from a DataLoader while it is captured: all later steps would reuse it",
+        "batches as arguments of the step",
+        "iterate over the loader outside, and call the step with each batch",
+    )
+
+
+def _refuse_collective(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the functions of torch.distributed."""
+    raise _collective(f"torch.distributed.{getattr(original, '__name__', 'a collective')}()")
+
+
+def refuse_collectives(module: torch.fx.GraphModule) -> None:
+    """Raise CaptureError if a trace contains a collective of the user's."""
+    for node in module.graph.nodes:
+        if _torch.is_op(node.target) and node.target.namespace in _COLLECTIVES:
+            error = _collective(str(node.target))
+            error.where = meta.source_line(node)
+            raise error
+
+
+def _collective(what: str) -> CaptureError:
+    return CaptureError(
+        f"the step calls {what} itself",
+        "a step for one device: wholestep derives the communication from the plan",
+        'remove the call; for results over the whole batch use DataParallel(..., semantics="global")',
+    )
+
+
+def _sync_batch_norm(original: Any, self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Replace `SyncBatchNorm.forward`, which communicates if there are several ranks."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1 and self.training:
+        raise CaptureError(
+            "SyncBatchNorm averages over ranks itself",
+            "a step for one device",
+            'use BatchNorm with DataParallel(..., semantics="global"), which computes statistics of the whole batch',
+        )
+    return original(self, input)
+
+
 METHODS: dict[str, Callable[..., Any]] = {
-    "loader": refuse_batches_inside,
+    "loader": _refuse_batches_inside,
     "seeds": refuse_seeds,
-    "collectives": refuse_collective,
-    "sync batch norm": sync_batch_norm,
+    "collectives": _refuse_collective,
+    "sync batch norm": _sync_batch_norm,
     "anomaly": _refuse_anomaly,
     "averaged model": _update_average,
     "adafactor": _adafactor,

@@ -18,7 +18,7 @@ from ..graph.op_kinds import CHEAP
 from ..graph.ops import LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
-from .outside_reads import refuse_collectives
+from .methods import refuse_collectives
 from .strides import count_from_tensors
 from .trace import Traced
 

@@ -24,17 +24,14 @@ from .capture_options import CaptureOptions
 from .effects import Promoted, RefusedError
 from .fake_inputs import FakeInputs, stand_ins
 from .host_numbers import Numbers
-from .host_rng_guard import HostRngGuard
-from .locations import GroupLocation, Location, PartLocation
+from .locations import GroupEntry, Location, PartLocation
 from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
-from .module_casts import modules_seen
 from .optimizer_scalars import Counts
-from .outside_reads import refuse_generators
+from .random_numbers import HostRngGuard, RngReplay, refuse_generators
 from .reachable import Reach
-from .replacements import form_of
-from .rng_replay import RngReplay
+from .replacements import Known, fixed_sizes, form_of
 from .state import Hyper, StepState
-from .static_sizes import Known, fixed_sizes
+from .traced_modules import modules_seen
 from .watch import Watch
 
 _READS: dict[Any, str] = {
@@ -72,32 +69,12 @@ class Request:
     state: StepState
     hypers: Sequence[Hyper]
     device: str
-    options: CaptureOptions = field(default_factory=CaptureOptions)
-    fused: bool = True
-    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    reach: Reach = field(default_factory=Reach)
-    promoted: Promoted = field(default_factory=Promoted)
+    options: CaptureOptions
+    fused: bool
+    whole: Mapping[str, tuple[int, ...]]
+    reach: Reach
+    promoted: Promoted
     find: str = ""
-
-
-@dataclass
-class Traced:
-    """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
-
-    `fresh_grads`: the step resets every gradient before accumulating. `cleared_grads`: parameters whose gradient is
-    None at the end.
-    """
-
-    module: torch.fx.GraphModule
-    stand_ins: FakeInputs
-    results: Structure
-    result_leaves: list[Any]
-    created: list[Input]
-    fresh_grads: bool
-    cleared_grads: list[str]
-    values: ReadValues
-    draws: RngReplay
-    watch: Watch
 
 
 def trace_step(request: Request) -> Traced:
@@ -108,30 +85,26 @@ def trace_step(request: Request) -> Traced:
     """
     r = request
     fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.options.offload is not None)
-    run = _Run(request, fakes)
-    optimizer_hook = register_optimizer_step_pre_hook(run.saw_optimizer)
+    run = Traced(request, fakes)
     try:
-        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
-        if torch.is_anomaly_enabled():
-            refuse_anomaly_mode()
-        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
-            module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
+        run.trace()
     except WholestepError as error:
         returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
         error.where = error.where or run.watch.found_at or ("" if returned else _user_frame(error))
         raise
     except Exception as error:
         raise _explain(error) from error
-    finally:
-        optimizer_hook.remove()
-    return Traced(
-        module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
-        run.reader.values(), run.draws, run.watch,
-    )  # fmt: skip
+    return run
 
 
 @dataclass
-class _Run:
+class Traced:
+    """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
+
+    `reset`: parameters whose gradient is set to None before the step computes it. `cleared`: those whose gradient is
+    None at the end. `values`: reads of the batch.
+    """
+
     request: Request
     stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
@@ -140,6 +113,8 @@ class _Run:
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
+    module: torch.fx.GraphModule = field(init=False)
+    values: ReadValues = field(init=False)
     draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
 
@@ -155,11 +130,30 @@ class _Run:
         )  # fmt: skip
         self.given = dict[str, torch.Tensor]()
 
+    @property
+    def fresh_grads(self) -> bool:
+        """True if the step resets every gradient before accumulating."""
+        return self.contributed <= self.reset
+
+    def trace(self) -> None:
+        """Trace the step."""
+        optimizer_hook = register_optimizer_step_pre_hook(self._saw_optimizer)
+        try:
+            if torch.is_anomaly_enabled():
+                refuse_anomaly_mode()
+            on_rng = self.draws.saved, self.draws.restored
+            watch = _torch.patched_for_tracing(self._saw_backward, self._saw_zero_grad, on_rng)
+            with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
+                self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self._known))
+        finally:
+            optimizer_hook.remove()
+        self.values = self.reader.values()
+
     def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
         self.stand_ins.put(made, fake, position)
         self.given[made.name] = fake
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+    def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
         self._real = {n: h.tensor for n, h in state.params.items()}
@@ -181,7 +175,7 @@ class _Run:
             numbers = self.watch.numbers
             groups = _groups(state)
             watch = _TorchCalls(
-                swap, zeros, self.saw_zero_grad, self.known, chance := HostRngGuard(), numbers, self.counts
+                swap, zeros, self._saw_zero_grad, self._known, chance := HostRngGuard(), numbers, self.counts
             )
             with (
                 modules_seen(state.modules, request.options.mixed_precision),
@@ -205,7 +199,7 @@ class _Run:
                 *self._new_state(given),
             ]
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
         return self.reader.known(tensor, _calling_text())
 
@@ -233,17 +227,17 @@ class _Run:
 
                 param.register_hook(ready)
 
-    def saw_backward(self, outputs: Sequence[Any]) -> None:
+    def _saw_backward(self, outputs: Sequence[Any]) -> None:
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
 
-    def saw_zero_grad(self, params: Sequence[Any]) -> None:
+    def _saw_zero_grad(self, params: Sequence[Any]) -> None:
         held = {id(h.tensor): name for name, h in self.request.state.params.items()}
         names = {held[id(p)] for p in params if id(p) in held}
         self.reset |= names - self.contributed
 
-    def saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if all(optimizer is not known for known in self.request.state.optimizers.values()):
             raise CaptureError(
                 f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep did not find",
@@ -434,7 +428,7 @@ def _calling_line() -> tuple[str, int] | None:
 
 def _option_place(state: StepState, hyper: Hyper) -> Location:
     optimizer = list(state.optimizers.values())[hyper.optimizer]
-    place = GroupLocation(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
+    place = Location(hyper.name, GroupEntry(optimizer, hyper.group), hyper.key)
     return place if hyper.index is None else PartLocation(hyper.name, place, hyper.index)
 
 
