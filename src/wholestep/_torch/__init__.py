@@ -6,8 +6,6 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 
 - fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
   during a trace (`host`); a tracer that accepts new inputs.
-- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): the user's hooks on a parameter are copied to its
-  fake; a public list.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
@@ -55,7 +53,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   traceable forms in torch, like capturable=True of its optimizers.
 - _dynamo.eval_frame.OptimizedModule (2.0): calls the module that torch.compile wraps; a stance for it.
 - tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
-  optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks and moves them with a parameter; a list.
+  optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks, and moves or copies them with a
+  parameter; a list.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): origin of the inputs of a part; node.meta.
 """
 

@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import BackendError
+from .attributes import attributes_set
 from .tracing import fake_mode
 
 
@@ -93,12 +94,8 @@ class PartContext:
     @contextlib.contextmanager
     def compiling(self) -> Generator[None]:
         """Compile inside this context; the first call then returns fakes with the strides of the real results."""
-        self._notes.fakify_first_call = True
-        try:
-            with _guards.tracing(self._notes):
-                yield
-        finally:
-            self._notes.fakify_first_call = False
+        with attributes_set([(self._notes, "fakify_first_call", True)]), _guards.tracing(self._notes):
+            yield
 
     @property
     def through_aot(self) -> bool:
@@ -108,15 +105,13 @@ class PartContext:
     def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
         """Make the first call, on fakes."""
         mode: Any = self._notes.fake_mode
-        before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
         set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
         held = set_tracing(True)
         try:
-            with mode:
+            with attributes_set([(mode, "allow_non_fake_inputs", True)]), mode:
                 return compiled(*fakes)
         finally:
             set_tracing(held)
-            mode.allow_non_fake_inputs = before
 
 
 def is_grad_switch(target: object) -> bool:

@@ -101,11 +101,6 @@ def _same_item(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
 
 
-def size(path: str, holder: Any) -> Assumption:
-    """Guard the number of items of a container."""
-    return Assumption(Location(path, holder, None), "size", len(holder))
-
-
 def owned_by_callbacks(functions: Sequence[Callable[..., Any]]) -> set[int]:
     """Identities of objects that callbacks own: bound objects, partial arguments and closure variables."""
     out: set[int] = set()

@@ -21,12 +21,13 @@ from .batch_reads import ReadValues
 from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
+from .fake_inputs import Request
 from .locations import is_number
 from .normalize import changed_constants, normalize
 from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
-from .trace import Request, Traced, trace_step
+from .trace import Traced, trace_step
 from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.nodes import copy_graph, node_at
-from .strides import count_from_tensors
+from .strides import count_from_tensors, insert_call
 
 aten = torch.ops.aten
 
@@ -125,10 +125,7 @@ def _fill_in_memory_order(graph: Graph) -> None:
         if found is not None and not found.is_contiguous:
             stride = found.stride
             order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-            with graph.inserting_before(node):
-                permuted = graph.call_function(aten.permute.default, (given, order))
-            meta.copy_origin(node, permuted)
-            meta.set_value(permuted, meta.value(given).permute(order))
+            permuted = insert_call(node, aten.permute.default, given, order)
             node.replace_all_uses_with(given)
             node.args = (permuted, *node.args[1:])
             meta.set_value(node, meta.value(permuted))

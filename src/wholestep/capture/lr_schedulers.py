@@ -122,7 +122,7 @@ class Schedulers:
             after = found[id(container.holder)]
             for key, value in after.items():
                 before = self._numbers.plain(container.holder.get(key))
-                if key != "lr" and (key not in _SCHEDULED or _same(before, value)):
+                if key != "lr" and (key not in _SCHEDULED or (type(before) is type(value) and before == value)):
                     continue
                 place = container.place_of(key)
                 if isinstance(value, tuple):
@@ -149,10 +149,6 @@ class Schedulers:
                     self._numbers.read(PartLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
                     for i, v in enumerate(cast(list[Any], value))
                 ]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:

@@ -23,9 +23,8 @@ import torch
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.graph import Input
 from ..graph.meta import is_user_file, meta_of, show_line
-from .assumptions import Assumption, contents, expect, owned_by_callbacks, size
+from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .host_numbers import At, Numbers
@@ -50,17 +49,14 @@ _ALWAYS_READ = ("variable", "class", "modules")
 class Watch:
     """Recorder of the host effects of one trace.
 
-    `promoted` places are state of the step. `find` is a path whose change is to be located. `add_input` adds an input
-    to the graph, at positions from `first_number` on. `line` returns the user's current line. `set_up` collects entries
-    that a library adds to modules at their first call and that must stay.
+    `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
+    current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
     """
 
     state: StepState
     reach: Reach
     promoted: Promoted
-    mode: Any
-    first_number: int
-    add_input: Callable[[int, Input, torch.Tensor], None]
+    numbers: Numbers
     line: Callable[[], str]
     find: str = ""
     options: Sequence[tuple[torch.Tensor, Location, float]] = ()
@@ -70,7 +66,6 @@ class Watch:
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
 
     def __post_init__(self) -> None:
-        self.numbers = Numbers(self.mode, self.first_number, self.add_input)
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unobserved, self._arguments = set[type](), Arguments()
@@ -368,7 +363,8 @@ class Watch:
         of_callbacks, out = owned_by_callbacks([c.fn for c in self._called]), list[Assumption]()
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
-                out.append(size(container.path, container.holder))
+                place = Location(container.path, container.holder, None)
+                out.append(Assumption(place, "size", len(container.holder)))
             if container.opaque is not None or (container.owner is None and container.style not in _ALWAYS_READ):
                 continue
             out += self._read_from_class(container, reads.get(id(container.owner), set()), changed)
@@ -393,16 +389,13 @@ class _TorchSettings:
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
         self._given = given
         self._attributes = {name: set(vars(tensor)) for name, tensor in given.items()}
-        self._settings = self._now()
-
-    def _now(self) -> tuple[Any, ...]:
-        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+        self._before = _settings()
 
     def refuse_changes(self) -> None:
-        for name, before, after in zip(_SETTINGS, self._settings, self._now(), strict=True):
-            if before != after:
-                why = "later calls would not change it"
-                raise RefusedError(name, before, after, why, "set it in a `with` block of the step")
+        for name, now in _settings().items():
+            if now != self._before[name]:
+                way_out = "set it in a `with` block of the step"
+                raise RefusedError(name, self._before[name], now, "later calls would not change it", way_out)
         for name, before in self._attributes.items():
             now = vars(self._given[name])
             for key in (k for k in now.keys() - before if not k.startswith("_")):
@@ -411,11 +404,16 @@ class _TorchSettings:
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
 
     def restore(self) -> None:
-        torch.set_grad_enabled(self._settings[0])
-        torch.set_default_dtype(self._settings[1])
+        torch.set_grad_enabled(self._before["torch's grad mode"])
+        torch.set_default_dtype(self._before["torch's default dtype"])
 
 
-_SETTINGS = ("torch's grad mode", "torch's default dtype", "torch's autocast")
+def _settings() -> dict[str, Any]:
+    return {
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's autocast": torch.is_autocast_enabled("cpu"),
+    }
 
 
 class _RefusedIterator:
