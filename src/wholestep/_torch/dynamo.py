@@ -34,11 +34,7 @@ def inductor_compile(
 
 
 def dynamo_backend(name: str) -> Callable[..., Any]:
-    """Return the `torch.compile` backend called `name`.
-
-    Raises:
-        BackendError: there is none.
-    """
+    """Return the `torch.compile` backend called `name`; raise BackendError if there is none."""
     import torch._dynamo as dynamo
     from torch._dynamo.exc import InvalidBackend
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.optim._adafactor
-import torch.optim.swa_utils
-from torch import distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -21,38 +19,13 @@ from .tracing import note_on_nodes, noted
 
 Method = Callable[..., Any]
 
-_COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-)  # fmt: skip
-PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
-    "anomaly": ((torch, "set_anomaly_enabled"),),
-    "averaged model": ((torch.optim.swa_utils.AveragedModel, "update_parameters"),),
-    "adafactor": (
-        (torch.optim._adafactor, "_single_tensor_adafactor"),
-        (torch.optim._adafactor, "_multi_tensor_adafactor"),
-    ),
-    "batch norm": ((_BatchNorm, "forward"),),
-    "collectives": tuple((dist, name) for name in _COLLECTIVES if hasattr(dist, name)),
-    "cond": ((torch, "cond"),),
-    "loader": ((_BaseDataLoaderIter, "__next__"),),
-    "seeds": ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed")),
-    "sync batch norm": ((torch.nn.SyncBatchNorm, "forward"),),
-    "scaler: unscale gradients": ((torch.amp.GradScaler, "_unscale_grads_"),),
-    "scaler: update": ((torch, "_amp_update_scale_"),),
-    "scaler: step": ((torch.amp.GradScaler, "step"),),
-}
-
-ELSEWHERE = {"adafactor of transformers": ("transformers.optimization", "Adafactor", "_get_lr")}  # if imported
+ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
 
 
 @contextlib.contextmanager
-def replaced(forms: Mapping[str, Method]) -> Generator[None]:
-    """Replace the functions that `forms` names by `form(original, ...)`, and run compiled modules uncompiled."""
-    changes = [
-        (owner, name, _bound(form, owner, name)) for place, form in forms.items() for owner, name in _places(place)
-    ]
+def replaced(forms: Iterable[tuple[Any, str, Method]]) -> Generator[None]:
+    """Replace attributes, given as (owner, name, form), by `form(original, ...)`; run compiled modules uncompiled."""
+    changes = [(owner, name, _bound(form, owner, name)) for owner, name, form in forms]
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_set(changes))
         if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
@@ -61,13 +34,6 @@ def replaced(forms: Mapping[str, Method]) -> Generator[None]:
             stack.enter_context(attributes_set([(OptimizedModule, "__call__", _run_original)]))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _places(name: str) -> tuple[tuple[Any, str], ...]:
-    if name not in ELSEWHERE:
-        return PLACES[name]
-    module, kind, attribute = ELSEWHERE[name]
-    return ((getattr(sys.modules[module], kind), attribute),) if module in sys.modules else ()
 
 
 def _bound(form: Method, owner: Any, name: str) -> Any:
@@ -169,11 +135,7 @@ def scaler_calls(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
 
 
 def inf_checks(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the inf checks of `unscale_`, calling it if it has not run yet; mark the optimizer as stepped.
-
-    Raises:
-        RuntimeError: the optimizer has stepped since the last `update`.
-    """
+    """Return the inf checks of `unscale_`, calling it if it has not run yet; mark the optimizer as stepped."""
     from torch.amp.grad_scaler import OptState
 
     scaler._check_scale_growth_tracker("step")

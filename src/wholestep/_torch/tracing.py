@@ -50,11 +50,6 @@ def _batch_norm(
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
-    return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
-
-
 def fake_mode() -> FakeTensorMode:
     """Return a fake mode with static shapes, in which scalars read by optimizers stay symbolic."""
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
@@ -93,10 +88,7 @@ def inside_transform() -> bool:
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Trace `tensor.data = value`: from then on `tensor` has the node of `value`.
-
-    Uses `set_proxy_slot` (2.0), since torch dispatches no op for the assignment.
-    """
+    """Trace `tensor.data = value`, for which torch dispatches no op: `tensor` then has the node of `value`."""
     source = value.detach()
     tensor.data = source
     tracer, slot = _slot(source)
@@ -160,7 +152,12 @@ def trace(
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
-        table = {**_decompositions(), **forms}
+        hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
+        table: dict[Any, Callable[..., Any]] = {
+            **get_decompositions(hidden_on_cuda),
+            _aten.native_batch_norm.default: _batch_norm,
+            **forms,
+        }
         with _use_lazy_graph_module(True), quick_dispatch(table):
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
@@ -181,10 +178,7 @@ def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
 
 @contextlib.contextmanager
 def without_onednn() -> Generator[None]:
-    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates.
-
-    Other layers have the same trace without it.
-    """
+    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -230,10 +224,5 @@ class _Replay(torch.fx.Interpreter):
 def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """Return the graph without mutation; trailing copies update the inputs."""
     with fx_traceback.preserve_node_meta():
-
-        def run(*args: Any) -> Any:
-            return _Replay(module).run(*args)
-
-        return make_fx(
-            torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
-        )(*inputs)
+        run = torch.func.functionalize(_Replay(module).run, remove="mutations")
+        return make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)

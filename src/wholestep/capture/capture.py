@@ -54,8 +54,7 @@ def find_state(
 
     Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
 
-    Raises:
-        CaptureError: no module with parameters and no optimizer was found.
+    Raises CaptureError if there is no module with parameters and no optimizer.
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
@@ -82,28 +81,17 @@ def find_state(
 
 @collector_paused()
 def capture_step(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: CaptureOptions | None = None,
-    *,
-    whole: Mapping[str, tuple[int, ...]] | None = None,
-    carried: Promoted | None = None,
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
+    whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
     changing: Promoted | None = None,
-) -> Capture:
+) -> Capture:  # fmt: skip
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
     Optimizer options that change between calls become inputs of the graph where the step computes with them as
-    tensors; other options are constants. The capture with the most inputs is tried first.
-
-    Args:
-        fn: the step.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        options: settings that change the graph.
-        whole: global shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes.
-        carried: Python values that are state of the step; the trace adds more that it finds.
-        changing: numbers that changed between calls; they become state if the step can be captured that way.
+    tensors; other options are constants. The capture with the most inputs is tried first. `whole` gives the global
+    shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
+    Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
+    between calls; they become state if the step can be captured that way.
 
     Raises:
         CaptureError: the step cannot become one graph; the message names the line and an alternative.
@@ -166,8 +154,7 @@ def _in_optimizer(error: BaseException) -> bool:
 def _trace_until_carried(request: Request) -> Traced:
     """Trace the step; retrace it while the trace changes numbers or tensors that are not state of the step yet.
 
-    Raises:
-        CaptureError: the step changes another Python value; a second trace locates the line.
+    The change of any other Python value is an error, whose line a second trace locates.
     """
     while True:
         request = _with_carried(request)

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import copy_graph, node_at
-from .strides import count_from_tensors, insert_call
+from ..graph.nodes import copy_graph, is_mutating, node_at
+from .strides import count_from_tensors, insert_call, is_view
 
 aten = torch.ops.aten
 
@@ -160,15 +160,10 @@ class _Walk:
                 node.kwargs = torch.fx.map_arg(node.kwargs, self.current)
             if _torch.is_getitem(node.target):
                 self._visit_item(node)
-            elif _torch.is_op(node.target):
-                self._visit(node)
-
-    def _visit(self, node: Node) -> None:
-        schema = _torch.schema_of(node.target)
-        if schema.is_mutable:
-            self._visit_write(node)
-        elif any(r.alias_info is not None for r in schema.returns):
-            self._view(node, node.all_input_nodes[0])
+            elif is_mutating(node):
+                self._visit_write(node)
+            elif is_view(node):
+                self._view(node, node.all_input_nodes[0])
 
     def _visit_item(self, node: Node) -> None:
         whole, index = cast(tuple[Node, int], node.args)
@@ -183,10 +178,8 @@ class _Walk:
         form = _torch.functional_form(op)
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given: dict[str, Any] = {
-            **dict(zip((a.name for a in schema.arguments), node.args, strict=False)),
-            **node.kwargs,
-        }
+        names = [a.name for a in schema.arguments]
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         fresh = sum(r.alias_info is None for r in schema.returns)
         outputs = fresh + len(writes)
         if form is None or len(_torch.schema_of(form).returns) != outputs or _torch.changes_shape(op):

@@ -52,18 +52,17 @@ class Lookup(ABC):
     """A container that is looked up at each use."""
 
     @abstractmethod
-    def now(self) -> Any:
-        """Return the current container."""
+    def _now(self) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
-        return self.now()[key]
+        return self._now()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.now()[key] = value
+        self._now()[key] = value
 
     def pop(self, key: Any, default: Any) -> Any:
         """Delete an entry."""
-        return self.now().pop(key, default)
+        return self._now().pop(key, default)
 
 
 @dataclass
@@ -73,8 +72,7 @@ class GroupEntry(Lookup):
     optimizer: Optimizer
     group: int
 
-    def now(self) -> Any:
-        """Return the current group."""
+    def _now(self) -> Any:
         return self.optimizer.param_groups[self.group]
 
 
@@ -86,8 +84,7 @@ class StateEntry(Lookup):
     optimizer: int
     owner: str
 
-    def now(self) -> Any:
-        """Return the current state."""
+    def _now(self) -> Any:
         states = list(self.state.optimizers.values())[self.optimizer].state
         return states[self.state.params[self.owner].tensor]
 
@@ -110,8 +107,7 @@ class ArgumentItems(Lookup):
     arguments: Arguments
     route: tuple[Any, ...]
 
-    def now(self) -> Any:
-        """Return the container of the current call."""
+    def _now(self) -> Any:
         found: Any = self.arguments.now
         for key in self.route:
             found = found[key]

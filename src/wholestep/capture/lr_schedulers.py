@@ -56,11 +56,10 @@ class Schedulers:
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         for optimizer in optimizers.values():
             self._flush_groups(optimizer)
-        self._numbers.effect(
-            [*groups, *(vars(s) for s in every)],
-            _run_scheduler, scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values(),
-        )  # fmt: skip
-        after = self._dry_run(scheduler, every, groups, args, kwargs)
+        held = [*groups, *(vars(s) for s in every)]
+        called = scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values()
+        self._numbers.effect(held, _run_scheduler, *called)
+        after = self._dry_run(scheduler, held, args, kwargs)
         for optimizer in optimizers.values():
             self._replace_options(optimizer, after)
         for one in every:
@@ -84,11 +83,9 @@ class Schedulers:
             )
 
     def _dry_run(
-        self, scheduler: LRScheduler, every: Sequence[LRScheduler], groups: Sequence[dict[str, Any]],
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> dict[int, dict[str, Any]]:  # fmt: skip
+        self, scheduler: LRScheduler, held: Sequence[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, dict[str, Any]]:
         """Run a scheduler's step, undo it, and return the contents of schedulers and groups after it, by identity."""
-        held = [*groups, *(vars(s) for s in every)]
         plain = self._numbers.plain
         with preserved(held), warnings.catch_warnings():
             warnings.simplefilter("ignore")

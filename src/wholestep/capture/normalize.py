@@ -28,11 +28,7 @@ _TRANSPOSES = {aten.t.default}
 
 
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
-    """Return the functional graph of a trace.
-
-    Raises:
-        CaptureError: the step changes in place a tensor that is neither its state nor an argument.
-    """
+    """Return the functional graph of a trace; refuse changes of tensors that are neither state nor argument."""
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
     plain = [f.detach() for f in traced.stand_ins.fakes]
@@ -47,17 +43,13 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
-    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
     _rename(graph, inputs)
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)
     return result
-
-
-def _is_impure(node: Node) -> bool:
-    return node.op in ("placeholder", "output")
 
 
 def changed_constants(module: GraphModule) -> list[torch.Tensor]:

@@ -79,11 +79,8 @@ def collect(
 ) -> StepState:
     """Find every parameter and buffer once, with all its places; tied parameters share an entry.
 
-    Tensors of scalers are buffers. Optimizers may be wrapped.
-
-    Raises:
-        CaptureError: an optimizer cannot be captured (`UNSUPPORTED`).
-        StateError: a module is wrapped in DDP, FSDP or DataParallel.
+    Tensors of scalers are buffers. Optimizers may be wrapped. Optimizers that cannot be captured (`UNSUPPORTED`) and
+    modules wrapped in DDP, FSDP or DataParallel are refused.
     """
     wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
     optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
@@ -222,9 +219,6 @@ def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] =
     """Refuse optimizer state that is not a tensor or number of one parameter under its own name.
 
     `numbers` are Python numbers that a trace represents as tensors.
-
-    Raises:
-        CaptureError: names the optimizer and the key.
     """
     for optimizer in optimizers:
         names = dict[int, str]()

@@ -28,11 +28,7 @@ _TARGETS = (aten.as_strided.default, aten.as_strided_copy.default, _SCATTER)
 
 
 def count_from_tensors(graph: Graph) -> None:
-    """Rewrite every `as_strided` of the graph.
-
-    Raises:
-        CaptureError: a view covers memory outside of the tensors of the step.
-    """
+    """Rewrite every `as_strided` of the graph; refuse views of memory outside of the tensors of the step."""
     for node in [n for n in graph.nodes if n.target in _TARGETS]:
         call = _call(node)
         if call is not None and not call.is_plain:
@@ -94,9 +90,13 @@ def _viewed(view: Node) -> Node | None:
     source = view.all_input_nodes[0]
     if _torch.is_getitem(view.target):
         return _viewed(source) if source.op == "call_function" else None
-    shows = _torch.is_op(view.target) and any(r.alias_info is not None for r in _torch.schema_of(view.target).returns)
-    shows = shows and not _torch.schema_of(cast(Any, view.target)).is_mutable
-    return source if shows and isinstance(meta.value(source), Tensor) else None
+    return source if is_view(view) and isinstance(meta.value(source), Tensor) else None
+
+
+def is_view(node: Node) -> bool:
+    """Return whether an op returns a view of its operand."""
+    schema = _torch.schema_of(node.target) if _torch.is_op(node.target) else None
+    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .host_numbers import Numbers
 from .locations import GroupEntry, Location, PartLocation
-from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
+from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import HostRngGuard, RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
@@ -53,11 +53,7 @@ class TensorLeaf:
 
 
 def trace_step(request: Request) -> Traced:
-    """Trace the step with its current state.
-
-    Raises:
-        CaptureError: the step cannot become one graph; has the user's source line.
-    """
+    """Trace the step with its current state; a CaptureError has the user's source line."""
     run = Traced(request, stand_ins(request))
     try:
         run.trace()
@@ -114,7 +110,7 @@ class Traced:
                 refuse_anomaly_mode()
             on_rng = self.draws.saved, self.draws.restored
             watch = _torch.patched_for_tracing(self._saw_backward, self.saw_zero_grad, on_rng)
-            with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
+            with _torch.tensor_only_optimizers(), watch, _torch.replaced(methods()):
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
         finally:
             optimizer_hook.remove()

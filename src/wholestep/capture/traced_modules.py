@@ -83,10 +83,8 @@ def _cast_inputs(args: Any, dtype: torch.dtype) -> Any:
 def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generator[None]:
     """Replace each submodule whose path matches a key (globs allowed) inside this context.
 
-    A replacement refers to the original module or its parameters; it must not add parameters.
-
-    Raises:
-        CaptureError: a key matches no submodule, or a replacement has parameters that the model does not have.
+    A replacement refers to the original module or its parameters; one with other parameters is refused, and so is a key
+    that matches no submodule.
     """
     undo: list[tuple[nn.Module, str, nn.Module]] = []
     known = {id(h.tensor) for h in state.params.values()}

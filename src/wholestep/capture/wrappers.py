@@ -46,9 +46,6 @@ def effects_refused(wrappers: Sequence[Any]) -> AbstractContextManager[None]:
     """Refuse Python effects of wrappers inside this context: they would happen at capture only.
 
     Lightning counts updates in Python; Accelerate's `accumulate` sets whether gradients are complete.
-
-    Raises:
-        CaptureError: the step has one of these effects.
     """
     puts: list[tuple[Any, str, Any]] = [(one, _COUNTS, _refuse_count) for one in wrappers if _COUNTS in vars(one)]
     puts += [(state, _SWITCHES, partial(_refuse_switch, state)) for state, _ in switches(wrappers)]
