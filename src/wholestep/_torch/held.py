@@ -14,12 +14,9 @@ tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 write_spec, read_spec = pytree.treespec_dumps, pytree.treespec_loads  # raises for a container without a registered name
 
 
-def tree_flatten_with_path(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Like `tree_flatten`, each leaf with its path as text."""
-    leaves, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
-    return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
+def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return the leaves of a nested container, each with its path as text."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
 
 
 def storage_key(value: torch.Tensor) -> int:

@@ -80,9 +80,8 @@ def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _paths(value: Any) -> list[str]:
-    pairs, _ = tree_flatten_with_path(value, is_leaf=_is_leaf)
     out: list[str] = []
-    for path, leaf in pairs:
+    for path, leaf in tree_flatten_with_path(value, is_leaf=_is_leaf):
         fields = _fields(leaf)
         out += [path] if fields is None else [f"{path}.{n}{p}" for n, v in fields.items() for p in _paths(v)]
     return out

@@ -98,9 +98,8 @@ class Effects:
     @property
     def acts(self) -> str:
         """The first host effect, for a message; empty if there is none."""
-        first = next(iter(self.writes), None)
-        if first is not None:
-            return f"the step changes {first.place.path}"
+        if self.writes:
+            return f"the step changes {self.writes[0].place.path}"
         if self.calls:
             return "the step makes calls on the host"
         if self.rebound or self.flags:

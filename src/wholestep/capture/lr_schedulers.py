@@ -35,11 +35,6 @@ class Schedulers:
         self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
         self.needed = set[str]()
 
-    def begin(self) -> None:
-        """Replace the numeric attributes of schedulers by traced numbers."""
-        for scheduler in self._reach.schedulers:
-            self.show(scheduler, vars(scheduler), late=False)
-
     def end(self) -> None:
         """Restore the schedulers."""
         for scheduler, attributes in self._shown:

@@ -116,7 +116,8 @@ class Watch:
                         self._replace(container, key, _RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
-        self._schedulers.begin()
+        for scheduler in self.reach.schedulers:
+            self._schedulers.show(scheduler, vars(scheduler), late=False)
         return containers
 
     def _replace(self, container: Container, key: Any, value: Any) -> None:
