@@ -4,7 +4,7 @@ from . import collectives
 from .backend.pipeline import pipeline
 from .backend.protocol import Backend
 from .capture import CaptureOptions
-from .capture.callback import callback
+from .capture.effects import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
 from .compile import capture, compile
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory

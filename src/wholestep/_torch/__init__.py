@@ -1,11 +1,11 @@
 """Every private torch name wholestep uses, and why. Checked with torch 2.11 to 2.15.
 
+The public names of the modules here are the names of this package.
+
 Each entry: the name (first torch version), its purpose; the public API that would replace it.
 
 - fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
   during a trace (`host`); a tracer that accepts new inputs.
-- Tensor._backward_hooks, _post_accumulate_grad_hooks (0.1, 2.1): the user's hooks on a parameter are copied to its
-  fake; a public list.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
@@ -53,198 +53,17 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   traceable forms in torch, like capturable=True of its optimizers.
 - _dynamo.eval_frame.OptimizedModule (2.0): calls the module that torch.compile wraps; a stance for it.
 - tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
-  optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks and moves them with a parameter; a list.
+  optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks, and moves or copies them with a
+  parameter; a list.
 - nodes' _dynamo_source (2.5), modules' _param_name_to_source (2.1): origin of the inputs of a part; node.meta.
 """
 
-from .distributed import (
-    buckets_are_rebuilt,
-    count_our_collectives,
-    ddp_in_use,
-    default_store,
-    dtensor,
-    first_bucket_bytes,
-    forget_shardings,
-    local_tensor,
-    shard_of,
-    start_exchange,
-    strided_shard,
-)
-from .dynamo import (
-    PartContext,
-    disable_torch_splitter,
-    dynamo_backend,
-    give_origin,
-    in_dynamo,
-    inductor_compile,
-    inductor_settings,
-    is_grad_switch,
-    split_by_torch,
-)
-from .held import (
-    ALL_MODULES,
-    TreeSpec,
-    buffers_of,
-    children_of,
-    hook_tables,
-    is_compiled,
-    is_plain,
-    move_hooks,
-    only_looks,
-    parameters_of,
-    read_spec,
-    storage_holders,
-    storage_key,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-    write_spec,
-)
-from .op_schemas import (
-    GETITEM,
-    SUBTRACTIONS,
-    OpOverload,
-    OpRecorder,
-    changes_shape,
-    functional_form,
-    is_fused_optimizer,
-    is_getitem,
-    is_op,
-    op_infos,
-    overload_of,
-    overloads,
-    runs_on_cpu,
-    schema_of,
-    set_operands,
-)
-from .patches import patched_for_tracing
-from .python_hooks import (
-    accumulation_hooks,
-    behind,
-    hook_count,
-    new_input,
-    patched_host,
-    schedulers_of,
-    tensor_hooks,
-    watched_attributes,
-)
-from .replaced import (
-    SCALER_TENSORS,
-    inf_checks,
-    replaced,
-    scaler_calls,
-    scaler_options,
-    scaler_tensors,
-    set_scaler_calls,
-)
-from .tracing import (
-    DATA_DEPENDENT,
-    fake_mode,
-    functionalize,
-    graph_module,
-    inside_transform,
-    is_fake,
-    known_constant,
-    note_on_nodes,
-    noted,
-    outside_of_trace,
-    set_data,
-    tensor_only_optimizers,
-    trace,
-    trace_plain,
-    traced_node,
-    unobserved,
-    untracked,
-    without_logs,
-    without_onednn,
-)
-
-__all__ = [
-    "ALL_MODULES",
-    "DATA_DEPENDENT",
-    "GETITEM",
-    "SCALER_TENSORS",
-    "SUBTRACTIONS",
-    "OpOverload",
-    "OpRecorder",
-    "PartContext",
-    "TreeSpec",
-    "accumulation_hooks",
-    "behind",
-    "buckets_are_rebuilt",
-    "buffers_of",
-    "changes_shape",
-    "children_of",
-    "count_our_collectives",
-    "ddp_in_use",
-    "default_store",
-    "disable_torch_splitter",
-    "dtensor",
-    "dynamo_backend",
-    "fake_mode",
-    "first_bucket_bytes",
-    "forget_shardings",
-    "functional_form",
-    "functionalize",
-    "give_origin",
-    "graph_module",
-    "hook_count",
-    "hook_tables",
-    "in_dynamo",
-    "inductor_compile",
-    "inductor_settings",
-    "inf_checks",
-    "inside_transform",
-    "is_compiled",
-    "is_fake",
-    "is_fused_optimizer",
-    "is_getitem",
-    "is_grad_switch",
-    "is_op",
-    "is_plain",
-    "known_constant",
-    "local_tensor",
-    "move_hooks",
-    "new_input",
-    "note_on_nodes",
-    "noted",
-    "only_looks",
-    "op_infos",
-    "outside_of_trace",
-    "overload_of",
-    "overloads",
-    "parameters_of",
-    "patched_for_tracing",
-    "patched_host",
-    "read_spec",
-    "replaced",
-    "runs_on_cpu",
-    "scaler_calls",
-    "scaler_options",
-    "scaler_tensors",
-    "schedulers_of",
-    "schema_of",
-    "set_data",
-    "set_operands",
-    "set_scaler_calls",
-    "shard_of",
-    "split_by_torch",
-    "start_exchange",
-    "storage_holders",
-    "storage_key",
-    "strided_shard",
-    "tensor_hooks",
-    "tensor_only_optimizers",
-    "trace",
-    "trace_plain",
-    "traced_node",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_unflatten",
-    "unobserved",
-    "untracked",
-    "watched_attributes",
-    "without_logs",
-    "without_onednn",
-    "write_spec",
-]  # fmt: skip
+# ruff: noqa: F403  # the lists of names would be as long as the modules' own
+from .attributes import *
+from .distributed import *
+from .dynamo import *
+from .held import *
+from .op_schemas import *
+from .python_hooks import *
+from .replaced import *
+from .tracing import *

@@ -7,9 +7,9 @@ graphs are equal, node for node.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.fx.traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
+from .attributes import attributes_set
 from .op_schemas import is_op, set_operands
 
 _DEVICE = torch.ops.prim.device.default
@@ -40,23 +41,17 @@ class _SlowPathError(Exception):
     """The op needs torch's dispatch."""
 
 
-@contextlib.contextmanager
-def quick_dispatch(forms: Mapping[Any, Any]) -> Generator[None]:
+def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     """Use the fast path of make_fx inside this context, and compute fake tensors without dynamo's guard.
 
     Replaces `__torch_dispatch__` of both modes. `forms` are the decomposed ops. No effect in a torch without the names
     that it needs.
     """
     modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
-    before = [mode.__dict__["__torch_dispatch__"] for mode in modes]
-    if all(hasattr(_proxies, name) for name in _NEEDED):
-        modes[0].__torch_dispatch__ = _fast_dispatch(before[0], forms)
-        modes[1].__torch_dispatch__ = _innermost(before[1])
-    try:
-        yield
-    finally:
-        for mode, original in zip(modes, before, strict=True):
-            mode.__torch_dispatch__ = original
+    slow: list[Any] = [mode.__torch_dispatch__ for mode in modes]
+    quick = _fast_dispatch(slow[0], forms), _innermost(slow[1])
+    changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
+    return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
 
 
 def _innermost(function: Any) -> Any:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._guards import TracingContext, tracing
+from torch import _guards
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import BackendError
+from .attributes import attributes_set
 from .tracing import fake_mode
 
 
@@ -27,16 +29,12 @@ def inductor_compile(
             f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
         ) from error
     mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
-    with tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
+    with _guards.tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
         return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def dynamo_backend(name: str) -> Callable[..., Any]:
-    """Return the `torch.compile` backend called `name`.
-
-    Raises:
-        BackendError: there is none.
-    """
+    """Return the `torch.compile` backend called `name`; raise BackendError if there is none."""
     import torch._dynamo as dynamo
     from torch._dynamo.exc import InvalidBackend
 
@@ -92,12 +90,8 @@ class PartContext:
     @contextlib.contextmanager
     def compiling(self) -> Generator[None]:
         """Compile inside this context; the first call then returns fakes with the strides of the real results."""
-        self._notes.fakify_first_call = True
-        try:
-            with tracing(self._notes):
-                yield
-        finally:
-            self._notes.fakify_first_call = False
+        with attributes_set([(self._notes, "fakify_first_call", True)]), _guards.tracing(self._notes):
+            yield
 
     @property
     def through_aot(self) -> bool:
@@ -107,15 +101,13 @@ class PartContext:
     def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
         """Make the first call, on fakes."""
         mode: Any = self._notes.fake_mode
-        before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
         set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
         held = set_tracing(True)
         try:
-            with mode:
+            with attributes_set([(mode, "allow_non_fake_inputs", True)]), mode:
                 return compiled(*fakes)
         finally:
             set_tracing(held)
-            mode.allow_non_fake_inputs = before
 
 
 def is_grad_switch(target: object) -> bool:

@@ -3,45 +3,20 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 TreeSpec = pytree.TreeSpec
+tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
+write_spec, read_spec = pytree.treespec_dumps, pytree.treespec_loads  # raises for a container without a registered name
 
 
-def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves and the structure of a nested container."""
-    return pytree.tree_flatten(value, is_leaf=is_leaf)
-
-
-def tree_flatten_with_path(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Like `tree_flatten`, each leaf with its path as text."""
-    leaves, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
-    return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
-
-
-def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
-    """Inverse of `tree_flatten`."""
-    return pytree.tree_unflatten(list(leaves), spec)
-
-
-def write_spec(spec: TreeSpec) -> str:
-    """Serialize a structure as text for `read_spec`.
-
-    Raises:
-        NotImplementedError: it has a container without a registered name.
-    """
-    return pytree.treespec_dumps(spec)
-
-
-def read_spec(text: str) -> TreeSpec:
-    """Inverse of `write_spec`."""
-    return pytree.treespec_loads(text)
+def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return the leaves of a nested container, each with its path as text."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
 
 
 def storage_key(value: torch.Tensor) -> int:
@@ -52,10 +27,7 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """Return the number of references to the storage of `tensor`, including the one of this call.
-
-    `torch._C._storage_Use_Count` (2.11 to 2.15) has no public equivalent.
-    """
+    """Return the number of references to the storage of `tensor`, including the one of this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

@@ -37,11 +37,7 @@ def overload_of(op: object) -> Any:
 
 
 def schema_of(target: object) -> Any:
-    """Return the schema of an op overload.
-
-    Raises:
-        GraphError: `target` is not an op overload.
-    """
+    """Return the schema of an op overload; raise GraphError for any other target."""
     if not is_op(target):
         raise GraphError(f"{target!r} is not a torch op overload")
     return target._schema
@@ -113,11 +109,7 @@ def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
 
 
 def op_infos() -> Sequence[Any]:
-    """Return PyTorch's database of ops with sample arguments.
-
-    Raises:
-        RuleError: a package that it imports is missing.
-    """
+    """Return PyTorch's database of ops with sample arguments; raise RuleError if a package that it needs is missing."""
     try:
         from torch.testing._internal import common_methods_invocations as known
     except ImportError as error:

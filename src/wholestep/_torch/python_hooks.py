@@ -8,12 +8,15 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
+
+from .attributes import attributes_set
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _proxies: Any = proxy_tensor
@@ -40,22 +43,16 @@ def new_input(
     return fake, node
 
 
-@contextlib.contextmanager
 def patched_host(
     on_math: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     on_scheduler: Callable[[LRScheduler, tuple[Any, ...], dict[str, Any]], bool],
     on_print: Callable[..., Any],
     on_clock: Callable[[str], None],
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Redirect functions of `math`, scheduler steps, `print` and clock reads to the given functions.
 
     `on_math` returns NotImplemented, and `on_scheduler` False, to run the original.
     """
-    undo: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, new: Any) -> None:
-        undo.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, new)
 
     def stand_in(new: Any, original: Any) -> Any:
         new.stands_in_for = original
@@ -82,20 +79,17 @@ def patched_host(
 
         return step
 
-    for name, function in list(vars(math).items()):
-        if callable(function) and not name.startswith("_"):
-            replace(math, name, watched(function))
-    for name in (n + suffix for n in CLOCKS for suffix in ("", "_ns")):
-        replace(time, name, clock(name, getattr(time, name)))
-    for kind in _with_subclasses(LRScheduler):
-        if "step" in vars(kind):
-            replace(kind, "step", stepping(vars(kind)["step"]))
-    replace(builtins, "print", on_print)
-    try:
-        yield
-    finally:
-        for owner, name, original in reversed(undo):
-            setattr(owner, name, original)
+    functions = {n: f for n, f in vars(math).items() if callable(f) and not n.startswith("_")}
+    clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
+    schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
+    return attributes_set(
+        [
+            *((math, name, watched(function)) for name, function in functions.items()),
+            *((time, name, clock(name, getattr(time, name))) for name in clocks),
+            *((kind, "step", stepping(vars(kind)["step"])) for kind in schedulers),
+            (builtins, "print", on_print),
+        ]
+    )
 
 
 def _with_subclasses(kind: type) -> list[type]:
@@ -113,37 +107,24 @@ def watched_attributes(
 
     Yields the classes that cannot be observed.
     """
-    patched: list[tuple[type, str, Any]] = []
-    unobserved = set[type]()
+    known, unobserved = set[type](), set[type]()
 
-    def watch(kind: type, method: str, notify: Callable[[Any, str], None]) -> None:
-        original, inherited = vars(kind).get(method), getattr(kind, method)
-
-        def watching(self: Any, name: str, *value: Any) -> Any:
+    def watching(original: Any, notify: Callable[[Any, str], None]) -> Callable[..., Any]:
+        def watch(self: Any, name: str, *value: Any) -> Any:
             notify(self, name)
-            return inherited(self, name, *value)
+            return original(self, name, *value)
 
-        setattr(kind, method, watching)
-        patched.append((kind, method, original))
+        return watch
 
-    try:
-        known = {kind for kind, _, _ in patched}
-        for kind in kinds:
-            if known.intersection(kind.__mro__):
-                continue
+    with contextlib.ExitStack() as stack:
+        for kind in (k for k in kinds if not known.intersection(k.__mro__)):
+            reads, writes = watching(kind.__getattribute__, read), watching(kind.__setattr__, written)
             try:
-                watch(kind, "__getattribute__", read)
-                watch(kind, "__setattr__", written)
+                stack.enter_context(attributes_set([(kind, "__getattribute__", reads), (kind, "__setattr__", writes)]))
                 known.add(kind)
             except TypeError:
                 unobserved.add(kind)
         yield unobserved
-    finally:
-        for kind, method, original in reversed(patched):
-            if original is None:
-                delattr(kind, method)
-            else:
-                setattr(kind, method, original)
 
 
 def behind(value: Any) -> Any:
@@ -151,21 +132,14 @@ def behind(value: Any) -> Any:
     return vars(value).get("stands_in_for", value) if isinstance(value, FunctionType) else value
 
 
-def tensor_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the hooks on a parameter's gradient (`_backward_hooks`, 2.11 to 2.15)."""
-    hooks: dict[int, Callable[..., Any]] = param._backward_hooks or {}
-    return list(hooks.values())
-
-
-def accumulation_hooks(param: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the post-accumulate-grad hooks of a parameter (2.11 to 2.15)."""
-    hooks: dict[int, Callable[..., Any]] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return list(hooks.values())
-
-
-def hook_count() -> int:
-    """Return the number of hooks registered so far in this process."""
-    return torch.utils.hooks.RemovableHandle.next_id
+def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Register the hooks on a parameter's gradient on its fake, too."""
+    of_tensor: dict[int, Callable[..., Any]] = real._backward_hooks or {}
+    of_sum: dict[int, Callable[..., Any]] = getattr(real, "_post_accumulate_grad_hooks", None) or {}
+    for hook in of_tensor.values():
+        fake.register_hook(hook)
+    for hook in of_sum.values():
+        fake.register_post_accumulate_grad_hook(hook)
 
 
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:

@@ -5,91 +5,112 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.optim._adafactor
-import torch.optim.swa_utils
-from torch import distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .attributes import attributes_set
+from .tracing import note_on_nodes, noted
+
 Method = Callable[..., Any]
 
-_COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-)  # fmt: skip
-PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
-    "anomaly": ((torch, "set_anomaly_enabled"),),
-    "averaged model": ((torch.optim.swa_utils.AveragedModel, "update_parameters"),),
-    "adafactor": (
-        (torch.optim._adafactor, "_single_tensor_adafactor"),
-        (torch.optim._adafactor, "_multi_tensor_adafactor"),
-    ),
-    "batch norm": ((_BatchNorm, "forward"),),
-    "collectives": tuple((dist, name) for name in _COLLECTIVES if hasattr(dist, name)),
-    "cond": ((torch, "cond"),),
-    "loader": ((_BaseDataLoaderIter, "__next__"),),
-    "seeds": ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed")),
-    "sync batch norm": ((torch.nn.SyncBatchNorm, "forward"),),
-    "scaler: unscale gradients": ((torch.amp.GradScaler, "_unscale_grads_"),),
-    "scaler: update": ((torch, "_amp_update_scale_"),),
-    "scaler: step": ((torch.amp.GradScaler, "step"),),
-}
-
-ELSEWHERE = {"adafactor of transformers": ("transformers.optimization", "Adafactor", "_get_lr")}  # if imported
+ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
 
 
 @contextlib.contextmanager
-def replaced(forms: Mapping[str, Method]) -> Generator[None]:
-    """Replace the functions that `forms` names by `form(original, ...)`, and run compiled modules uncompiled."""
-    undo: list[tuple[Any, str, Any]] = []
-    try:
-        for name, form in forms.items():
-            for owner, attribute in _places(name):
-                original: Any = cast(dict[str, Any], vars(owner)).get(attribute)
-                run = _bound(form, getattr(owner, attribute))
-                undo.append((owner, attribute, original))
-                setattr(owner, attribute, staticmethod(run) if isinstance(original, staticmethod) else run)
-        with _uncompiled():
-            yield
-    finally:
-        for owner, attribute, original in reversed(undo):
-            setattr(owner, attribute, original)
+def replaced(forms: Iterable[tuple[Any, str, Method]]) -> Generator[None]:
+    """Replace attributes, given as (owner, name, form), by `form(original, ...)`; run compiled modules uncompiled."""
+    changes = [(owner, name, _bound(form, owner, name)) for owner, name, form in forms]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attributes_set(changes))
+        if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
+            from torch._dynamo.eval_frame import OptimizedModule
+
+            stack.enter_context(attributes_set([(OptimizedModule, "__call__", _run_original)]))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
-def _places(name: str) -> tuple[tuple[Any, str], ...]:
-    if name not in ELSEWHERE:
-        return PLACES[name]
-    module, kind, attribute = ELSEWHERE[name]
-    return ((getattr(sys.modules[module], kind), attribute),) if module in sys.modules else ()
+def _bound(form: Method, owner: Any, name: str) -> Any:
+    original: Method = getattr(owner, name)
 
-
-def _bound(form: Method, original: Method) -> Method:
     def run(*args: Any, **kwargs: Any) -> Any:
         return form(original, *args, **kwargs)
 
-    return run
+    return staticmethod(run) if isinstance(vars(owner).get(name), staticmethod) else run
 
 
-@contextlib.contextmanager
-def _uncompiled() -> Generator[None]:
-    """Make results of `torch.compile` run the original; without dynamo there are none."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    from torch._dynamo.eval_frame import OptimizedModule
+def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._orig_mod(*args, **kwargs)
 
-    original = OptimizedModule.__call__
-    OptimizedModule.__call__ = lambda self, *args, **kwargs: self._orig_mod(*args, **kwargs)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        OptimizedModule.__call__ = original
+
+def patched_for_tracing(
+    on_backward: Callable[[Sequence[Any]], None],
+    on_zero_grad: Callable[[Sequence[Any]], None],
+    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
+) -> AbstractContextManager[None]:
+    """Patch torch inside the returned context to observe backwards, `zero_grad`, and the random generator.
+
+    Nodes made inside a backward get the annotation `backward`. `on_backward` receives the tensors that a backward
+    starts from, `on_zero_grad` parameters whose gradient is set to None, `on_rng` states of the CPU's generator read
+    and set; setting one has no effect, since a trace draws no numbers. Validation in torch.distributions, which reads
+    values, is disabled.
+    """
+    engine, read_state = torch.autograd.graph._engine_run_backward, torch.get_rng_state
+
+    def backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        on_backward(outputs)
+        nested, module = noted("backward"), noted("module")
+        note_on_nodes(backward=True)
+        try:
+            return engine(outputs, *args, **kwargs)
+        finally:
+            note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
+
+    def zero_grad(owner: Any, parameters: Callable[[Any], list[Any]]) -> Callable[..., None]:
+        original = owner.zero_grad
+
+        def observed(self: Any, set_to_none: bool = True) -> None:
+            if set_to_none:
+                on_zero_grad(parameters(self))
+            original(self, set_to_none)
+
+        return observed
+
+    def get_rng_state() -> torch.Tensor:
+        state = read_state()
+        on_rng[0](state)
+        return state
+
+    of_optimizer = zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]])
+    of_module = zero_grad(torch.nn.Module, lambda m: list(m.parameters()))
+    return attributes_set(
+        [
+            (torch.nn.Module, "_apply", _apply_unless_idle(cast(Any, torch.nn.Module)._apply)),
+            (torch.distributions.Distribution, "_validate_args", False),
+            (torch.optim.Optimizer, "zero_grad", of_optimizer),
+            (torch.nn.Module, "zero_grad", of_module),
+            (torch, "get_rng_state", get_rng_state),
+            (torch, "set_rng_state", on_rng[1]),
+            (torch.autograd, "_engine_run_backward", backward),
+            (torch.autograd.graph, "_engine_run_backward", backward),
+        ]
+    )
+
+
+def _apply_unless_idle(original: Method) -> Method:
+    """Skip `module.to(...)` that changes nothing: torch cannot swap fake parameters."""
+
+    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        held = [*self.parameters(recurse), *self.buffers(recurse)]
+        return self if all(fn(tensor) is tensor for tensor in held) else original(self, fn, recurse)
+
+    return apply
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:
@@ -100,6 +121,7 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 SCALER_TENSORS = ("_scale", "_growth_tracker")
+SCALER_CALLS = "_per_optimizer_states"
 
 
 def scaler_options(scaler: torch.amp.GradScaler) -> tuple[object, ...]:
@@ -112,17 +134,8 @@ def scaler_calls(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     return scaler._per_optimizer_states
 
 
-def set_scaler_calls(scaler: torch.amp.GradScaler, calls: Any) -> None:
-    """Set a scaler's state per optimizer."""
-    scaler._per_optimizer_states = calls
-
-
 def inf_checks(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the inf checks of `unscale_`, calling it if it has not run yet; mark the optimizer as stepped.
-
-    Raises:
-        RuntimeError: the optimizer has stepped since the last `update`.
-    """
+    """Return the inf checks of `unscale_`, calling it if it has not run yet; mark the optimizer as stepped."""
     from torch.amp.grad_scaler import OptState
 
     scaler._check_scale_growth_tracker("step")

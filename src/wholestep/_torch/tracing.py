@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .attributes import attributes_set
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
 
@@ -49,11 +50,6 @@ def _batch_norm(
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
-    return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
-
-
 def fake_mode() -> FakeTensorMode:
     """Return a fake mode with static shapes, in which scalars read by optimizers stay symbolic."""
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
@@ -74,10 +70,15 @@ def known_constant(value: torch.Tensor) -> bool:
 
 def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | None:
     """Return the node of `value` in the active trace, and the module with the constants of the trace."""
+    tracer, slot = _slot(value)
+    return (slot.proxy.node, tracer.root) if slot is not None else None
+
+
+def _slot(value: torch.Tensor) -> tuple[Any, Any]:
+    """Return the active tracer and its record of `value`; None if there is none."""
     mode = get_proxy_mode()
     tracer: Any = mode.tracer if mode is not None else None
-    slot: Any = get_proxy_slot(value, tracer, None) if tracer is not None else None
-    return (slot.proxy.node, tracer.root) if slot is not None and tracer is not None else None
+    return tracer, None if tracer is None else get_proxy_slot(value, tracer, None)
 
 
 def inside_transform() -> bool:
@@ -87,16 +88,11 @@ def inside_transform() -> bool:
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Trace `tensor.data = value`: from then on `tensor` has the node of `value`.
-
-    Uses `set_proxy_slot` (2.0), since torch dispatches no op for the assignment.
-    """
+    """Trace `tensor.data = value`, for which torch dispatches no op: `tensor` then has the node of `value`."""
     source = value.detach()
     tensor.data = source
-    mode = get_proxy_mode()
-    tracer: Any = mode.tracer if mode is not None else None
-    slot: Any = get_proxy_slot(source, tracer, None) if tracer is not None else None
-    if slot is not None and tracer is not None:
+    tracer, slot = _slot(source)
+    if slot is not None:
         set_proxy_slot(tensor, tracer, slot)
 
 
@@ -114,15 +110,9 @@ def unobserved() -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def tensor_only_optimizers() -> Generator[None]:
+def tensor_only_optimizers() -> contextlib.AbstractContextManager[None]:
     """Make `torch.compiler.is_compiling()` true inside this context, so that torch.optim takes its capturable form."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return attributes_set([(torch.compiler, "_is_compiling_flag", True)])
 
 
 def note_on_nodes(**notes: object) -> None:
@@ -162,7 +152,12 @@ def trace(
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
-        table = {**_decompositions(), **forms}
+        hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
+        table: dict[Any, Callable[..., Any]] = {
+            **get_decompositions(hidden_on_cuda),
+            _aten.native_batch_norm.default: _batch_norm,
+            **forms,
+        }
         with _use_lazy_graph_module(True), quick_dispatch(table):
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
@@ -183,10 +178,7 @@ def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
 
 @contextlib.contextmanager
 def without_onednn() -> Generator[None]:
-    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates.
-
-    Other layers have the same trace without it.
-    """
+    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -198,13 +190,10 @@ def without_onednn() -> Generator[None]:
 @contextlib.contextmanager
 def without_logs() -> Generator[None]:
     """Silence torch's loggers of fake tensors and symbols, unless TORCH_LOGS is set: a CaptureError has the message."""
-    if os.environ.get("TORCH_LOGS"):
-        yield
-        return
-    loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS]
+    loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS if not os.environ.get("TORCH_LOGS")]
+    for logger in loggers:
+        logger.addFilter(_drop)
     try:
-        for logger in loggers:
-            logger.addFilter(_drop)
         yield
     finally:
         for logger in loggers:
@@ -235,15 +224,5 @@ class _Replay(torch.fx.Interpreter):
 def functionalize(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """Return the graph without mutation; trailing copies update the inputs."""
     with fx_traceback.preserve_node_meta():
-
-        def run(*args: Any) -> Any:
-            return _Replay(module).run(*args)
-
-        return make_fx(
-            torch.func.functionalize(run, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
-        )(*inputs)
-
-
-def untracked(value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as a plain tensor, without parameter and autograd state."""
-    return value.detach()
+        run = torch.func.functionalize(_Replay(module).run, remove="mutations")
+        return make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)

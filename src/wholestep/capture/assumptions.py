@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, cast
@@ -15,8 +15,6 @@ import torch
 
 from ..graph.meta import meta_of
 from .locations import MISSING, SIMPLE, Location, shown
-
-_CONTAINERS = (dict, list, set, deque)
 
 
 @dataclass(frozen=True)
@@ -67,26 +65,16 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
 
     `carried` maps the identity of a container to the keys that the step itself changes, which are not guarded.
     """
-    yield from held(value, path, carried)
-    if isinstance(value, (dict, list, tuple)):
-        changed = carried.get(id(cast(object, value)), set[Any]())
-        for key, item in _items(value):
-            if isinstance(item, (*_CONTAINERS, tuple)) and key not in changed:
-                yield from contents(item, f"{path}[{key!r}]", carried)
-
-
-def held(value: Any, path: str, carried: Mapping[int, set[Any]]) -> list[Assumption]:
-    """Guard the items of one container; no guard for any other value."""
     changed = carried.get(id(value), set[Any]())
     if isinstance(value, (dict, list)):
         items = {k: v for k, v in _items(value) if k not in changed}
-        return [Assumption(Location(path, value, None), "content", (items, frozenset(changed)))]
-    copied = isinstance(value, _CONTAINERS)
-    return [Assumption(Location(path, value, None), "content", cast(Any, value).copy())] if copied else []
-
-
-def _values(value: Any) -> Iterable[Any]:
-    return cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        yield Assumption(Location(path, value, None), "content", (items, frozenset(changed)))
+    elif isinstance(value, (set, deque)):
+        yield Assumption(Location(path, value, None), "content", cast(Any, value).copy())
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in _items(value):
+            if isinstance(item, (dict, list, set, deque, tuple)) and key not in changed:
+                yield from contents(item, f"{path}[{key!r}]", carried)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
@@ -98,7 +86,8 @@ def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(expected, tuple):
         held, changed = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
         same = not changed and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
-        if same and all(map(is_, held.values(), _values(now))):
+        values = cast("dict[Any, Any]", now).values() if isinstance(now, dict) else cast("list[Any]", now)
+        if same and all(map(is_, held.values(), values)):
             return True  # fast path: containers may be large
         found = {k: v for k, v in _items(now) if k not in changed}
         return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
@@ -110,11 +99,6 @@ def _same_content(expected: Any, now: Any) -> bool:
 
 def _same_item(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
-
-
-def size(path: str, holder: Any) -> Assumption:
-    """Guard the number of items of a container."""
-    return Assumption(Location(path, holder, None), "size", len(holder))
 
 
 def owned_by_callbacks(functions: Sequence[Callable[..., Any]]) -> set[int]:

@@ -37,8 +37,6 @@ class ReadValues:
 
     def changed(self, batch: Mapping[str, Any]) -> str:
         """Return the source line of the first value that differs for this batch, or ""."""
-        if not self.reads:
-            return ""
         found = _run(self.module, [batch[name] for name in self.names])
         return next((r.where for r, now in zip(self.reads, found, strict=True) if not _same(r.expected, now)), "")
 
@@ -69,12 +67,10 @@ class Reader:
         self.reads.append(Read(value, where))
         return value
 
-    def values(self) -> ReadValues:
-        """Return the values read so far, as a program that computes them for other batches."""
+    def values(self) -> ReadValues | None:
+        """Return the values read so far, as a program that computes them for other batches; None if there are none."""
         part = self._part(self._nodes) if self._nodes else None
-        if part is None:
-            return ReadValues(GraphModule({}, Graph()), (), ())
-        return ReadValues(part[0], tuple(self._given()), tuple(self.reads))
+        return None if part is None else ReadValues(part[0], tuple(self._given()), tuple(self.reads))
 
     def _given(self) -> dict[str, torch.Tensor]:
         return {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and _is_whole_number(t)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -67,28 +67,21 @@ def _build(structure: Structure, leaves: Any) -> Any:
     opened = {i: (kind, inner) for i, kind, _, inner in structure.opened}
     flat: list[Any] = []
     for i in range(structure.spec.num_leaves):
-        if i not in opened:
-            flat.append(next(leaves))
-            continue
-        kind, inner = opened[i]
-        fields = _build(inner, leaves)
-        flat.append(_rebuild(kind, fields))
+        kind, inner = opened.get(i, (None, None))
+        flat.append(next(leaves) if kind is None or inner is None else _rebuild(kind, _build(inner, leaves)))
     return tree_unflatten(flat, structure.spec)
 
 
 def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
     names = _argument_names(fn, len(args)) + list(kwargs)
-    out: list[str] = []
-    for name, value in zip(names, [*args, *kwargs.values()], strict=True):
-        out += [name + path for path in _paths(value)]
-    return out
+    values = [*args, *kwargs.values()]
+    return [name + path for name, value in zip(names, values, strict=True) for path in _paths(value)]
 
 
 def _paths(value: Any) -> list[str]:
-    pairs, _ = tree_flatten_with_path(value, is_leaf=_is_leaf)
     out: list[str] = []
-    for path, leaf in pairs:
+    for path, leaf in tree_flatten_with_path(value, is_leaf=_is_leaf):
         fields = _fields(leaf)
         out += [path] if fields is None else [f"{path}.{n}{p}" for n, v in fields.items() for p in _paths(v)]
     return out
@@ -152,7 +145,7 @@ def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
     if code is None:
         return {}
     function: Any = inspect.unwrap(fn)
-    names = _names_in(code)
+    names = dict.fromkeys(name for inner in codes_in(code) for name in inner.co_names)
     found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         found[name] = None
@@ -169,11 +162,12 @@ def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
     return out
 
 
-def _names_in(code: CodeType) -> dict[str, None]:
-    names = dict.fromkeys(code.co_names)
-    for const in code.co_consts:
-        names |= _names_in(const) if isinstance(const, CodeType) else {}
-    return names
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def _trainables_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Trainable]:
@@ -183,17 +177,13 @@ def _trainables_in(name: str, value: Any, names: Container[str], depth: int = 2)
         return {name: value}
     if not depth:
         return {}
-    inner: Iterable[tuple[str, Any]]
-    if isinstance(value, (list, tuple)):
-        held = enumerate(cast(list[Any], value))
-        inner = ((f"{name}[{i}]", item) for i, item in held if not isinstance(item, _NOT_SEARCHED))
-    elif isinstance(value, dict):
-        entries = cast(dict[Any, Any], value).items()
-        inner = ((f"{name}[{key!r}]", item) for key, item in entries if not isinstance(item, _NOT_SEARCHED))
+    if isinstance(value, (list, tuple, dict)):
+        items = cast(dict[Any, Any], value) if isinstance(value, dict) else dict(enumerate(cast(list[Any], value)))
+        inner = [(f"{name}[{key!r}]", item) for key, item in items.items() if not isinstance(item, _NOT_SEARCHED)]
     else:
         read = cast(dict[str, Any], getattr(value, "__dict__", {}))
-        inner = ((f"{name}.{key}", item) for key, item in read.items() if key in names)
+        inner = [(f"{name}.{key}", item) for key, item in read.items() if key in names]
     out: dict[str, Trainable] = {}
-    for path, item in list(inner):
+    for path, item in inner:
         out |= _trainables_in(path, item, names, depth - 1)
     return out

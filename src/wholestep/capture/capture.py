@@ -21,13 +21,14 @@ from .batch_reads import ReadValues
 from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
-from .locations import GroupLocation, is_number
+from .fake_inputs import Request
+from .locations import is_number
 from .normalize import changed_constants, normalize
-from .overrides import overridden
 from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
-from .trace import Request, Traced, trace_step
+from .trace import Traced, trace_step
+from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
 
 
@@ -53,8 +54,7 @@ def find_state(
 
     Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
 
-    Raises:
-        CaptureError: no module with parameters and no optimizer was found.
+    Raises CaptureError if there is no module with parameters and no optimizer.
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
@@ -81,28 +81,17 @@ def find_state(
 
 @collector_paused()
 def capture_step(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: CaptureOptions | None = None,
-    *,
-    whole: Mapping[str, tuple[int, ...]] | None = None,
-    carried: Promoted | None = None,
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
+    whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
     changing: Promoted | None = None,
-) -> Capture:
+) -> Capture:  # fmt: skip
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
     Optimizer options that change between calls become inputs of the graph where the step computes with them as
-    tensors; other options are constants. The capture with the most inputs is tried first.
-
-    Args:
-        fn: the step.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        options: settings that change the graph.
-        whole: global shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes.
-        carried: Python values that are state of the step; the trace adds more that it finds.
-        changing: numbers that changed between calls; they become state if the step can be captured that way.
+    tensors; other options are constants. The capture with the most inputs is tried first. `whole` gives the global
+    shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
+    Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
+    between calls; they become state if the step can be captured that way.
 
     Raises:
         CaptureError: the step cannot become one graph; the message names the line and an alternative.
@@ -134,26 +123,16 @@ def _captured(
     _check_devices(state, names, leaves, device, options.offload is not None)
     found = reach(fn, dict(zip(names, leaves, strict=True)), state)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
-    request = Request(
-        fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
-    )
+    args = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
-        traced, request = _trace_until_carried(request)
+        traced = _trace_until_carried(Request(*args))
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
-    used = {i.name for i in graph.inputs}
     return Capture(
-        graph,
-        state,
-        tuple(request.hypers),
-        traced.results,
-        tuple(traced.result_leaves),
-        traced.fresh_grads,
-        tuple(traced.cleared_grads),
-        traced.values,
-        traced.watch.effects(used),
-    )
+        graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
+        tuple(traced.cleared), traced.values, traced.watch.effects({i.name for i in graph.inputs}),
+    )  # fmt: skip
 
 
 def device_of(state: StepState) -> str:
@@ -172,11 +151,10 @@ def _in_optimizer(error: BaseException) -> bool:
     return False
 
 
-def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
+def _trace_until_carried(request: Request) -> Traced:
     """Trace the step; retrace it while the trace changes numbers or tensors that are not state of the step yet.
 
-    Raises:
-        CaptureError: the step changes another Python value; a second trace locates the line.
+    The change of any other Python value is an error, whose line a second trace locates.
     """
     while True:
         request = _with_carried(request)
@@ -192,7 +170,7 @@ def _trace_until_carried(request: Request) -> tuple[Traced, Request]:
         if traced.watch.set_up and needed <= request.promoted:
             continue
         if not needed:
-            return traced, request
+            return traced
         if needed <= request.promoted:
             raise _not_carried(needed)
         request = replace(request, promoted=request.promoted | needed)
@@ -209,27 +187,20 @@ def _not_carried(needed: Promoted) -> CaptureError:
 
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
-    request = replace(request, promoted=request.promoted | _mixed_options(request))
-    carry(
-        request.state, {p.path: (t, p) for t, p in request.reach.tensors.values() if p.path in request.promoted.tensors}
-    )
-    carried = {
-        (id(place.optimizer), place.group, key)
-        for container in (request.reach.containers if request.promoted.numbers else ())
-        for key in container.before
-        if isinstance(place := container.place_of(key), GroupLocation) and place.path in request.promoted.numbers
-    }
-    optimizers = list(request.state.optimizers.values())
-    hypers = [h for h in request.hypers if (id(optimizers[h.optimizer]), h.group, h.key) not in carried]
-    return replace(request, hypers=hypers)
+    promoted = request.promoted | _mixed_options(request)
+    found = {place.path: (tensor, place) for tensor, place in request.reach.tensors.values()}
+    carry(request.state, {path: held for path, held in found.items() if path in promoted.tensors})
+    tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
+    names = {hyper.name: tables[hyper.optimizer][hyper.group].path_of(hyper.key) for hyper in request.hypers}
+    hypers = [hyper for hyper in request.hypers if names[hyper.name] not in promoted.numbers]
+    return replace(request, promoted=promoted, hypers=hypers)
 
 
 def _mixed_options(request: Request) -> Promoted:
     """Return the hypers of optimizers that also have carried numbers: these hypers are then Python numbers too."""
     numbers, found = request.promoted.numbers, set[str]()
     for label, optimizer in request.state.optimizers.items():
-        groups = {id(group) for group in optimizer.param_groups}
-        tables = [c for c in request.reach.containers if id(c.holder) in groups]
+        tables = request.reach.groups_of(optimizer)
         paths = [c.path for c in tables] + [f"{label}.state["]
         if any(number.startswith(path) for number in numbers for path in paths):
             found |= {c.path_of(h.key) for c in tables for h in request.hypers if is_number(c.before.get(h.key))}

@@ -1,8 +1,10 @@
-"""Host effects of a step: assignments, callbacks and host arithmetic that each call repeats, as immutable values."""
+"""Host effects of a step: assignments, callbacks (`wholestep.callback`) and host arithmetic that each call repeats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +12,7 @@ from ..errors import CaptureError
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
-from .locations import Arguments, GroupLocation, Location, shown
+from .locations import Arguments, GroupEntry, Location, shown
 
 CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of each step"
 
@@ -90,14 +92,14 @@ class Effects:
     def group_options(self) -> set[tuple[int, int, Any]]:
         """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""
         places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind == "type")]
-        return {(id(p.optimizer), p.group, p.key) for p in places if isinstance(p, GroupLocation)}
+        options = [(place.holder, place.key) for place in places]
+        return {(id(held.optimizer), held.group, key) for held, key in options if isinstance(held, GroupEntry)}
 
     @property
     def acts(self) -> str:
         """The first host effect, for a message; empty if there is none."""
-        first = next(iter(self.writes), None)
-        if first is not None:
-            return f"the step changes {first.place.path}"
+        if self.writes:
+            return f"the step changes {self.writes[0].place.path}"
         if self.calls:
             return "the step makes calls on the host"
         if self.rebound or self.flags:
@@ -115,3 +117,44 @@ class RefusedError(CaptureError):
 
 NEEDED = "assignments of numbers, tensors and plain values, which each call repeats"
 WAYS_OUT = f"return it from the step, or use {CALLBACK}"
+
+
+Record = Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], None]
+_recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
+
+
+def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
+    """Call `fn(*values)` on the host in every step, with the real values of that step. Works in eager code too.
+
+    A compiled step makes the calls after the step, in program order, and drops the return value of `fn`. Tensors are
+    passed as device tensors without synchronization: `float(tensor)` or `print(tensor)` in `fn` waits for the device,
+    `list.append` does not. Under `semantics="per_rank"` each rank passes its own values. Every rank calls `fn`; check
+    `torch.distributed.get_rank()` to print on one rank only.
+
+    Args:
+        fn: any function: `print`, `losses.append`, `progress.update`, a logger's method.
+        *values: tensors, numbers that the step changes, containers of them, or any other object, passed unchanged.
+        **named: keyword arguments of `fn`, likewise.
+
+    Example:
+        >>> def train_step(model, optimizer, batch):
+        ...     loss = model(batch).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     ws.callback(losses.append, loss.detach())
+    """
+    record = _recording.get()
+    if record is None:
+        fn(*values, **named)
+    else:
+        record(fn, values, named)
+
+
+@contextmanager
+def recorded(record: Record) -> Generator[None]:
+    """Inside this context, `callback` passes its arguments to `record` instead of calling `fn`."""
+    token = _recording.set(record)
+    try:
+        yield
+    finally:
+        _recording.reset(token)

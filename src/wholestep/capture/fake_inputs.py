@@ -1,8 +1,8 @@
-"""Fake tensors for the state and the batch of a step, in the order of the graph's inputs."""
+"""The input of a trace, and its fake tensors in the order of the graph's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,34 @@ from .. import _torch
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta, meta_of, with_shape
 from . import state as held_state
+from .call_structure import Structure
+from .capture_options import CaptureOptions
+from .effects import Promoted
+from .reachable import Reach
 from .state import Hyper, StepState
+
+
+@dataclass(frozen=True)
+class Request:
+    """Input of a trace: the function, its flattened arguments with `names`, its state.
+
+    `whole` gives global shapes of batch tensors of which `leaves` has parts. With `options.offload`, parameters and
+    optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
+    """
+
+    fn: Callable[..., Any]
+    structure: Structure
+    leaves: Sequence[Any]
+    names: Sequence[str]
+    state: StepState
+    hypers: Sequence[Hyper]
+    device: str
+    options: CaptureOptions
+    fused: bool
+    whole: Mapping[str, tuple[int, ...]]
+    reach: Reach
+    promoted: Promoted
+    find: str = ""
 
 
 @dataclass
@@ -52,21 +79,12 @@ class FakeInputs:
         return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
 
 
-def stand_ins(
-    state: StepState,
-    hypers: Sequence[Hyper],
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    device: str,
-    whole: Mapping[str, tuple[int, ...]] | None = None,
-    host_state: bool = False,
-) -> FakeInputs:
+def stand_ins(request: Request) -> FakeInputs:
     """Create fakes for parameters, buffers, optimizer state, gradients, hypers and the batch, in this order.
 
-    `whole` gives the global shapes of batch tensors of which `leaves` has only a part. Missing optimizer state is
-    created as in the first step. `host_state`: parameters and optimizer state are stored in host memory.
+    Missing optimizer state is created as in the first step.
     """
-    out = FakeInputs(device, host_state)
+    state, out = request.state, FakeInputs(request.device, request.options.offload is not None)
     for held in [*state.params.values(), *state.buffers.values()]:
         out.add(held.input, held.tensor.requires_grad)
     for held in held_state.optimizer_state(state):
@@ -75,11 +93,11 @@ def stand_ins(
     for name, held in state.params.items():
         if held.tensor.grad is not None:
             out.add(Input(f"{name}/grad", Role.GRAD, held.input.meta, name))
-    for hyper in hypers:
+    for hyper in request.hypers:
         out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in zip(request.names, request.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
-            meta = with_shape(meta_of(leaf), whole[name]) if whole and name in whole else meta_of(leaf)
+            meta = with_shape(meta_of(leaf), request.whole.get(name, tuple(leaf.shape)))
             out.add(Input(name, Role.BATCH, meta), leaf.requires_grad)
     return out
 

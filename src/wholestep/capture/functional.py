@@ -7,7 +7,7 @@ from the base. The graph is rewritten in one walk, without a second trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,11 +16,89 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import copy_graph, node_at
-from .strides import count_from_tensors
-from .view_inverses import PIECES, VIEWS, Put
+from ..graph.nodes import copy_graph, is_mutating, node_at
+from .strides import count_from_tensors, insert_call, is_view
 
 aten = torch.ops.aten
+
+Put = Callable[[Callable[..., Node], Node, Node, Node], Node]
+"""(call, view, source, new) -> `source` with the elements of `view` replaced by `new`; `call` inserts a node."""
+
+
+def _unchanged(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    return new
+
+
+def _reshaped(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    shape = list(meta.value(source).shape)
+    try:
+        return call(aten.view.default, new, shape)
+    except RuntimeError:  # the strides of `new` do not allow a view
+        return call(aten.view.default, call(aten.clone.default, new, memory_format=torch.contiguous_format), shape)
+
+
+def _permuted_back(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    dims: Any = view.args[1]
+    order = [dim % len(dims) for dim in dims]
+    return call(aten.permute.default, new, [order.index(dim) for dim in range(len(order))])
+
+
+def _same_view(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    return call(view.target, new, *view.args[1:])
+
+
+def _squeezed(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    return call(aten.squeeze.dim, new, view.args[1])
+
+
+def _scattered(target: Any) -> Put:
+    def put(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+        return call(target, source, new, *view.args[1:], **view.kwargs)
+
+    return put
+
+
+def _sections(view: Node) -> tuple[int, list[int]]:
+    whole = cast(Node, view.args[0])
+    dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
+    return dim, [int(part.shape[dim]) for part in meta.value(whole)]
+
+
+def _section(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    dim, lengths = _sections(view)
+    index = cast(int, view.args[1])
+    start = sum(lengths[:index])
+    return call(aten.slice_scatter.default, source, new, dim, start, start + lengths[index])
+
+
+def _row(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
+    whole = cast(Node, view.args[0])
+    dim = whole.kwargs.get("dim", whole.args[1] if len(whole.args) > 1 else 0)
+    return call(aten.select_scatter.default, source, new, dim, view.args[1])
+
+
+VIEWS: dict[Any, Put] = {
+    aten.detach.default: _unchanged,
+    aten.alias.default: _unchanged,
+    aten.lift_fresh.default: _unchanged,
+    aten.view.default: _reshaped,
+    aten._reshape_alias.default: _reshaped,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.unsqueeze.default: _squeezed,
+    aten.t.default: _same_view,
+    aten.transpose.int: _same_view,
+    aten.permute.default: _permuted_back,
+    aten.select.int: _scattered(aten.select_scatter.default),
+    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
+    aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
+    aten.as_strided.default: _scattered(aten.as_strided_scatter.default),
+}
+"""Inverses of ops that return one view."""
+
+PIECES: dict[Any, Put] = {aten.split.Tensor: _section, aten.split_with_sizes.default: _section, aten.unbind.int: _row}
+"""Inverses of ops that return several views; `view` is the getitem node."""
 
 
 class _UnsupportedError(Exception):
@@ -47,10 +125,7 @@ def _fill_in_memory_order(graph: Graph) -> None:
         if found is not None and not found.is_contiguous:
             stride = found.stride
             order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-            with graph.inserting_before(node):
-                permuted = graph.call_function(aten.permute.default, (given, order))
-            meta.copy_origin(node, permuted)
-            meta.set_value(permuted, meta.value(given).permute(order))
+            permuted = insert_call(node, aten.permute.default, given, order)
             node.replace_all_uses_with(given)
             node.args = (permuted, *node.args[1:])
             meta.set_value(node, meta.value(permuted))
@@ -85,15 +160,10 @@ class _Walk:
                 node.kwargs = torch.fx.map_arg(node.kwargs, self.current)
             if _torch.is_getitem(node.target):
                 self._visit_item(node)
-            elif _torch.is_op(node.target):
-                self._visit(node)
-
-    def _visit(self, node: Node) -> None:
-        schema = _torch.schema_of(node.target)
-        if schema.is_mutable:
-            self._visit_write(node)
-        elif any(r.alias_info is not None for r in schema.returns):
-            self._view(node, node.all_input_nodes[0])
+            elif is_mutating(node):
+                self._visit_write(node)
+            elif is_view(node):
+                self._view(node, node.all_input_nodes[0])
 
     def _visit_item(self, node: Node) -> None:
         whole, index = cast(tuple[Node, int], node.args)
@@ -108,10 +178,8 @@ class _Walk:
         form = _torch.functional_form(op)
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given: dict[str, Any] = {
-            **dict(zip((a.name for a in schema.arguments), node.args, strict=False)),
-            **node.kwargs,
-        }
+        names = [a.name for a in schema.arguments]
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         fresh = sum(r.alias_info is None for r in schema.returns)
         outputs = fresh + len(writes)
         if form is None or len(_torch.schema_of(form).returns) != outputs or _torch.changes_shape(op):

@@ -30,10 +30,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "pow": operator.pow, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_REFLECTED: dict[str, Callable[[Any, Any], Any]] = {
-    "radd": operator.add, "rsub": operator.sub, "rmul": operator.mul, "rdiv": operator.truediv,
-    "rtruediv": operator.truediv, "rfloordiv": operator.floordiv, "rmod": operator.mod, "rpow": operator.pow,
-}  # fmt: skip
+_REFLECTED = {f"r{name}": function for name, function in _BINARY.items()}
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": abs, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "item": lambda x: x, "clone": lambda x: x, "detach": lambda x: x, "double": float,
@@ -85,27 +82,25 @@ class HostProgram:
 
     def run(self) -> list[Any]:
         """Return the result of each instruction, in order; None for instructions that are not needed."""
-        made: list[Any] = [None] * len(self.instructions)
+        made = dict[int, Any]()
         for index in self.needed:
-            line = self.instructions[index]
-            made[index] = line.fn(*[made[a.index] if type(a) is At else a for a in line.args])
-        return made
+            self._value(index, made)
+        return [made.get(index) for index in range(len(self.instructions))]
 
     def decided_otherwise(self) -> str:
         """Return the source line of the first branch that would differ now, or "". Has no side effect."""
+        made = dict[int, Any]()
         if any(d.late for d in self.decisions):
             with preserved(self.changed):
                 made = dict(enumerate(self.run()))
-        else:
-            made = dict[int, Any]()
+        return next((d.where for d in self.decisions if bool(self._value(d.index, made)) is not d.expected), "")
 
-        def value(index: int) -> Any:
-            if index not in made:
-                line = self.instructions[index]
-                made[index] = line.fn(*[value(a.index) if type(a) is At else a for a in line.args])
-            return made[index]
-
-        return next((d.where for d in self.decisions if bool(value(d.index)) is not d.expected), "")
+    def _value(self, index: int, made: dict[int, Any]) -> Any:
+        """Return the result of an instruction; `made` holds the results so far."""
+        if index not in made:
+            line = self.instructions[index]
+            made[index] = line.fn(*[self._value(a.index, made) if type(a) is At else a for a in line.args])
+        return made[index]
 
 
 @contextmanager
@@ -157,14 +152,7 @@ class Numbers:
 
     def among(self, values: Sequence[Any]) -> bool:
         """Return whether a number is among these values, or inside a list or an index among them."""
-        for value in values:
-            if id(value) in self._by_id or id(value) in self._options:
-                return True
-            if isinstance(value, (list, tuple)) and self.among(cast(Sequence[Any], value)):
-                return True
-            if isinstance(value, slice) and self.among(_index_parts(value)):
-                return True
-        return False
+        return any(self._of(value) for value in _parts(values, (list, tuple)))
 
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
         """Record a read of `place` and return its number; `late` if an effect changes it before."""
@@ -236,7 +224,7 @@ class Numbers:
         if name == "bool" and first:
             return self.decide(first, where)
         if name in ("getitem", "setitem"):
-            for number in (v for v in _index_parts(args[1]) if v in self):
+            for number in (v for v in _parts(args[1], (tuple,)) if v in self):
                 self.refuse_read(number, "use as an index", where)
         if kwargs:
             return NotImplemented
@@ -270,7 +258,7 @@ class Numbers:
 
     def operands(self, func: Any, args: Any) -> Any:
         """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""
-        found = list(_tensors(args))
+        found = [v for v in _parts(args, (list, tuple)) if isinstance(v, torch.Tensor)]
         others = [t for t in found if id(t) not in self._by_id]
         if len(others) == len(found):
             return args
@@ -306,24 +294,13 @@ class Numbers:
         for index in range(len(self._lines) - 1, -1, -1):
             if index in needed:
                 needed |= {a.index for a in self._lines[index].args if isinstance(a, At)}
-        return HostProgram(
-            tuple(self._lines), tuple(sorted(needed)), inputs, tuple(self._decisions),
-            tuple(self._changed),
-        )  # fmt: skip
+        lines, order, decisions = tuple(self._lines), tuple(sorted(needed)), tuple(self._decisions)
+        return HostProgram(lines, order, inputs, decisions, tuple(self._changed))
 
 
-def _index_parts(index: Any) -> list[Any]:
-    if isinstance(index, tuple):
-        return [v for part in cast(Sequence[Any], index) for v in _index_parts(part)]
-    if isinstance(index, slice):
-        whole = cast(Any, index)
+def _parts(value: Any, opened: tuple[type, ...]) -> list[Any]:
+    """Return the values inside nested slices and sequences of the `opened` types."""
+    if isinstance(value, slice):
+        whole = cast(Any, value)
         return [whole.start, whole.stop, whole.step]
-    return [index]
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast(Sequence[Any], value):
-            yield from _tensors(item)
+    return [v for part in value for v in _parts(part, opened)] if isinstance(value, opened) else [value]

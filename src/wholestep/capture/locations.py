@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,56 +47,44 @@ class Location:
         else:
             self.holder[self.key] = value
 
-    @property
-    def container(self) -> Any:
-        """The current container of the entry."""
-        return self.holder
 
+class Lookup(ABC):
+    """A container that is looked up at each use."""
 
-@dataclass
-class _Live:
-    """A container that `now` looks up at each use."""
-
-    now: Callable[[], Any]
+    @abstractmethod
+    def _now(self) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
-        return self.now()[key]
+        return self._now()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.now()[key] = value
+        self._now()[key] = value
 
     def pop(self, key: Any, default: Any) -> Any:
-        return self.now().pop(key, default)
+        """Delete an entry."""
+        return self._now().pop(key, default)
 
 
 @dataclass
-class GroupLocation(Location):
-    """An option of a parameter group, looked up by index: loading a state dict replaces the groups."""
+class GroupEntry(Lookup):
+    """The options of a parameter group, by index: loading a state dict replaces the groups."""
 
-    optimizer: Optimizer = field(kw_only=True)
-    group: int = field(kw_only=True)
+    optimizer: Optimizer
+    group: int
 
-    def __post_init__(self) -> None:
-        self.holder = _Live(lambda: self.container)
-
-    @property
-    def container(self) -> Any:
-        """The current group."""
+    def _now(self) -> Any:
         return self.optimizer.param_groups[self.group]
 
 
 @dataclass
-class StateLocation(Location):
-    """A number in an optimizer's state of one parameter, looked up by name: placement replaces the parameter."""
+class StateEntry(Lookup):
+    """An optimizer's state of one parameter, by name: placement replaces the parameter."""
 
-    state: StepState = field(kw_only=True)
-    optimizer: int = field(kw_only=True)
-    owner: str = field(kw_only=True)
+    state: StepState
+    optimizer: int
+    owner: str
 
-    def __post_init__(self) -> None:
-        self.holder = _Live(self._entry)
-
-    def _entry(self) -> Any:
+    def _now(self) -> Any:
         states = list(self.state.optimizers.values())[self.optimizer].state
         return states[self.state.params[self.owner].tensor]
 
@@ -107,22 +95,24 @@ class Arguments:
 
     now: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
+    def at(self, route: tuple[Any, ...]) -> ArgumentItems:
+        """Return the container to which the keys `route` lead."""
+        return ArgumentItems(self, route)
+
 
 @dataclass
-class ArgumentLocation(Location):
-    """An item of a container among the arguments of a call; `route` are the keys that lead to the container."""
+class ArgumentItems(Lookup):
+    """A container among the arguments of the current call."""
 
-    arguments: Arguments = field(kw_only=True)
-    route: tuple[Any, ...] = field(kw_only=True)
+    arguments: Arguments
+    route: tuple[Any, ...]
 
-    def __post_init__(self) -> None:
-        self.holder = _Live(self._items)
-
-    def _items(self) -> Any:
+    def _now(self) -> Any:
         found: Any = self.arguments.now
         for key in self.route:
-            found = Slots(found)[key] if dataclasses.is_dataclass(found) else found[key]
-        return Slots(found) if dataclasses.is_dataclass(found) else found
+            found = found[key]
+            found = Slots(found) if is_record(found) else found
+        return found
 
 
 @dataclass
@@ -144,35 +134,15 @@ class FloatLocation(Location):
 
 
 @dataclass
-class Cell:
-    """A closure variable, as a container of one item."""
-
-    cell: Any
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            raise KeyError(key) from None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def pop(self, key: Any, default: Any) -> Any:
-        """Delete the variable."""
-        del self.cell.cell_contents
-
-
-@dataclass
 class Slots:
-    """Attributes of an object as items, for objects without a `__dict__` and for classes."""
+    """Attributes as items, of objects without a `__dict__`, classes, and the cells of closure variables."""
 
     owner: Any
 
     def __getitem__(self, key: Any) -> Any:
         try:
             return getattr(self.owner, key)
-        except AttributeError:
+        except (AttributeError, ValueError):  # a ValueError: an empty cell
             raise KeyError(key) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -198,10 +168,14 @@ def is_number(value: object) -> bool:
     return type(value) in NUMBERS
 
 
+def is_record(value: Any) -> bool:
+    """Return whether a value is a dataclass and no module."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
+
+
 def holds_items(value: object) -> bool:
     """Return whether a value is a dataclass or a non-empty container: a step may have read its items."""
-    record = dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
-    return record or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
+    return is_record(value) or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
 
 
 def shown(value: object) -> str:

@@ -35,11 +35,6 @@ class Schedulers:
         self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
         self.needed = set[str]()
 
-    def begin(self) -> None:
-        """Replace the numeric attributes of schedulers by traced numbers."""
-        for scheduler in self._reach.schedulers:
-            self.show(scheduler, vars(scheduler), late=False)
-
     def end(self) -> None:
         """Restore the schedulers."""
         for scheduler, attributes in self._shown:
@@ -56,11 +51,10 @@ class Schedulers:
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         for optimizer in optimizers.values():
             self._flush_groups(optimizer)
-        self._numbers.effect(
-            [*groups, *(vars(s) for s in every)],
-            _run_scheduler, scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values(),
-        )  # fmt: skip
-        after = self._dry_run(scheduler, every, groups, args, kwargs)
+        held = [*groups, *(vars(s) for s in every)]
+        called = scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values()
+        self._numbers.effect(held, _run_scheduler, *called)
+        after = self._dry_run(scheduler, held, args, kwargs)
         for optimizer in optimizers.values():
             self._replace_options(optimizer, after)
         for one in every:
@@ -84,11 +78,9 @@ class Schedulers:
             )
 
     def _dry_run(
-        self, scheduler: LRScheduler, every: Sequence[LRScheduler], groups: Sequence[dict[str, Any]],
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> dict[int, dict[str, Any]]:  # fmt: skip
+        self, scheduler: LRScheduler, held: Sequence[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, dict[str, Any]]:
         """Run a scheduler's step, undo it, and return the contents of schedulers and groups after it, by identity."""
-        held = [*groups, *(vars(s) for s in every)]
         plain = self._numbers.plain
         with preserved(held), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -102,13 +94,9 @@ class Schedulers:
                 self._running = False
             return {id(one): dict(one) for one in held}
 
-    def _group_containers(self, optimizer: Any) -> list[Container]:
-        groups = {id(group) for group in optimizer.param_groups}
-        return [c for c in self._reach.containers if id(c.holder) in groups]
-
     def _flush_groups(self, optimizer: Any) -> None:
         """Write the options that the step has set so far into the groups, where the scheduler reads them."""
-        for container in self._group_containers(optimizer):
+        for container in self._reach.groups_of(optimizer):
             for key, _, after in container.changes():
                 index, before = self._numbers.index_of(after), self._original(container, key)
                 path = container.path_of(key)
@@ -122,11 +110,11 @@ class Schedulers:
 
     def _replace_options(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
         """Replace the options that a scheduler's step changes by new numbers."""
-        for container in self._group_containers(optimizer):
+        for container in self._reach.groups_of(optimizer):
             after = found[id(container.holder)]
             for key, value in after.items():
                 before = self._numbers.plain(container.holder.get(key))
-                if key != "lr" and (key not in _SCHEDULED or _same(before, value)):
+                if key != "lr" and (key not in _SCHEDULED or (type(before) is type(value) and before == value)):
                     continue
                 place = container.place_of(key)
                 if isinstance(value, tuple):
@@ -153,10 +141,6 @@ class Schedulers:
                     self._numbers.read(PartLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
                     for i, v in enumerate(cast(list[Any], value))
                 ]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:

@@ -1,23 +1,26 @@
 """Traceable replacements for methods of torch that read tensor values on the host.
 
-The keys of METHODS are those of `_torch/replaced.py`, which locates the originals. tests/unit/test_replacements.py
-compares each form with its original.
+tests/unit/test_replacements.py compares each form with its original.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
-from torch.optim.swa_utils import get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from .. import _torch
 from ..errors import CaptureError
-from .outside_reads import refuse_batches_inside, refuse_collective, refuse_seeds, sync_batch_norm
+from ..graph import meta
+from .random_numbers import refuse_seeds
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def _adafactor(
@@ -65,14 +68,8 @@ def _rms(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _update_average(original: Any, self: Any, model: nn.Module) -> None:
     """`AveragedModel.update_parameters`: `torch.where` chooses between the copy of the first call and the average."""
-    if self.use_buffers:
-        pairs = zip(_tensors(self.module), _tensors(model), strict=False)
-    else:
-        pairs = zip(cast(nn.Module, self).parameters(), model.parameters(), strict=False)
-    averaged, current = list[Tensor](), list[Tensor]()
-    for old, new_value in pairs:
-        averaged.append(old.detach())
-        current.append(new_value.detach().to(old.device))
+    pairs = list(zip(_tensors(self.module, self.use_buffers), _tensors(model, self.use_buffers), strict=False))
+    averaged, current = [a.detach() for a, _ in pairs], [c.detach().to(a.device) for a, c in pairs]
     first, count = self.n_averaged == 0, self.n_averaged
     new = [a.clone() for a in averaged]
     if self.multi_avg_fn is not None or self.avg_fn is None:
@@ -90,8 +87,8 @@ def _update_average(original: Any, self: Any, model: nn.Module) -> None:
     self.n_averaged += 1
 
 
-def _tensors(module: nn.Module) -> chain[Tensor]:
-    return chain(module.parameters(), module.buffers())
+def _tensors(module: nn.Module, buffers: bool) -> list[Tensor]:
+    return [*module.parameters(), *(module.buffers() if buffers else ())]
 
 
 def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
@@ -211,18 +208,72 @@ def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
         )
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    "loader": refuse_batches_inside,
-    "seeds": refuse_seeds,
-    "collectives": refuse_collective,
-    "sync batch norm": sync_batch_norm,
-    "anomaly": _refuse_anomaly,
-    "averaged model": _update_average,
-    "adafactor": _adafactor,
-    "adafactor of transformers": _rate_of_transformers,
-    "batch norm": _batch_norm,
-    "cond": _cond,
-    "scaler: unscale gradients": _unscale,
-    "scaler: update": _update_scale,
-    "scaler: step": _scaled_step,
-}
+def _refuse_batches_inside(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the iteration over a DataLoader."""
+    raise CaptureError(
+        "the step takes a batch from a DataLoader while it is captured: all later steps would reuse it",
+        "batches as arguments of the step",
+        "iterate over the loader outside, and call the step with each batch",
+    )
+
+
+def _refuse_collective(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the functions of torch.distributed."""
+    raise _collective(f"torch.distributed.{getattr(original, '__name__', 'a collective')}()")
+
+
+def refuse_collectives(module: torch.fx.GraphModule) -> None:
+    """Raise CaptureError if a trace contains a collective of the user's."""
+    for node in module.graph.nodes:
+        if _torch.is_op(node.target) and node.target.namespace in _COLLECTIVES:
+            error = _collective(str(node.target))
+            error.where = meta.source_line(node)
+            raise error
+
+
+def _collective(what: str) -> CaptureError:
+    return CaptureError(
+        f"the step calls {what} itself",
+        "a step for one device: wholestep derives the communication from the plan",
+        'remove the call; for results over the whole batch use DataParallel(..., semantics="global")',
+    )
+
+
+def _sync_batch_norm(original: Any, self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Replace `SyncBatchNorm.forward`, which communicates if there are several ranks."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1 and self.training:
+        raise CaptureError(
+            "SyncBatchNorm averages over ranks itself",
+            "a step for one device",
+            'use BatchNorm with DataParallel(..., semantics="global"), which computes statistics of the whole batch',
+        )
+    return original(self, input)
+
+
+_FUNCTIONS_OF_GROUPS = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+)  # fmt: skip
+
+
+def methods() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the replacements as (owner, name, form); each form is called with the original and its arguments."""
+    transformers: Any = sys.modules.get("transformers.optimization")
+    return [
+        (_torch.LOADER_ITERATOR, "__next__", _refuse_batches_inside),
+        *((place, name, refuse_seeds) for place in (torch, torch.random) for name in ("manual_seed", "seed")),
+        *((dist, name, _refuse_collective) for name in _FUNCTIONS_OF_GROUPS if hasattr(dist, name)),
+        (nn.SyncBatchNorm, "forward", _sync_batch_norm),
+        (torch, "set_anomaly_enabled", _refuse_anomaly),
+        (AveragedModel, "update_parameters", _update_average),
+        (_torch.ADAFACTOR, "_single_tensor_adafactor", _adafactor),
+        (_torch.ADAFACTOR, "_multi_tensor_adafactor", _adafactor),
+        *([(transformers.Adafactor, "_get_lr", _rate_of_transformers)] if transformers else []),
+        (_torch.BATCH_NORM, "forward", _batch_norm),
+        (torch, "cond", _cond),
+        (torch.amp.GradScaler, "_unscale_grads_", _unscale),
+        (torch, "_amp_update_scale_", _update_scale),
+        (torch.amp.GradScaler, "step", _scaled_step),
+    ]

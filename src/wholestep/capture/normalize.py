@@ -18,30 +18,20 @@ from ..graph.op_kinds import CHEAP
 from ..graph.ops import LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
-from .outside_reads import refuse_collectives
+from .methods import refuse_collectives
 from .strides import count_from_tensors
 from .trace import Traced
 
 aten = torch.ops.aten
-_SAME = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
-    aten.detach_.default,
-}
+_SAME = {op.default for op in (aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.detach_)}
 _TRANSPOSES = {aten.t.default}
 
 
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
-    """Return the functional graph of a trace.
-
-    Raises:
-        CaptureError: the step changes in place a tensor that is neither its state nor an argument.
-    """
+    """Return the functional graph of a trace; refuse changes of tensors that are neither state nor argument."""
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
-    plain = [_torch.untracked(f) for f in traced.stand_ins.fakes]
+    plain = [f.detach() for f in traced.stand_ins.fakes]
     module = functionalize(traced.module, plain)
     graph = module.graph
     count_from_tensors(graph)
@@ -53,17 +43,13 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _share_views(graph, traced.stand_ins.inputs)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
-    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
     _rename(graph, inputs)
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)
     return result
-
-
-def _is_impure(node: Node) -> bool:
-    return node.op in ("placeholder", "output")
 
 
 def changed_constants(module: GraphModule) -> list[torch.Tensor]:
@@ -123,22 +109,21 @@ def _drop_no_ops(graph: Graph) -> None:
     for node in reversed(aliases):
         graph.erase_node(node)
     for node in list(graph.nodes):
-        if node.op == "call_function":
-            same = _same_as(node)
-            if same is not None:
-                node.replace_all_uses_with(same)
-                graph.erase_node(node)
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def _share_views(graph: Graph, inputs: list[Input]) -> None:
     """Merge equal views and casts of a parameter (autocast adds one per use) and equal arithmetic of hypers."""
     made: dict[tuple[object, ...], Node] = {}
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    roles = {n: i.role for n, i in zip(placeholders, inputs, strict=False) if i.role in (Role.PARAM, Role.HYPER)}
+    given = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    roles = {n: i.role for n, i in given if i.role in (Role.PARAM, Role.HYPER)}
     for node in list(graph.nodes):
-        given = {roles.get(n) for n in node.all_input_nodes}
-        views = given == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
-        if node.op == "call_function" and (views or given == {Role.HYPER}):
+        read = {roles.get(n) for n in node.all_input_nodes}
+        views = read == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
+        if node.op == "call_function" and (views or read == {Role.HYPER}):
             key = (node.target, repr(node.args), repr(node.kwargs))
             if key in made:
                 node.replace_all_uses_with(made[key])
@@ -167,7 +152,7 @@ def _same_as(node: Node) -> Node | None:
 
 def _fuse_alpha(graph: Graph, inputs: list[Input]) -> None:
     """Restore `add(..., alpha=-lr)` of foreach SGD: its capturable form multiplies first and rounds twice."""
-    given = zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=False)
+    given = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     numbers = {node for node, i in given if i.role is Role.HYPER}
     for node in list(graph.nodes):
         scaled = _scaled_list(node, numbers)
@@ -199,7 +184,7 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
     graph, constants = module.graph, dict[str, torch.Tensor]()
     known: dict[int, Node] = {}
     inputs = list(inputs)
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
+    last = graph.find_nodes(op="placeholder")[-1:]
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         tensor = getattr(module, str(node.target))
         if not isinstance(tensor, torch.Tensor):
@@ -233,21 +218,14 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
     """Name the outputs; drop unchanged values, and gradients that neither the step nor the user needs."""
     node = next(iter(reversed(graph.nodes)))
     values: list[Any] = list(node.args[0])
-    held = traced.stand_ins.inputs
-    count = len(values) - len(held) - len(traced.created)
-    outputs = [Output("result", str(i)) for i in range(count)] + [
-        Output("update", i.name) for i in (*held, *traced.created)
-    ]
-    given = dict(zip((i.name for i in held), [n for n in graph.nodes if n.op == "placeholder"], strict=False))
-    roles = {i.name: i.role for i in (*held, *traced.created)}
-    kept: list[tuple[Output, Node]] = []
-    for output, made in zip(outputs, values, strict=True):
-        unchanged = output.kind == "update" and made is given.get(output.target)
-        dropped = (
-            output.kind == "update" and roles[output.target] is Role.GRAD and traced.fresh_grads and not keep_grads
-        )
-        if not unchanged and not dropped:
-            kept.append((output, made))
+    updated = [*traced.stand_ins.inputs, *traced.created]
+    count = len(values) - len(updated)
+    given = dict(zip((i.name for i in updated), graph.find_nodes(op="placeholder"), strict=False))
+    drop_grads = traced.fresh_grads and not keep_grads
+    kept = [(Output("result", str(i)), made) for i, made in enumerate(values[:count])]
+    for i, made in zip(updated, values[count:], strict=True):
+        if made is not given.get(i.name) and not (drop_grads and i.role is Role.GRAD):
+            kept.append((Output("update", i.name), made))
     node.args = (tuple(made for _, made in kept),)
     return [output for output, _ in kept]
 
@@ -256,7 +234,7 @@ def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> li
     """Drop unused inputs: gradients (also those only overwritten), numbers, constants, and state without an update."""
     updated = {o.target for o in outputs}
     kept: list[Input] = []
-    for given, node in zip(inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+    for given, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True):
         overwritten = given.role is Role.GRAD or given.name not in updated
         if given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and overwritten:
             graph.erase_node(node)

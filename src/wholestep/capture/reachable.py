@@ -17,7 +17,7 @@ import sysconfig
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -31,7 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _torch
 from ..graph.meta import is_user_file
-from .locations import MISSING, SIMPLE, ArgumentLocation, Arguments, Cell, GroupLocation, Location, Slots, StateLocation
+from .call_structure import codes_in
+from .locations import MISSING, SIMPLE, Arguments, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -48,26 +49,36 @@ class Container:
     """A mutable container and its contents `before` the trace, by key.
 
     Only `keys` of `holder` are compared, if given, and never the `excluded` ones. For a container without assignable
-    items, such as a generator or a set, the result of `opaque()` is compared. `owner` is the identity of the object
-    whose attributes these are, `kind` its class.
+    items, such as a generator or a set, the result of `opaque()` is compared. `owner` is the object whose attributes
+    these are. Later calls find the container by `lookup`, if given.
     """
 
     path: str
     holder: Any
-    before: dict[Any, Any]
     style: str  # "attribute" | "item" | "variable" | "class" | "modules"
     keys: frozenset[str] | None = None
-    place: Callable[[Any], Location] | None = None
-    opaque: Callable[[], Any] | None = None
     excluded: tuple[str, ...] = ()
-    owner: int | None = None
-    kind: type | None = None
+    opaque: Callable[[], Any] | None = None
+    owner: Any = None
+    lookup: Lookup | None = None
+    before: dict[Any, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self.now()
 
     def now(self) -> dict[Any, Any]:
         """Return the current contents, by key."""
         if self.opaque is not None:
             return {"": self.opaque()}
-        return _contents(self.holder, self.keys, self.excluded)
+        if isinstance(self.holder, (list, tuple)):
+            return dict(enumerate(cast(Sequence[Any], self.holder)))
+        if self.keys is not None:
+            found = ((key, Location("", self.holder, key).get()) for key in self.keys)
+            return {key: value for key, value in found if value is not MISSING}
+        held = dict(cast(Mapping[Any, Any], self.holder))
+        for key in self.excluded:
+            held.pop(key, None)
+        return held
 
     def path_of(self, key: Any) -> str:
         """Return the user's expression for an entry."""
@@ -79,18 +90,23 @@ class Container:
 
     def place_of(self, key: Any) -> Location:
         """Return the place of an entry."""
-        return self.place(key) if self.place else Location(self.path_of(key), self.holder, key)
+        return Location(self.path_of(key), self.assigned, key)
+
+    @property
+    def assigned(self) -> Any:
+        """Where later calls find and assign the entries."""
+        return self.lookup or self.holder
 
     def changes(self) -> list[tuple[Any, Any, Any]]:
         """Return `(key, before, now)` of each entry that is another object now."""
         now = self.now()
         if self.opaque is not None:
             return [("", self.before[""], now[""])] if now != self.before else []
-        if len(now) == len(self.before) and all(map(_is_same, now.items(), self.before.items())):
+        pairs = zip(now.items(), self.before.items(), strict=False)
+        if len(now) == len(self.before) and all(k is had and v is was for (k, v), (had, was) in pairs):
             return []
-        keys = [*self.before, *(key for key in now if key not in self.before)]
-        pairs = ((key, self.before.get(key, MISSING), now.get(key, MISSING)) for key in keys)
-        return [(key, before, after) for key, before, after in pairs if before is not after]
+        both = ((key, self.before.get(key, MISSING), now.get(key, MISSING)) for key in {**self.before, **now})
+        return [(key, before, after) for key, before, after in both if before is not after]
 
     def restore(self, kept: set[Any]) -> None:
         """Restore all entries except `kept`."""
@@ -109,22 +125,6 @@ class Container:
                 Location("", self.holder, key).set(self.before.get(key, MISSING))
 
 
-def _is_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return a[0] is b[0] and a[1] is b[1]
-
-
-def _contents(holder: Any, keys: frozenset[str] | None, excluded: tuple[str, ...] = ()) -> dict[Any, Any]:
-    if isinstance(holder, list):
-        return dict(enumerate(cast(list[Any], holder)))
-    if keys is not None:
-        found = ((key, Location("", holder, key).get()) for key in keys)
-        return {key: value for key, value in found if value is not MISSING}
-    held = dict(cast(Mapping[Any, Any], holder))
-    for key in excluded:
-        held.pop(key, None)
-    return held
-
-
 def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list[Container]:
     """Return the containers and dataclasses among the arguments of a call, which a step may change for its caller.
 
@@ -133,34 +133,25 @@ def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list
     out: list[Container] = []
 
     def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
-        fields = frozenset(f.name for f in dataclasses.fields(value)) if _is_record(value) else None
-        holder = Slots(value) if fields is not None else value
-        if fields is not None or isinstance(value, (list, MutableMapping)):
-
-            def place(key: Any) -> Location:
-                return ArgumentLocation(f"{path}[{key!r}]", None, key, arguments=arguments, route=route)
-
-            style = "item" if fields is None else "attribute"
-            out.append(Container(path, holder, _contents(holder, fields), style, fields, place))
-        given = cast("tuple[Any, ...]", value)
-        items: dict[Any, Any] = dict(enumerate(given)) if isinstance(value, tuple) else _contents(holder, fields)
-        for key, item in items.items():
-            if isinstance(item, (list, tuple, MutableMapping)) or _is_record(item):
-                add(item, f"{path}[{key!r}]", (*route, key))
+        if is_record(value):
+            names = frozenset(f.name for f in dataclasses.fields(value))
+            found = Container(path, Slots(value), "attribute", names, lookup=arguments.at(route))
+        elif isinstance(value, (list, tuple, MutableMapping)):
+            found = Container(path, value, "item", lookup=arguments.at(route))
+        else:
+            return
+        out.extend([] if isinstance(value, tuple) else [found])
+        for key, item in found.before.items():
+            add(item, found.path_of(key), (*route, key))
 
     for name, value in called.items():
-        if isinstance(value, (list, tuple, MutableMapping)) or _is_record(value):
-            add(value, name if isinstance(name, str) else f"argument {name}", (name,))
+        add(value, name if isinstance(name, str) else f"argument {name}", (name,))
     return out
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
 
 
 @dataclass
 class Reach:
-    """Result of a search: `containers`, real `tensors` with their places, by path, and all objects `seen`, by identity.
+    """Result of a search: `containers`, real `tensors` with their places, by path, and objects `seen`, by identity.
 
     `kinds` are the classes of objects, `caches` the `functools` caches with their number of misses.
     """
@@ -172,19 +163,18 @@ class Reach:
     kinds: dict[type, None] = field(default_factory=dict[type, None])
     caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
 
+    def groups_of(self, optimizer: Optimizer) -> list[Container]:
+        """Return the containers of an optimizer's parameter groups, in order."""
+        return [c for c in self.containers if isinstance(c.lookup, GroupEntry) and c.lookup.optimizer is optimizer]
+
 
 def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
     """Search from `fn`, its arguments `given`, and its state."""
     search = _Search(Reach(), state)
     search.visit(fn, getattr(fn, "__name__", ""))
-    for name, value in given.items():
-        search.visit(value, name)
-    for wrapper in state.wrappers:
-        search.visit(wrapper, type(wrapper).__name__)
-    for name, root in state.modules.items():
-        search.visit(root, name or "model")
-    for name, optimizer in state.optimizers.items():
-        search.visit(optimizer, name)
+    wrappers = ((type(wrapper).__name__, wrapper) for wrapper in state.wrappers)
+    for name, value in (*given.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
+        search.visit(value, name or "model")
     search.finish()
     return search.found
 
@@ -192,8 +182,7 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) ->
 class _Search:
     def __init__(self, found: Reach, state: StepState) -> None:
         self.found, self.state = found, state
-        self._seen = found.seen
-        self._global_names: dict[int, frozenset[str]] = {}
+        self._globals_seen = set[tuple[int, str]]()
         self._names: set[str] = {"forward", "__call__", "step"}
         self._methods: list[tuple[str, types.FunctionType]] = []
         self._waiting: list[tuple[Any, str]] = []
@@ -206,40 +195,28 @@ class _Search:
 
     def finish(self) -> None:
         """Search the methods that visited code names, until no new one is found."""
-        while True:
-            named = [(n, f) for n, f in self._methods if n in self._names]
-            if not named:
-                return
-            self._methods = [(n, f) for n, f in self._methods if n not in self._names]
-            for _, function in named:
+        while named := [function for name, function in self._methods if name in self._names]:
+            self._methods = [(name, function) for name, function in self._methods if name not in self._names]
+            for function in named:
                 self.visit(function, function.__qualname__)
 
-    def _add(self, value: Any, path: str) -> None:
-        if not isinstance(value, _LEAVES) or isinstance(value, torch.Tensor):
-            self._waiting.append((value, path))
-
     def _open(self, value: Any, path: str) -> None:
-        if id(value) in self._seen or (isinstance(value, _LEAVES) and not isinstance(value, torch.Tensor)):
+        if isinstance(value, _LEAVES) or id(value) in self.found.seen:
             return
-        self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            return
+        self.found.seen[id(value)] = value
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
-            self._add(value.__self__, _owner_path(path))
-            self._add(value.__func__, path)
+            self._waiting += [(value.__self__, path.rpartition(".")[0] or "self"), (value.__func__, path)]
         elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
             self.found.caches.append((value, value.cache_info().misses))
-            self._add(value.__wrapped__, path)
+            self._waiting.append((value.__wrapped__, path))
         elif isinstance(value, functools.partial):
-            for item in (value.func, value.args, value.keywords):
-                self._add(item, path)
+            self._waiting += [(item, path) for item in (value.func, value.args, value.keywords)]
         elif isinstance(value, (tuple, frozenset)):
-            for i, item in enumerate(cast(tuple[Any, ...], value)):
-                self._add(item, f"{path}[{i}]")
+            self._waiting += [(item, f"{path}[{i}]") for i, item in enumerate(cast(tuple[Any, ...], value))]
         elif isinstance(value, (dict, list)):
-            self._items(value, path)
+            self._note(Container(path, value, "item"))
         elif isinstance(value, LRScheduler):
             self.found.schedulers.append(value)
         elif isinstance(value, Optimizer):
@@ -257,46 +234,38 @@ class _Search:
             elif not isinstance(value, _LEAVES):
                 self._waiting.append((value, container.path_of(key)))
 
-    def _items(self, value: Any, path: str) -> None:
-        self._note(Container(path, value, _contents(value, None), "item"))
-
     def _function(self, function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.startswith("wholestep"):
             return
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            holder = Cell(cell)
-            self._note(Container(name, holder, _contents(holder, frozenset([name])), "variable", frozenset([name])))
-        for item in (function.__defaults__, function.__kwdefaults__):
-            self._add(item, f"{function.__name__}'s defaults")
+            self._note(Container(name, Slots(cell), "variable", frozenset(["cell_contents"])))
+        defaults = function.__defaults__, function.__kwdefaults__
+        self._waiting += [(item, f"{function.__name__}'s defaults") for item in defaults]
         if function.__dict__:
-            self._note(Container(function.__name__, function.__dict__, dict(function.__dict__), "attribute"))
+            self._note(Container(function.__name__, function.__dict__, "attribute"))
         if not is_own_code(code.co_filename):
             return
-        names = _names_of(code)
+        names, present = _names_of(code), _globals_of(code) & function.__globals__.keys()
         self._names |= names
-        present = frozenset(_globals_of(code) & function.__globals__.keys())
         self._globals(function.__globals__, present)
         for name in present:
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType) and is_own_code(getattr(value, "__file__", None) or ""):
-                inner = frozenset(names & vars(value).keys())
-                self._globals(vars(value), inner, f"{name}.")
+                self._globals(vars(value), names & vars(value).keys(), f"{name}.")
 
-    def _globals(self, table: dict[str, Any], names: frozenset[str], prefix: str = "") -> None:
-        known = self._global_names.get(id(table), frozenset())
-        new = names - known
-        self._global_names[id(table)] = known | new
-        for name in sorted(new):
-            keys = frozenset([name])
+    def _globals(self, table: dict[str, Any], names: Set[str], prefix: str = "") -> None:
+        new = {(id(table), name) for name in names} - self._globals_seen
+        self._globals_seen |= new
+        for _, name in sorted(new):
             if not isinstance(table[name], types.ModuleType):
-                self._note(Container(f"{prefix}{name}", table, _contents(table, keys), "variable", keys))
+                self._note(Container(f"{prefix}{name}", table, "variable", frozenset([name])))
 
     def _object(self, value: Any, path: str) -> None:
         kind = cast(type[Any], type(value))
         opaque = _opaque(value)
         if opaque is not None:
-            self.found.containers.append(Container(path, value, {"": opaque()}, "item", opaque=opaque))
+            self.found.containers.append(Container(path, value, "item", opaque=opaque))
             return
         module = kind.__module__ or ""
         top = module.partition(".")[0]
@@ -305,107 +274,63 @@ class _Search:
             return
         self._note_class(kind)
         if hasattr(value, "__dict__"):
-            held = cast(dict[str, Any], vars(value))
-            if isinstance(value, nn.Module):
-                self._module(value, held, path)
-            else:
-                self._note(Container(path, held, dict(held), "attribute", owner=id(value), kind=kind))
+            held, split = cast(dict[str, Any], vars(value)), _MODULE_DICTS if isinstance(value, nn.Module) else ()
+            self._note(Container(path, held, "attribute", excluded=split, owner=value))
+            for name in split:
+                self._note(Container(path, held[name], "modules" if name == "_modules" else "attribute"))
         slots = frozenset(name for base in kind.__mro__ for name in _slots_of(base))
         if slots:
-            holder = Slots(value)
-            self._note(
-                Container(path, holder, _contents(holder, slots), "attribute", slots, owner=id(value), kind=kind)
-            )
-
-    def _module(self, module: nn.Module, held: dict[str, Any], path: str) -> None:
-        plain = _contents(held, None, _MODULE_DICTS)
-        self._note(
-            Container(path, held, plain, "attribute", excluded=_MODULE_DICTS, owner=id(module), kind=type(module))
-        )
-        for name in _MODULE_DICTS:
-            style = "modules" if name == "_modules" else "attribute"
-            self._note(Container(path, held[name], dict(held[name]), style))
+            self._note(Container(path, Slots(value), "attribute", slots, owner=value))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         self._note_class(type(optimizer))
-        held = vars(optimizer)
-        self._note(
-            Container(
-                path, held, _contents(held, None, _LOOKED_UP), "attribute", excluded=_LOOKED_UP, owner=id(optimizer)
-            )
-        )
+        self._note(Container(path, vars(optimizer), "attribute", excluded=_LOOKED_UP, owner=optimizer))
         known = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
         if not known:
             return
         for g, group in enumerate(optimizer.param_groups):
-            place = functools.partial(_group_place, optimizer, g, path)
-            options = _contents(group, None, ("params",))
-            where = f"{path}.param_groups[{g}]"
-            self._note(Container(where, group, options, "item", place=place, excluded=("params",)))
+            options = GroupEntry(optimizer, g)
+            self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
         names = {id(held.tensor): name for name, held in self.state.params.items()}
         for param, entry in cast(Mapping[Any, dict[str, Any]], optimizer.state).items():
             owner = names.get(id(param))
             if owner is not None:
-                self._note(state_container(self.state, known[0], path, owner, entry, dict(entry)))
+                self._note(state_container(self.state, known[0], path, owner, entry))
 
     def _note_class(self, kind: type[Any]) -> None:
         self.found.kinds.setdefault(kind)
-        self._add(kind, kind.__name__)
         for base in kind.__mro__:
-            if base not in (object, nn.Module, Optimizer) and id(base) not in self._seen:
-                self._seen[id(base)] = base
-                self._class(base, base.__name__)
+            self._open(base, base.__name__)
 
     def _class(self, kind: Any, path: str) -> None:
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
         table: dict[str, Any] = {**vars(kind)}
-        held = {k: v for k, v in table.items() if not (k.startswith("__") and k.endswith("__"))}
         for name, value in table.items():
             function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))
-        data = frozenset(k for k, v in held.items() if not _is_descriptor(v))
+        own = (k for k, v in table.items() if not (k.startswith("__") and k.endswith("__")) and not _is_descriptor(v))
+        data = frozenset(own)
         if data:
-            self._note(Container(path, Slots(kind), {k: held[k] for k in data}, "class", data))
+            self._note(Container(path, Slots(kind), "class", data))
 
 
-def _group_place(optimizer: Optimizer, group: int, path: str, key: Any) -> Location:
-    return GroupLocation(f"{path}.param_groups[{group}][{key!r}]", None, key, optimizer=optimizer, group=group)
-
-
-def state_container(
-    state: StepState, number: int, label: str, owner: str, entry: dict[Any, Any], before: dict[Any, Any]
-) -> Container:
+def state_container(state: StepState, number: int, label: str, owner: str, entry: dict[Any, Any]) -> Container:
     """Return the container of optimizer state of parameter `owner`; `number` and `label` are the optimizer's."""
-    path = f"{label}.state[{owner!r}]"
-
-    def place(key: Any) -> Location:
-        return StateLocation(f"{path}[{key!r}]", None, key, state=state, optimizer=number, owner=owner)
-
-    return Container(path, entry, before, "item", place=place)
-
-
-def _owner_path(path: str) -> str:
-    return "self" if "." not in path else path.rpartition(".")[0]
+    return Container(f"{label}.state[{owner!r}]", entry, "item", lookup=StateEntry(state, number, owner))
 
 
 @functools.cache
 def _globals_of(code: types.CodeType) -> frozenset[str]:
-    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
-    nested = (_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(found).union(*nested)
+    instructions = (i for inner in codes_in(code) for i in dis.get_instructions(inner))
+    return frozenset(str(i.argval) for i in instructions if i.opname in _GLOBAL)
 
 
 def _names_of(code: types.CodeType) -> set[str]:
     """Return names in code and its nested functions, and string constants that may be attribute names."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names_of(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            found.add(constant)
-    return found
+    texts = {v for inner in codes_in(code) for v in inner.co_consts if isinstance(v, str) and v.isidentifier()}
+    return texts.union(*(inner.co_names for inner in codes_in(code)))
 
 
 @functools.cache

@@ -9,35 +9,28 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import is_user_file
+from ..graph.ops import CTC_LOSS
 
+aten = torch.ops.aten
 Known = Callable[[Tensor], Tensor | None]
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """Replaces each of `functions` by `form(original, known, *args, **kwargs)`; `reads` is the value that they read.
-
-    `known` gives the real value of a traced tensor that depends on integers of the batch only, else None.
-    """
-
-    functions: tuple[Callable[..., Any], ...]
-    form: Callable[..., Any]
-    reads: str
-    since: str
-
-
 def form_of(function: Any) -> Callable[..., Any] | None:
-    """Return the replacement of a torch function; None if it can be traced itself."""
+    """Return the replacement of a torch function; None if it can be traced itself.
+
+    It is called with `(original, known, *args, **kwargs)`; `known` gives the real value of a traced tensor that depends
+    on integers of the batch only, else None.
+    """
     try:
         return _FORMS.get(function)
     except TypeError:  # unhashable, hence not a function of torch
@@ -121,13 +114,8 @@ def _index_fill(original: Any, known: Known, input: Tensor, dim: int, index: Ten
     """`index_fill` with a tensor value, whose backward in torch reads the distinct indices."""
     if not isinstance(value, Tensor):
         return original(input, dim, index, value)
-    return torch.where(_filled(input, dim, index), value.to(input.dtype), input)
-
-
-def _index_fill_(original: Any, known: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        return original(input, dim, index, value)
-    return input.copy_(torch.where(_filled(input, dim, index), value.to(input.dtype), input))
+    made = torch.where(_filled(input, dim, index), value.to(input.dtype), input)
+    return input.copy_(made) if original is Tensor.index_fill_ else made
 
 
 def _filled(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -208,17 +196,74 @@ def _dense(original: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
     return original(**{**given, "sparse": False})
 
 
-FUNCTIONS = (
-    Replacement((torch.cov, Tensor.cov), _cov, "signs of weights, whether the normalisation is positive", "1.10"),
-    Replacement((torch.corrcoef, Tensor.corrcoef), _corrcoef, "what torch.cov reads", "1.10"),
-    Replacement((cast(Any, torch.linalg).lstsq,), _lstsq, "the rank of the matrix", "1.9"),
-    Replacement((torch.index_fill, Tensor.index_fill), _index_fill, "which indices differ, in the backward", "1.0"),
-    Replacement((Tensor.index_fill_,), _index_fill_, "which indices differ, in the backward", "1.0"),
-    Replacement((torch.tensor_split, Tensor.tensor_split), _tensor_split, "the split points", "1.8"),
-    Replacement(
-        (torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave, "the number of repeats", "1.1"
-    ),
-    Replacement((F.gaussian_nll_loss,), _gaussian_nll_loss, "the sign of the variance", "1.8"),
-    Replacement((F.embedding, F.embedding_bag), _dense, "which rows the batch names", "0.4"),
-)
-_FORMS: dict[Any, Callable[..., Any]] = {f: row.form for row in FUNCTIONS for f in row.functions}
+_FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the original reads
+    torch.cov: _cov, Tensor.cov: _cov,  # signs of weights, whether the normalisation is positive
+    torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,  # what torch.cov reads
+    cast(Any, torch.linalg).lstsq: _lstsq,  # the rank of the matrix
+    torch.index_fill: _index_fill, Tensor.index_fill: _index_fill,  # which indices differ, in the backward
+    Tensor.index_fill_: _index_fill,
+    torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,  # the split points
+    torch.repeat_interleave: _repeat_interleave, Tensor.repeat_interleave: _repeat_interleave,  # the number of repeats
+    F.gaussian_nll_loss: _gaussian_nll_loss,  # the sign of the variance
+    F.embedding: _dense, F.embedding_bag: _dense,  # which rows the batch names
+}  # fmt: skip
+
+
+def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
+    """Return a table for the tracer: static-shape forms of ops whose result size depends on values."""
+
+    def read(x: Tensor) -> Any:
+        value = known(x) if _torch.is_fake(x) else None
+        if value is None:
+            return NotImplemented
+        with _torch.outside_of_trace():
+            return value.item()
+
+    def nonzero(x: Tensor) -> Any:
+        return _nonzero(x, known)
+
+    def masked_select(x: Tensor, mask: Tensor) -> Any:
+        both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
+        positions = _nonzero(both[1], known)
+        return NotImplemented if positions is NotImplemented else both[0][positions.unbind(1)]
+
+    def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+        if not any(_is_mask(i) for i in indices):
+            return NotImplemented
+        found: list[Tensor | None] = []
+        for i in indices:
+            positions = _nonzero(i, known) if i is not None and _is_mask(i) else None
+            if positions is NotImplemented:
+                return NotImplemented
+            found += [i] if positions is None else positions.unbind(1)
+        return aten.index.Tensor(x, found)
+
+    return {
+        aten._local_scalar_dense.default: read,
+        aten.nonzero.default: nonzero,
+        aten.masked_select.default: masked_select,
+        aten.index.Tensor: index,
+        aten._ctc_loss.Tensor: _ctc_loss,
+        aten._ctc_loss.default: _ctc_loss,
+    }
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _nonzero(mask: Tensor, known: Known) -> Any:
+    total = known((mask != 0).sum())
+    with _torch.outside_of_trace():
+        count = None if total is None else int(total)
+    return NotImplemented if count is None else torch.nonzero_static(mask, size=count)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, blank: int = 0, zero_infinity: bool = False
+) -> Any:
+    return CTC_LOSS(log_probs, targets, _long(inputs), _long(lengths), blank, zero_infinity)
+
+
+def _long(lengths: Any) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)

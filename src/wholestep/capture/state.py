@@ -79,11 +79,8 @@ def collect(
 ) -> StepState:
     """Find every parameter and buffer once, with all its places; tied parameters share an entry.
 
-    Tensors of scalers are buffers. Optimizers may be wrapped.
-
-    Raises:
-        CaptureError: an optimizer cannot be captured (`UNSUPPORTED`).
-        StateError: a module is wrapped in DDP, FSDP or DataParallel.
+    Tensors of scalers are buffers. Optimizers may be wrapped. Optimizers that cannot be captured (`UNSUPPORTED`) and
+    modules wrapped in DDP, FSDP or DataParallel are refused.
     """
     wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
     optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
@@ -129,11 +126,8 @@ def _roots(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
-    wrapped = [
-        type(m).__name__
-        for m in root.modules()
-        if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-    ]
+    data_parallel = "DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"
+    wrapped = [type(m).__name__ for m in root.modules() if type(m).__name__ in data_parallel]
     if wrapped:
         raise StateError(
             f"module {prefix or type(root).__name__!r} is wrapped in {wrapped[0]}",
@@ -211,23 +205,20 @@ def _is_number(value: object) -> bool:
 
 def optimizer_state(state: StepState) -> list[StepTensor]:
     """Return every tensor of optimizer state, named `parameter/key`."""
-    out: list[StepTensor] = []
-    for o, (label, optimizer) in enumerate(state.optimizers.items()):
-        for name, held in state.params.items():
-            entry = optimizer.state.get(held.tensor, {})
-            for key, value in entry.items():
-                if isinstance(value, torch.Tensor):
-                    out.append(StepTensor(state_input(name, key, value, o, label), [(entry, key)]))
-    return out
+    return [
+        StepTensor(state_input(name, key, value, o, label), [(entry, key)])
+        for o, (label, optimizer) in enumerate(state.optimizers.items())
+        for name, held in state.params.items()
+        if (entry := optimizer.state.get(held.tensor))
+        for key, value in entry.items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
     """Refuse optimizer state that is not a tensor or number of one parameter under its own name.
 
     `numbers` are Python numbers that a trace represents as tensors.
-
-    Raises:
-        CaptureError: names the optimizer and the key.
     """
     for optimizer in optimizers:
         names = dict[int, str]()
@@ -282,35 +273,26 @@ def put_in_place(
     state: StepState, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> Generator[None]:
     """Replace parameters and buffers inside this context; restore them, groups, state and modes at its end."""
-    helds = [*state.params.values(), *state.buffers.values()]
-    before = [(held, held.tensor) for held in helds]
-    lists = [(o.param_groups, list(o.param_groups)) for o in state.optimizers.values()]
-    groups = [(g, dict(g)) for o in state.optimizers.values() for g in o.param_groups]
-    states = [(o, o.state) for o in state.optimizers.values()]
-    calls = [(scaler, _torch.scaler_calls(scaler)) for scaler in state.scalers.values()]
-    modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
-    try:
-        for name, tensor in [*params.items(), *buffers.items()]:
-            put(state.params.get(name) or state.buffers[name], tensor)
-        for optimizer, _ in states:
-            optimizer.state = defaultdict(dict)
-        for scaler, noted in calls:
-            _torch.set_scaler_calls(scaler, copy.deepcopy(noted))
-        yield
-    finally:
-        for held_groups, before_groups in lists:
-            held_groups[:] = before_groups
-        for group, items in groups:
-            group.clear()
-            group.update(items)
-        for optimizer, entries in states:
-            optimizer.state = entries
-        for held, tensor in before:
-            put(held, tensor)
-        for scaler, noted in calls:
-            _torch.set_scaler_calls(scaler, noted)
-        for module, training in modes:
-            module.training = training
+    optimizers = list(state.optimizers.values())
+    before = [(held, held.tensor) for held in (*state.params.values(), *state.buffers.values())]
+    lists = [(o.param_groups, list(o.param_groups)) for o in optimizers]
+    groups = [(g, dict(g)) for o in optimizers for g in o.param_groups]
+    changes: list[tuple[Any, str, Any]] = [(o, "state", defaultdict(dict)) for o in optimizers]
+    changes += [(s, _torch.SCALER_CALLS, copy.deepcopy(_torch.scaler_calls(s))) for s in state.scalers.values()]
+    changes += [(m, "training", m.training) for root in state.modules.values() for m in root.modules()]
+    with _torch.attributes_set(changes):
+        try:
+            for name, tensor in [*params.items(), *buffers.items()]:
+                put(state.params.get(name) or state.buffers[name], tensor)
+            yield
+        finally:
+            for held_groups, before_groups in lists:
+                held_groups[:] = before_groups
+            for group, items in groups:
+                group.clear()
+                group.update(items)
+            for held, tensor in before:
+                put(held, tensor)
 
 
 def put(held: StepTensor, tensor: torch.Tensor) -> None:
@@ -357,9 +339,6 @@ def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Op
     out: list[tuple[Optimizer, int, str, Any]] = []
     for o, optimizer in enumerate(state.optimizers.values()):
         for g, group in enumerate(optimizer.param_groups):
-            out += [
-                (optimizer, g, key, value)
-                for key, value in group.items()
-                if key != "params" and (o, g, key) not in live
-            ]
+            baked = {k: v for k, v in group.items() if k != "params" and (o, g, k) not in live}
+            out += [(optimizer, g, key, value) for key, value in baked.items()]
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,16 +28,11 @@ _TARGETS = (aten.as_strided.default, aten.as_strided_copy.default, _SCATTER)
 
 
 def count_from_tensors(graph: Graph) -> None:
-    """Rewrite every `as_strided` of the graph.
-
-    Raises:
-        CaptureError: a view covers memory outside of the tensors of the step.
-    """
+    """Rewrite every `as_strided` of the graph; refuse views of memory outside of the tensors of the step."""
     for node in [n for n in graph.nodes if n.target in _TARGETS]:
         call = _call(node)
         if call is not None and not call.is_plain:
-            made = _Writer(graph, node).write(call)
-            node.replace_all_uses_with(made)
+            node.replace_all_uses_with(_rewritten(node, call))
             graph.erase_node(node)
 
 
@@ -94,9 +90,13 @@ def _viewed(view: Node) -> Node | None:
     source = view.all_input_nodes[0]
     if _torch.is_getitem(view.target):
         return _viewed(source) if source.op == "call_function" else None
-    shows = _torch.is_op(view.target) and any(r.alias_info is not None for r in _torch.schema_of(view.target).returns)
-    shows = shows and not _torch.schema_of(cast(Any, view.target)).is_mutable
-    return source if shows and isinstance(meta.value(source), Tensor) else None
+    return source if is_view(view) and isinstance(meta.value(source), Tensor) else None
+
+
+def is_view(node: Node) -> bool:
+    """Return whether an op returns a view of its operand."""
+    schema = _torch.schema_of(node.target) if _torch.is_op(node.target) else None
+    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -109,36 +109,33 @@ def _is_dense(tensor: Tensor) -> bool:
     return _extent(shape, stride) == tensor.numel() and not overlaps(shape, stride)
 
 
-class _Writer:
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.graph, self.node = graph, node
+def insert_call(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Insert a call before a node, with its source line."""
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args, kwargs)
+    meta.copy_origin(before, made)
+    meta.recompute_value(made)
+    return made
 
-    def write(self, call: _Call) -> Node:
-        order = sorted(range(call.whole.dim()), key=lambda d: (call.whole.shape[d] > 1, -call.whole.stride(d)))
-        contiguous = call.source
-        if not call.whole.is_contiguous():
-            contiguous = self.add(aten.permute.default, contiguous, order)
-        rows, end = contiguous, call.start + call.extent
-        if call.start:
-            rows = self.add(aten.view.default, contiguous, [call.whole.numel()])
-        part = self.add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows
-        if self.node.target is aten.as_strided.default:
-            return self.add(aten.as_strided.default, part, call.size, call.stride)
-        if self.node.target is aten.as_strided_copy.default:
-            view = self.add(aten.as_strided.default, part, call.size, call.stride)
-            return self.add(aten.clone.default, view, memory_format=torch.contiguous_format)
-        made = self.add(_SCATTER, part, self.node.args[1], call.size, call.stride)
-        if call.start:
-            made = self.add(aten.slice_scatter.default, rows, made, 0, call.start, end)
-            made = self.add(aten.view.default, made, list(meta.value(contiguous).shape))
-        if contiguous is not call.source:
-            made = self.add(aten.permute.default, made, [order.index(d) for d in range(len(order))])
-        return made
 
-    def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call before the old node, with the same source line."""
-        with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args, kwargs)
-        meta.copy_origin(self.node, made)
-        meta.recompute_value(made)
-        return made
+def _rewritten(node: Node, call: _Call) -> Node:
+    add = partial(insert_call, node)
+    order = sorted(range(call.whole.dim()), key=lambda d: (call.whole.shape[d] > 1, -call.whole.stride(d)))
+    contiguous = call.source
+    if not call.whole.is_contiguous():
+        contiguous = add(aten.permute.default, contiguous, order)
+    rows, end = contiguous, call.start + call.extent
+    if call.start:
+        rows = add(aten.view.default, contiguous, [call.whole.numel()])
+    part = add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows
+    if node.target is not _SCATTER:
+        view = add(aten.as_strided.default, part, call.size, call.stride)
+        copied = node.target is aten.as_strided_copy.default
+        return add(aten.clone.default, view, memory_format=torch.contiguous_format) if copied else view
+    made = add(_SCATTER, part, node.args[1], call.size, call.stride)
+    if call.start:
+        made = add(aten.slice_scatter.default, rows, made, 0, call.start, end)
+        made = add(aten.view.default, made, list(meta.value(contiguous).shape))
+    if contiguous is not call.source:
+        made = add(aten.permute.default, made, [order.index(d) for d in range(len(order))])
+    return made

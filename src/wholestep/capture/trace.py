@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,21 +20,16 @@ from ..graph.ops import GRAD_READY, LOSS
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .call_structure import Structure, put_together, take_apart
-from .capture_options import CaptureOptions
-from .effects import Promoted, RefusedError
-from .fake_inputs import FakeInputs, stand_ins
+from .effects import RefusedError
+from .fake_inputs import FakeInputs, Request, stand_ins
 from .host_numbers import Numbers
-from .host_rng_guard import HostRngGuard
-from .locations import GroupLocation, Location, PartLocation
-from .methods import METHODS, refuse_anomaly_mode, refuse_open_scalers
-from .module_casts import modules_seen
+from .locations import GroupEntry, Location, PartLocation
+from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
-from .outside_reads import refuse_generators
-from .reachable import Reach
-from .replacements import form_of
-from .rng_replay import RngReplay
+from .random_numbers import HostRngGuard, RngReplay, refuse_generators
+from .replacements import fixed_sizes, form_of
 from .state import Hyper, StepState
-from .static_sizes import Known, fixed_sizes
+from .traced_modules import modules_seen
 from .watch import Watch
 
 _READS: dict[Any, str] = {
@@ -57,81 +52,28 @@ class TensorLeaf:
     """Placeholder for a tensor in the result structure of a step."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """Input of a trace: the function, its flattened arguments with `names`, its state.
-
-    `whole` gives global shapes of batch tensors of which `leaves` has parts. With `options.offload`, parameters and
-    optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
-    """
-
-    fn: Callable[..., Any]
-    structure: Structure
-    leaves: Sequence[Any]
-    names: Sequence[str]
-    state: StepState
-    hypers: Sequence[Hyper]
-    device: str
-    options: CaptureOptions = field(default_factory=CaptureOptions)
-    fused: bool = True
-    whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    reach: Reach = field(default_factory=Reach)
-    promoted: Promoted = field(default_factory=Promoted)
-    find: str = ""
-
-
-@dataclass
-class Traced:
-    """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
-
-    `fresh_grads`: the step resets every gradient before accumulating. `cleared_grads`: parameters whose gradient is
-    None at the end.
-    """
-
-    module: torch.fx.GraphModule
-    stand_ins: FakeInputs
-    results: Structure
-    result_leaves: list[Any]
-    created: list[Input]
-    fresh_grads: bool
-    cleared_grads: list[str]
-    values: ReadValues
-    draws: RngReplay
-    watch: Watch
-
-
 def trace_step(request: Request) -> Traced:
-    """Trace the step with its current state.
-
-    Raises:
-        CaptureError: the step cannot become one graph; has the user's source line.
-    """
-    r = request
-    fakes = stand_ins(r.state, r.hypers, r.names, r.leaves, r.device, r.whole, r.options.offload is not None)
-    run = _Run(request, fakes)
-    optimizer_hook = register_optimizer_step_pre_hook(run.saw_optimizer)
+    """Trace the step with its current state; a CaptureError has the user's source line."""
+    run = Traced(request, stand_ins(request))
     try:
-        watch = _torch.patched_for_tracing(run.saw_backward, run.saw_zero_grad, (run.draws.saved, run.draws.restored))
-        if torch.is_anomaly_enabled():
-            refuse_anomaly_mode()
-        with _torch.tensor_only_optimizers(), watch, _torch.replaced(METHODS):
-            module = _torch.trace(run, run.stand_ins.fakes, fixed_sizes(run.known))
+        run.trace()
     except WholestepError as error:
         returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
         error.where = error.where or run.watch.found_at or ("" if returned else _user_frame(error))
         raise
     except Exception as error:
         raise _explain(error) from error
-    finally:
-        optimizer_hook.remove()
-    return Traced(
-        module, run.stand_ins, run.results, run.result_leaves, run.created, run.contributed <= run.reset, run.cleared,
-        run.reader.values(), run.draws, run.watch,
-    )  # fmt: skip
+    return run
 
 
 @dataclass
-class _Run:
+class Traced:
+    """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
+
+    `reset`: parameters whose gradient is set to None before the step computes it. `cleared`: those whose gradient is
+    None at the end. `values`: reads of the batch.
+    """
+
     request: Request
     stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
@@ -140,26 +82,45 @@ class _Run:
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
     results: Structure = field(init=False)
+    module: torch.fx.GraphModule = field(init=False)
+    values: ReadValues | None = field(init=False)
     draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        pairs = zip(self.request.names, self.request.leaves, strict=True)
-        whole = self.request.whole  # the values of a part do not determine a read of the whole
+        request, fakes = self.request, self.stand_ins
+        pairs = zip(request.names, request.leaves, strict=True)
+        whole = request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
-        self.reader = Reader([i.name for i in self.stand_ins.inputs], batch)
-        request = self.request
-        self.watch = Watch(
-            request.state, request.reach, request.promoted, self.stand_ins.mode, self.stand_ins.first_of_batch,
-            self._add_number, _calling_text, request.find,
-        )  # fmt: skip
+        self.reader = Reader([i.name for i in fakes.inputs], batch)
+        self.numbers = Numbers(fakes.mode, fakes.first_of_batch, self._add_number)
+        self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
         self.given = dict[str, torch.Tensor]()
+
+    @property
+    def fresh_grads(self) -> bool:
+        """True if the step resets every gradient before accumulating."""
+        return self.contributed <= self.reset
+
+    def trace(self) -> None:
+        """Trace the step."""
+        optimizer_hook = register_optimizer_step_pre_hook(self._saw_optimizer)
+        try:
+            if torch.is_anomaly_enabled():
+                refuse_anomaly_mode()
+            on_rng = self.draws.saved, self.draws.restored
+            watch = _torch.patched_for_tracing(self._saw_backward, self.saw_zero_grad, on_rng)
+            with _torch.tensor_only_optimizers(), watch, _torch.replaced(methods()):
+                self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
+        finally:
+            optimizer_hook.remove()
+        self.values = self.reader.values()
 
     def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
         self.stand_ins.put(made, fake, position)
         self.given[made.name] = fake
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+    def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
         self._real = {n: h.tensor for n, h in state.params.items()}
@@ -172,27 +133,21 @@ class _Run:
             _set_numbers(state, request.hypers, given, request.fused)
             self._fill_state(given, plain)
             self._mark_gradients(given)
-            leaves = tuple(
-                given[n] if isinstance(v, torch.Tensor) else v
-                for n, v in zip(request.names, request.leaves, strict=True)
-            )
+            pairs = zip(request.names, request.leaves, strict=True)
+            leaves = [given[n] if isinstance(v, torch.Tensor) else v for n, v in pairs]
             args, kwargs = put_together(request.structure, leaves)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
-            numbers = self.watch.numbers
             groups = _groups(state)
-            watch = _TorchCalls(
-                swap, zeros, self.saw_zero_grad, self.known, chance := HostRngGuard(), numbers, self.counts
-            )
-            with (
+            modules, calls = (
                 modules_seen(state.modules, request.options.mixed_precision),
-                self.watch.watching(given, called),
-                watch,
-            ):
+                _TorchCalls(self, swap, zeros),
+            )
+            with modules, self.watch.watching(given, called), calls:
                 call = take_apart(request.fn(*args, **kwargs))
-                if watch.refused is not None:
-                    raise watch.refused  # the step caught it
-                chance.refuse_draws()
-            held_state.refuse_objects(state.optimizers.values(), self.watch.numbers)
+                if calls.refused is not None:
+                    raise calls.refused  # the step caught it
+                calls.draws.refuse_draws()
+            held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
             leaves = [self.watch.leaf(v) for v in call.leaves]
@@ -209,11 +164,10 @@ class _Run:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
         return self.reader.known(tensor, _calling_text())
 
-    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[dict[Any, dict[str, Any]]]) -> None:
+    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[tuple[Any, torch.Tensor, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
-        for optimizer, entries in zip(optimizers, plain, strict=True):
-            for param, entry in entries.items():
-                optimizer.state[param].update(entry)
+        for optimizer, param, entry in plain:
+            optimizer.state[param].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
                 self.counts.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
@@ -223,7 +177,7 @@ class _Run:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
-                self._copy_hooks(name, param)
+                _torch.copy_hooks(self._real[name], param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
                     if grad is None:  # returned by a user's backward: the parameter gets no gradient
@@ -233,24 +187,18 @@ class _Run:
 
                 param.register_hook(ready)
 
-    def _copy_hooks(self, name: str, param: torch.Tensor) -> None:
-        real = self._real[name]
-        for hook in _torch.tensor_hooks(real):
-            param.register_hook(hook)
-        for hook in _torch.accumulation_hooks(real):
-            param.register_post_accumulate_grad_hook(hook)
-
-    def saw_backward(self, outputs: Sequence[Any]) -> None:
+    def _saw_backward(self, outputs: Sequence[Any]) -> None:
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
 
     def saw_zero_grad(self, params: Sequence[Any]) -> None:
+        """Record that gradients are set to None."""
         held = {id(h.tensor): name for name, h in self.request.state.params.items()}
         names = {held[id(p)] for p in params if id(p) in held}
         self.reset |= names - self.contributed
 
-    def saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if all(optimizer is not known for known in self.request.state.optimizers.values()):
             raise CaptureError(
                 f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep did not find",
@@ -284,21 +232,13 @@ class _Run:
         return finals
 
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        state, out = self.request.state, list[torch.Tensor]()
-        for o, (label, optimizer) in enumerate(state.optimizers.items()):
-            for name, held in state.params.items():
-                for key, value in optimizer.state.get(held.tensor, {}).items():
-                    tensor = isinstance(value, torch.Tensor) and value not in self.watch.numbers
-                    made = held_state.state_input(name, key, value, o, label) if tensor else None
-                    if made and made.name not in given:
-                        self.created.append(made)
-                        out.append(value.detach())
-        for name, held in state.params.items():
-            grad = held.tensor.grad
-            if grad is not None and f"{name}/grad" not in given:
-                self.created.append(Input(f"{name}/grad", Role.GRAD, meta_of(grad), name))
-                out.append(grad.detach())
-        return out
+        state = self.request.state
+        held = [(h.input, h.tensor) for h in held_state.optimizer_state(state) if h.tensor not in self.numbers]
+        grads = [(name, param.tensor.grad) for name, param in state.params.items()]
+        held += [(Input(f"{n}/grad", Role.GRAD, meta_of(g), n), g) for n, g in grads if g is not None]
+        new = [(made, tensor) for made, tensor in held if made.name not in given]
+        self.created += [made for made, _ in new]
+        return [tensor.detach() for _, tensor in new]
 
 
 _ASKS_FOR_ZERO = ("eq", "ne", "bool")
@@ -310,12 +250,10 @@ class _TorchCalls(TorchFunctionMode):
     `zeros` maps hypers to whether they are zero, which optimizers test; guards check it in each call.
     """
 
-    def __init__(
-        self, swap: dict[int, torch.Tensor], zeros: dict[int, bool], on_drop: Callable[[Sequence[Any]], None],
-        known: Known, chance: HostRngGuard, numbers: Numbers, counts: Counts,
-    ) -> None:  # fmt: skip
-        self._fakes, self._zeros, self._on_drop, self._known, self._chance = swap, zeros, on_drop, known, chance
-        self._numbers, self._counts = numbers, counts
+    def __init__(self, run: Traced, fakes: dict[int, torch.Tensor], zeros: dict[int, bool]) -> None:
+        self._step, self._fakes, self._zeros = run, fakes, zeros
+        self._numbers, self._known = run.numbers, run.known
+        self.draws = HostRngGuard()
         self.refused: Exception | None = None
 
     def _fake_of(self, value: Any) -> Any:
@@ -335,7 +273,7 @@ class _TorchCalls(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
-        self._chance.before(func)
+        self.draws.before(func)
         name = getattr(func, "__name__", "").strip("_")
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
@@ -355,7 +293,6 @@ class _TorchCalls(TorchFunctionMode):
             raise _reads_value(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
-                ONE_GRAPH,
                 "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step",
             )
@@ -375,10 +312,10 @@ class _TorchCalls(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__" and func == _SET_DATA and _torch.is_fake(args[0]):
             return _set_data(args[0], args[1])
         if getattr(func, "__name__", "") == "__set__" and func == _SET_GRAD and args[1] is None:
-            self._on_drop(args[:1])
+            self._step.saw_zero_grad(args[:1])
         if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:
             func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
-        made = NotImplemented if named else self._counts.instead(func, args)
+        made = NotImplemented if named else self._step.counts.instead(func, args)
         if made is not NotImplemented:
             return made
         return func(*args, **named)
@@ -395,13 +332,14 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _torch.set_data(tensor, value)
 
 
-def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[dict[Any, dict[str, Any]]]:
-    """Return, for each optimizer, the state entries that are not tensors, by fake parameter."""
-    out: list[dict[Any, dict[str, Any]]] = []
-    for optimizer in state.optimizers.values():
-        entries = {swap[id(p)]: e for p, e in optimizer.state.items() if id(p) in swap}
-        out.append({p: {k: v for k, v in e.items() if not isinstance(v, torch.Tensor)} for p, e in entries.items()})
-    return out
+def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
+    """Return the entries of optimizer state that are not tensors, as (optimizer, fake parameter, entries)."""
+    return [
+        (optimizer, swap[id(param)], {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
+        for optimizer in state.optimizers.values()
+        for param, entry in optimizer.state.items()
+        if id(param) in swap
+    ]
 
 
 def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:
@@ -441,7 +379,7 @@ def _calling_line() -> tuple[str, int] | None:
 
 def _option_place(state: StepState, hyper: Hyper) -> Location:
     optimizer = list(state.optimizers.values())[hyper.optimizer]
-    place = GroupLocation(hyper.name, None, hyper.key, optimizer=optimizer, group=hyper.group)
+    place = Location(hyper.name, GroupEntry(optimizer, hyper.group), hyper.key)
     return place if hyper.index is None else PartLocation(hyper.name, place, hyper.index)
 
 
@@ -461,8 +399,8 @@ def _user_frame(error: BaseException) -> str:
     return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
 
 
-def _reads_value(found: str, needed: str, next_step: str, where: str = "") -> CaptureError:
-    error = CaptureError(found, needed, next_step, where)
+def _reads_value(found: str, next_step: str, where: str = "") -> CaptureError:
+    error = CaptureError(found, ONE_GRAPH, next_step, where)
     error.reads_value = True
     return error
 
@@ -474,7 +412,6 @@ def _explain(error: Exception) -> CaptureError:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return _reads_value(
             f"the step has an operation whose result depends on values: {text}",
-            ONE_GRAPH,
             "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,
         )

@@ -23,24 +23,12 @@ import torch
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.graph import Input
 from ..graph.meta import is_user_file, meta_of, show_line
-from .assumptions import Assumption, contents, expect, owned_by_callbacks, size
+from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
-from .callback import recorded
-from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write
+from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .host_numbers import At, Numbers
-from .locations import (
-    MISSING,
-    SIMPLE,
-    ArgumentLocation,
-    Arguments,
-    Location,
-    StateLocation,
-    Words,
-    holds_items,
-    is_number,
-)
+from .locations import MISSING, SIMPLE, ArgumentItems, Arguments, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
 from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_container
 from .state import StepState
@@ -61,17 +49,14 @@ _ALWAYS_READ = ("variable", "class", "modules")
 class Watch:
     """Recorder of the host effects of one trace.
 
-    `promoted` places are state of the step. `find` is a path whose change is to be located. `add_input` adds an input
-    to the graph, at positions from `first_number` on. `line` returns the user's current line. `set_up` collects entries
-    that a library adds to modules at their first call and that must stay.
+    `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
+    current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
     """
 
     state: StepState
     reach: Reach
     promoted: Promoted
-    mode: Any
-    first_number: int
-    add_input: Callable[[int, Input, torch.Tensor], None]
+    numbers: Numbers
     line: Callable[[], str]
     find: str = ""
     options: Sequence[tuple[torch.Tensor, Location, float]] = ()
@@ -81,7 +66,6 @@ class Watch:
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
 
     def __post_init__(self) -> None:
-        self.numbers = Numbers(self.mode, self.first_number, self.add_input)
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unobserved, self._arguments = set[type](), Arguments()
@@ -91,12 +75,10 @@ class Watch:
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
         self._flags: list[tuple[str, bool]] = []
-        self._held = {(id(container), key) for h in self._carriers() for container, key in h.places}
+        tensors = [*self.state.params.values(), *self.state.buffers.values()]
+        self._held = {(id(container), key) for held in tensors for container, key in held.places}
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
         self._thread = threading.get_ident()
-
-    def _carriers(self) -> list[Any]:
-        return [*self.state.params.values(), *self.state.buffers.values()]
 
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
@@ -134,7 +116,8 @@ class Watch:
                         self._replace(container, key, _RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
-        self._schedulers.begin()
+        for scheduler in self.reach.schedulers:
+            self._schedulers.show(scheduler, vars(scheduler), late=False)
         return containers
 
     def _replace(self, container: Container, key: Any, value: Any) -> None:
@@ -153,7 +136,7 @@ class Watch:
 
     def _state_entries(self) -> list[Container]:
         return [
-            state_container(self.state, number, label, name, entry, dict(entry))
+            state_container(self.state, number, label, name, entry)
             for number, (label, optimizer) in enumerate(self.state.optimizers.items())
             for name, held in self.state.params.items()
             if (entry := cast("dict[Any, Any] | None", optimizer.state.get(held.tensor))) is not None
@@ -220,23 +203,16 @@ class Watch:
                         self._rebound.append(container.path_of(key))
                 elif not self._is_state(container, after):
                     self._record_change(container, key, original.get(key, MISSING), after)
-        self._compare_new_entries(known)
+        for container in self._state_entries():
+            for key, value in container.before.items() if id(container.holder) not in known else ():
+                if not self._is_state(container, value):
+                    self._record_change(container, key, MISSING, value)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
-
-    def _compare_new_entries(self, known: set[int]) -> None:
-        for number, (label, optimizer) in enumerate(self.state.optimizers.items()):
-            for name, held in self.state.params.items():
-                entry = cast(dict[str, Any], optimizer.state.get(held.tensor, {}))
-                if id(entry) not in known:
-                    container = state_container(self.state, number, label, name, entry, {})
-                    for key, value in entry.items():
-                        if not self._is_state(container, value):
-                            self._record_change(container, key, MISSING, value)
 
     def _is_state(self, container: Container, after: Any) -> bool:
         """Return whether a value is a tensor of optimizer state, which the graph updates."""
-        is_state = container.place is not None and isinstance(container.place(""), StateLocation)
-        return is_state and isinstance(after, torch.Tensor) and after not in self.numbers
+        is_state = isinstance(container.lookup, StateEntry) and isinstance(after, torch.Tensor)
+        return is_state and after not in self.numbers
 
     def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
         path, place = container.path_of(key), container.place_of(key)
@@ -246,15 +222,17 @@ class Watch:
         if (container.owner is not None and key in _TORCH_INTERNAL) or _torch.only_looks(after):
             return
         self._refuse_unrepeatable(container, key, before, after)
-        if self._was_read(container, key) and not isinstance(place, ArgumentLocation):  # guards compare arguments
+        is_argument = isinstance(container.lookup, ArgumentItems)  # other guards compare it
+        if self._was_read(container, key) and not is_argument:
             self._guard_old_value(place, before, after)
         self._writes.append(Write(place, None if after is MISSING else self._made(after, path)))
 
     def _was_read(self, container: Container, key: Any) -> bool:
         """Return whether the step may have read an entry; only attribute reads are observed."""
-        if container.owner is None or container.kind in self._unobserved:
+        owner = container.owner
+        if owner is None or type(owner) in self._unobserved:
             return True
-        return bool({(container.owner, key), (container.owner, "__dict__")} & self._reads)
+        return bool({(id(owner), key), (id(owner), "__dict__")} & self._reads)
 
     def _guard_old_value(self, place: Location, before: Any, after: Any) -> None:
         """Handle the value that a changed place had: make it state of the step, or guard it."""
@@ -354,15 +332,13 @@ class Watch:
 
     def _read_from_class(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
         """Guard attributes that were read from the class because the object had none."""
-        kind = container.kind
-        return [
-            Assumption(container.place_of(n), "is", MISSING)
-            for n in names
-            if kind is not None
-            and hasattr(kind, n)
-            and n not in _MODULE_ATTRIBUTES
-            and container.path_of(n) not in changed
+        owner = container.owner
+        if owner is None or isinstance(owner, torch.optim.Optimizer):
+            return []
+        inherited = [
+            n for n in names - container.before.keys() - _MODULE_ATTRIBUTES if hasattr(cast(Any, type(owner)), n)
         ]
+        return [expect(container.place_of(n), MISSING) for n in inherited if container.path_of(n) not in changed]
 
     def _carried_numbers(self) -> list[Assumption]:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
@@ -380,20 +356,19 @@ class Watch:
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
         carried: dict[int, set[Any]] = {}
         for container in self.reach.containers:
-            keys = [*container.before, *(w.place.key for w in self._writes if w.place.container is container.holder)]
+            keys = [*container.before, *(w.place.key for w in self._writes if w.place.holder is container.assigned)]
             carried[id(container.holder)] = {key for key in keys if changed and container.path_of(key) in changed}
-        reads = dict[int | None, set[str]]()
+        reads = dict[int, set[str]]()
         for owner, name in self._reads:
             reads.setdefault(owner, set()).add(name)
         of_callbacks, out = owned_by_callbacks([c.fn for c in self._called]), list[Assumption]()
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
-                out.append(size(container.path, container.holder))
-            if container.opaque is not None or not (container.owner or container.style in _ALWAYS_READ):
+                place = Location(container.path, container.holder, None)
+                out.append(Assumption(place, "size", len(container.holder)))
+            if container.opaque is not None or (container.owner is None and container.style not in _ALWAYS_READ):
                 continue
-            out += self._read_from_class(
-                container, reads.get(container.owner, set()) - container.before.keys(), changed
-            )
+            out += self._read_from_class(container, reads.get(id(container.owner), set()), changed)
             for key, value in container.before.items():
                 path = container.path_of(key)
                 if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or key == "training":
@@ -415,16 +390,13 @@ class _TorchSettings:
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
         self._given = given
         self._attributes = {name: set(vars(tensor)) for name, tensor in given.items()}
-        self._settings = self._now()
-
-    def _now(self) -> tuple[Any, ...]:
-        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+        self._before = _settings()
 
     def refuse_changes(self) -> None:
-        for name, before, after in zip(_SETTINGS, self._settings, self._now(), strict=True):
-            if before != after:
-                why = "later calls would not change it"
-                raise RefusedError(name, before, after, why, "set it in a `with` block of the step")
+        for name, now in _settings().items():
+            if now != self._before[name]:
+                way_out = "set it in a `with` block of the step"
+                raise RefusedError(name, self._before[name], now, "later calls would not change it", way_out)
         for name, before in self._attributes.items():
             now = vars(self._given[name])
             for key in (k for k in now.keys() - before if not k.startswith("_")):
@@ -433,11 +405,16 @@ class _TorchSettings:
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
 
     def restore(self) -> None:
-        torch.set_grad_enabled(self._settings[0])
-        torch.set_default_dtype(self._settings[1])
+        torch.set_grad_enabled(self._before["torch's grad mode"])
+        torch.set_default_dtype(self._before["torch's default dtype"])
 
 
-_SETTINGS = ("torch's grad mode", "torch's default dtype", "torch's autocast")
+def _settings() -> dict[str, Any]:
+    return {
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's autocast": torch.is_autocast_enabled("cpu"),
+    }
 
 
 class _RefusedIterator:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch import attributes_set
 from ..errors import CaptureError
 from ..graph.meta import show_line
 
@@ -41,26 +42,14 @@ def switches(wrappers: Iterable[Any]) -> list[tuple[Any, str]]:
     return [(state, "sync_gradients") for state in states if hasattr(state, "sync_gradients")]
 
 
-@contextmanager
-def effects_refused(wrappers: Sequence[Any]) -> Generator[None]:
+def effects_refused(wrappers: Sequence[Any]) -> AbstractContextManager[None]:
     """Refuse Python effects of wrappers inside this context: they would happen at capture only.
 
     Lightning counts updates in Python; Accelerate's `accumulate` sets whether gradients are complete.
-
-    Raises:
-        CaptureError: the step has one of these effects.
     """
     puts: list[tuple[Any, str, Any]] = [(one, _COUNTS, _refuse_count) for one in wrappers if _COUNTS in vars(one)]
     puts += [(state, _SWITCHES, partial(_refuse_switch, state)) for state, _ in switches(wrappers)]
-    before: list[Any] = [vars(holder).get(name) for holder, name, _ in puts]
-    try:
-        for holder, name, refuse in puts:
-            setattr(holder, name, refuse)
-        yield
-    finally:
-        for (holder, name, _), was in zip(puts, before, strict=True):
-            vars(holder).pop(name, None)
-            vars(holder).update({name: was} if was is not None else {})
+    return attributes_set(puts)
 
 
 def _refuse_count() -> None:

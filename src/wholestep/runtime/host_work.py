@@ -7,7 +7,7 @@ from typing import Any
 
 from ..capture.assumptions import Assumption
 from ..capture.effects import Effects
-from ..capture.locations import MISSING, Cell
+from ..capture.locations import MISSING, Slots
 from ..capture.state import StepState
 from .condition import Condition
 
@@ -57,8 +57,8 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
             condition.add("{} not in {}", key, holder)
         elif value is MISSING:
             condition.add("{}.holds", one)
-        elif isinstance(holder, Cell):
-            condition.add("{}.cell_contents is {}", holder.cell, value)
+        elif isinstance(holder, Slots) and key == "cell_contents":  # a closure variable
+            condition.add("{}.cell_contents is {}", holder.owner, value)
         else:
             condition.add("{}[{}] is {}", holder, key, value)
     return condition.compiled()

@@ -1,9 +1,10 @@
-"""Mixed precision as in FSDP2: modules compute with low-precision parameters and inputs, optimizers with originals."""
+"""Modules during a trace: submodules are replaced, nodes are annotated, and parameters and inputs are cast."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -11,15 +12,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
+from ..errors import CaptureError
 from ..precision import MixedPrecision
 from .call_structure import walk
+from .state import StepState
 
 
 @contextlib.contextmanager
 def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) -> Generator[None]:
     """Annotate traced nodes with their module's path; with `precision`, modules compute in its dtype.
 
-    Parameters are cast when the outermost module of a tree is entered and restored when it returns.
+    As in FSDP2, optimizers see the original parameters: these are cast when the outermost module of a tree is entered
+    and restored when it returns.
     """
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
@@ -73,3 +77,42 @@ def _cast_inputs(args: Any, dtype: torch.dtype) -> Any:
     leaves, spec = _torch.tree_flatten(args)
     floats = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
     return _torch.tree_unflatten(floats, spec)
+
+
+@contextlib.contextmanager
+def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generator[None]:
+    """Replace each submodule whose path matches a key (globs allowed) inside this context.
+
+    A replacement refers to the original module or its parameters; one with other parameters is refused, and so is a key
+    that matches no submodule.
+    """
+    undo: list[tuple[nn.Module, str, nn.Module]] = []
+    known = {id(h.tensor) for h in state.params.values()}
+    try:
+        for pattern, replacement in overrides.items():
+            found = _find(state, pattern)
+            stray = [n for n, p in replacement.named_parameters() if id(p) not in known]
+            if not found or stray:
+                raise CaptureError(
+                    f"module override {pattern!r} "
+                    + (f"has a parameter of its own, {stray[0]!r}" if stray else "matches no submodule"),
+                    "a path of the model, and a replacement that works on the model's own parameters",
+                    "correct the path, or build the replacement around the module that it replaces",
+                )
+            for parent, name, original in found:
+                _torch.children_of(parent)[name] = replacement
+                undo.append((parent, name, original))
+        yield
+    finally:
+        for parent, name, original in reversed(undo):
+            _torch.children_of(parent)[name] = original
+
+
+def _find(state: StepState, pattern: str) -> list[tuple[nn.Module, str, nn.Module]]:
+    out: list[tuple[nn.Module, str, nn.Module]] = []
+    for path, module in walk(state.modules):
+        for name, child in _torch.children_of(module).items():
+            full = f"{path}.{name}" if path else name
+            if child is not None and fnmatchcase(full, pattern):
+                out.append((module, name, child))
+    return out

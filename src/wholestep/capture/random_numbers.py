@@ -1,0 +1,115 @@
+"""Random numbers of a step: repeated draws of torch are merged; draws that all later steps would reuse are refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph import meta
+from ..rules.registry import is_random
+
+_FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
+
+
+class HostRngGuard:
+    """Refuses draws from the global generators of Python and numpy: a captured step would reuse the same numbers."""
+
+    def __init__(self) -> None:
+        self._before = _positions()
+
+    def before(self, func: Any) -> None:
+        """Check for draws if the torch function `func` is about to convert Python values to a tensor."""
+        if func in _FROM_PYTHON:
+            self.refuse_draws()
+
+    def refuse_draws(self) -> None:
+        """Raise CaptureError if numbers were drawn since the trace began."""
+        drawn = [name for name, position in _positions().items() if position != self._before[name]]
+        if drawn:
+            raise CaptureError(
+                f"the step draws numbers from {drawn[0]} while it is captured: all later steps would reuse them",
+                "random numbers from torch (torch.rand, dropout), which each step draws again",
+                "draw them before the step and pass them in, or switch off the code that needs them",
+            )
+
+
+def _positions() -> dict[str, Any]:
+    """Return a cheap fingerprint of each generator's state."""
+    state: Any = np.random.get_state(legacy=False)
+    inner = state["state"]
+    numpy = (inner["pos"], int(inner["key"][0])) if "pos" in inner else str(inner)
+    return {"random": random.getstate()[1][-2:], "numpy.random": numpy}
+
+
+def refuse_seeds(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace torch.manual_seed, torch.seed and torch.set_rng_state."""
+    raise CaptureError(
+        "the step seeds torch's random numbers (manual_seed, seed, or set_rng_state with a state from elsewhere)",
+        "a random stream that continues from step to step: a compiled step has its own stream",
+        "seed before the first call, or draw the numbers outside and pass them in",
+    )
+
+
+def refuse_generators(named: dict[str, Any]) -> None:
+    """Raise CaptureError if a call draws from a `torch.Generator`, whose state is not part of the graph."""
+    if isinstance(named.get("generator"), torch.Generator):
+        raise CaptureError(
+            "the step draws random numbers from a torch.Generator of its own",
+            "random numbers of the default generator, which continues from call to call in a compiled step",
+            "leave out generator=, or draw the numbers before the step and pass them in",
+        )
+
+
+@dataclass
+class RngReplay:
+    """Merges draws that repeat: activation checkpointing resets the generator to recompute a forward.
+
+    Segments of the trace are between reads and resets of the generator; each random node is annotated with its segment.
+    `repeats[i]` is the segment to whose start the generator was reset before segment `i`; None if it continued.
+    """
+
+    repeats: list[int | None] = field(default_factory=lambda: [None])
+    _saved: list[tuple[torch.Tensor, int]] = field(default_factory=list[tuple[torch.Tensor, int]])
+
+    def saved(self, state: torch.Tensor) -> None:
+        """Record that the generator's state was read."""
+        self._begin(None)
+        self._saved.append((state, len(self.repeats) - 1))
+
+    def restored(self, state: torch.Tensor) -> None:
+        """Record that the generator was set to a state read before."""
+        known = [segment for kept, segment in self._saved if kept is state]
+        if not known:
+            refuse_seeds(None)
+        self._begin(known[0])
+
+    def _begin(self, repeats: int | None) -> None:
+        self.repeats.append(repeats)
+        _torch.note_on_nodes(rng_segment=len(self.repeats) - 1)
+
+    def share(self, graph: Graph) -> None:
+        """Replace each draw that repeats an earlier one by the earlier node."""
+        drawn: list[list[Node]] = [[] for _ in self.repeats]
+        for node in graph.nodes:
+            if is_random(node):
+                drawn[meta.rng_segment(node)].append(node)
+        starts, first = list[int](), dict[int, Node]()
+        for number, repeats in enumerate(self.repeats):
+            end = starts[-1] + len(drawn[number - 1]) if starts else 0
+            starts.append(end if repeats is None else starts[repeats])
+            for position, node in enumerate(drawn[number], starts[number]):
+                earlier = first.setdefault(position, node)
+                if earlier is not node and _is_same_draw(earlier, node):
+                    node.replace_all_uses_with(earlier)
+                    graph.erase_node(node)
+
+
+def _is_same_draw(a: Node, b: Node) -> bool:
+    return a.target == b.target and meta.tensors(a) == meta.tensors(b)
