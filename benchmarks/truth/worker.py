@@ -22,7 +22,7 @@ from wholestep.cost.simulation import simulate
 from wholestep.distributed.launch import join
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.schedule import Schedule
-from wholestep.profiling.measure_compute import measure_hardware
+from wholestep.profiling.measure_hardware import measure_hardware
 from wholestep.runtime.step import CompiledStep
 
 from .results import Scene, Style, Turn

@@ -11,7 +11,7 @@ from torch import nn
 import wholestep as ws
 from tests.backends import Interpreted
 from tests.dist.launch import run_ranks
-from wholestep.runtime import fingerprints
+from wholestep.runtime import consistency
 
 SECONDS = 10.0
 
@@ -74,7 +74,7 @@ def differing(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "name of the backend": attempt(rank, job(rank), backend=Interpreted() if rank else "eager"),
         "keep_grads": attempt(rank, job(rank), keep_grads=rank == 1),
     }
-    fingerprints.versions = other_version
+    consistency.versions = other_version
     return out | {"version": attempt(rank, job(rank))}
 
 

@@ -12,8 +12,7 @@ from tests.dist.launch import run_ranks
 from wholestep.distributed.launch import join
 from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.hardware.measured import MeasuredDevice
-from wholestep.profiling.measure_compute import measure_hardware
-from wholestep.profiling.measure_link import crowded
+from wholestep.profiling.measure_hardware import crowded, measure_hardware
 
 
 def figures(rank: int, world: int, mesh: str) -> None:

@@ -13,7 +13,7 @@ from tests.dist.launch import run_ranks
 from tests.live_bytes import peak_of
 from tests.steps import sum_from_one as train
 from wholestep.capture.call_structure import take_apart
-from wholestep.runtime.memory_budget import bound_to_rank
+from wholestep.runtime.finalize import bound_to_rank
 from wholestep.runtime.step import CompiledStep
 
 SCHEDULE = ws.Schedule(ws.Hardware.default())

@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import wholestep as ws
 from tests.backends import Interpreted
 from tests.steps import mean_square as train_step
-from wholestep.cache import folder as files
 from wholestep.cache import key as cache_key
+from wholestep.cache import step_cache as files
 from wholestep.cache.choices import AutoChoice, Choices
-from wholestep.cache.folder import DamagedError
 from wholestep.cache.key import Key, UnknownValueError, digest, text_of
+from wholestep.cache.step_cache import DamagedError
 from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import copy_graph

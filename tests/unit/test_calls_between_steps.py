@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from wholestep.runtime.eager_gather import gather_before_eager_call
+from wholestep.runtime.between_steps import gather_before_eager_call
 
 
 def test_parameters_in_host_memory_are_moved_for_a_call() -> None:

@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
-from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, CudaGraphs, cudagraphs, obstacle
+from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, CudaGraphs, obstacle
 from wholestep.backend.rank_binding import bind
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
@@ -302,11 +302,12 @@ def test_a_number_that_an_op_takes_in_python() -> None:
     meta.set_tensors(out, (made,))
     graph.output((out,))
     assert as_tensors(graph) == ["%leaky_relu_default (aten.leaky_relu.default)"]
-    said: list[str] = []
     inputs = [Input("x", Role.PARAM, made), Input("lr", Role.HYPER, number)]
-    run = cudagraphs(graph, inputs, [torch.ones(3), torch.tensor(0.5)], Again(), said.append)
+    backend = CudaGraphs(Again())
+    with pytest.warns(UserWarning, match="takes a scheduled number"):
+        run = backend.compile(graph, inputs, [torch.ones(3), torch.tensor(0.5)], None)
     assert torch.equal(run([-torch.ones(3), torch.tensor(0.5)])[0], torch.full((3,), -0.5))
-    assert said == [
+    assert list(backend.warned) == [
         "backend='cudagraphs' runs this step as 'eager' does: %leaky_relu_default (aten.leaky_relu.default) takes a "
         "scheduled number as a Python number"
     ]

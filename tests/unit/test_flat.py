@@ -11,7 +11,7 @@ from wholestep.passes.bucket import join_rows
 from wholestep.passes.contiguous_shards import ContiguousShards, buckets, side_by_side
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
-from wholestep.runtime.shard_buffers import pack_buckets
+from wholestep.runtime.placement import pack_buckets
 
 
 def program(reshard: bool, bucket_bytes: int = 40 << 10) -> ws.LocalGraph:

@@ -12,8 +12,7 @@ from torch.fx import Graph
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.eager import eager
-from wholestep.backend.inductor import inductor
-from wholestep.backend.subgraphs import in_segments
+from wholestep.backend.inductor import Inductor, in_segments
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 
@@ -54,7 +53,7 @@ def _reads_a_number() -> Graph:
 @needs_compiler
 def test_a_number_that_an_op_takes_in_python() -> None:
     with pytest.raises(ws.BackendError) as raised:
-        inductor(_reads_a_number(), [torch.ones(3), torch.tensor(0.5)])
+        Inductor().compile(_reads_a_number(), [], [torch.ones(3), torch.tensor(0.5)], None)
     assert str(raised.value) == (
         "Inductor cannot compile this graph: %leaky_relu_default (aten.leaky_relu.default) takes a scheduled number "
         'as a Python number\n  needed: an optimizer that computes with tensors\n  next: use backend="eager"'

@@ -21,7 +21,7 @@ from wholestep.hardware.measured import CollectiveCost
 from wholestep.hardware.work import Work
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
-from wholestep.profiling.measure_compute import measure_hardware
+from wholestep.profiling.measure_hardware import measure_hardware
 
 MESH = ws.Mesh("dp=2")
 RATES = {

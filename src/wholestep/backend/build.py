@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -65,39 +64,26 @@ def compiled(
         BackendError: the backend cannot compile it, or returns no function.
     """
     if clock is not None and not backend.times_nodes:
-        raise BackendError(
-            f"backend {backend.name!r} does not time nodes",
-            "one with times_nodes for measure=True and profile",
-            'leave out measure=True, or use backend="eager"',
-        )
+        found = f"backend {backend.name!r} does not time nodes"
+        needed = "one with times_nodes for measure=True and profile"
+        raise BackendError(found, needed, 'leave out measure=True, or use backend="eager"')
     outputs = len(cast(Sequence[Any], next(node for node in graph.nodes if node.op == "output").args[0]))
     with torch.no_grad():
         run = cast(object, backend.compile(graph, inputs, example_inputs, clock))
     if not callable(run):
-        raise BackendError(
-            f"backend {backend.name!r} returned {run!r}",
-            "a function from the list of inputs to the list of outputs",
-            "return one from compile",
-        )
-    return cast(Run, run) if type(backend) in BACKENDS.values() else _Checked(cast(Run, run), backend.name, outputs)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A function of a user's backend, with its results counted."""
-
-    run: Run
-    name: str
-    outputs: int
+        needed = "a function from the list of inputs to the list of outputs"
+        raise BackendError(f"backend {backend.name!r} returned {run!r}", needed, "return one from compile")
+    if type(backend) in BACKENDS.values():
+        return cast(Run, run)
 
     @torch.no_grad()
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        out = cast(object, self.run(inputs))
-        if not isinstance(out, (list, tuple)) or len(cast(Sequence[Any], out)) != self.outputs:
+    def counted(inputs: Sequence[Any]) -> list[Any]:
+        out = run(inputs)
+        if not isinstance(out, (list, tuple)) or len(cast(Sequence[Any], out)) != outputs:
             found = f"{len(cast(Sequence[Any], out))} values" if isinstance(out, (list, tuple)) else type(out).__name__
-            raise BackendError(
-                f"backend {self.name!r} returned {found} from a step",
-                f"a list of {self.outputs} values, one for each output of the graph",
-                "return them in the order of the output node",
-            )
+            text = f"backend {backend.name!r} returned {found} from a step"
+            needed = f"a list of {outputs} values, one for each output of the graph"
+            raise BackendError(text, needed, "return them in the order of the output node")
         return list(cast(Sequence[Any], out))
+
+    return counted

@@ -33,7 +33,6 @@ WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
 _BROUGHT = (Role.BATCH, Role.HYPER)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 Replay = Callable[[], None]
-Tell = Callable[[str], None]
 
 
 class Recorder(Protocol):
@@ -82,8 +81,14 @@ class CudaGraphs:
     def compile(
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
     ) -> Run:
-        """See `Backend`."""
-        return cudagraphs(graph, inputs, example_inputs, self.recorder, self._warn, clock)
+        """`graph` as a function that replays it; as `eager` makes it where that cannot be, with a warning of why."""
+        kind = self.recorder.kind
+        if why := obstacle(graph, inputs, example_inputs, kind, _transport(kind)):
+            self._warn(f"backend='cudagraphs' runs this step as 'eager' does: {why}")
+            return eager(graph, clock)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        in_single_precision(graph, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
+        return _Replayed(eager(graph, clock), [i.role for i in inputs], self.recorder, self._warn)
 
     def _warn(self, text: str) -> None:
         if text not in self.warned:
@@ -91,48 +96,21 @@ class CudaGraphs:
             warnings.warn(text, stacklevel=2)
 
 
-def cudagraphs(
-    graph: Graph,
-    inputs: Sequence[Input],
-    example_inputs: Sequence[Any],
-    recorder: Recorder,
-    tell: Tell,
-    clock: NodeClock | None = None,
-) -> Run:
-    """`graph` as a function that replays it; as `eager` makes it where that cannot be, and `tell` is told why.
-
-    `inputs` say what each of `example_inputs` is.
-    """
-    why = obstacle(graph, inputs, example_inputs, recorder.kind, _transport(recorder.kind))
-    if why:
-        tell(f"backend='cudagraphs' runs this step as 'eager' does: {why}")
-        return eager(graph, clock)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    in_single_precision(graph, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
-    return _Replayed(eager(graph, clock), [i.role for i in inputs], recorder, tell)
-
-
-@dataclass
-class _Recording:
-    """One recorded step; `places` are the addresses that it reads and writes beside the buffers."""
-
-    places: list[int]
-    made: list[Tensor]
-    replay: Replay
-
-
 @dataclass
 class _Replayed:
-    """A run function that turns itself into a recording."""
+    """A run function that turns itself into a recording.
+
+    `recording` has the addresses that it reads and writes beside the buffers, tensors of its results, and the replay.
+    """
 
     run: Run
     roles: Sequence[Role]
     recorder: Recorder
-    tell: Tell
+    warn: Callable[[str], None]
     calls: int = 0
     recordings: int = 0
     gave_up: bool = False
-    recording: _Recording | None = None
+    recording: tuple[list[int], list[Tensor], Replay] | None = None
     buffers: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     numbers: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -142,13 +120,14 @@ class _Replayed:
         if self.calls <= WARM_CALLS or self.gave_up:
             return self.run(given)
         places = [cast(Tensor, t).data_ptr() for t, role in zip(given, self.roles, strict=True) if role not in _BROUGHT]
-        if self.recording is None or self.recording.places != places:
+        if self.recording is None or self.recording[0] != places:
             self.recording = None  # frees its memory
             self.recording = self._record(given, places)
         if self.recording is None:
             return self.run(given)
-        self.recording.replay()
-        return [tensor.clone() for tensor in self.recording.made]
+        _, made, replay = self.recording
+        replay()
+        return [tensor.clone() for tensor in made]
 
     def _brought(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, with buffers that hold what this call brings."""
@@ -157,10 +136,8 @@ class _Replayed:
             if role not in _BROUGHT:
                 continue
             if i not in self.buffers:
-                made = cast(Tensor, given[i])
-                self.buffers[i] = torch.empty_strided(
-                    made.shape, made.stride(), dtype=made.dtype, device=self.recorder.kind
-                )
+                made, kind = cast(Tensor, given[i]), self.recorder.kind
+                self.buffers[i] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=kind)
             if role is Role.BATCH:
                 self.buffers[i].copy_(given[i], non_blocking=True)
             elif (value := float(given[i])) != self.numbers.get(i):
@@ -169,16 +146,14 @@ class _Replayed:
             given[i] = self.buffers[i]
         return given
 
-    def _record(self, given: list[Any], places: list[int]) -> _Recording | None:
+    def _record(self, given: list[Any], places: list[int]) -> tuple[list[int], list[Tensor], Replay] | None:
         self.recordings += 1
         if self.recordings > MOST_RECORDINGS:
-            self._give_up(
-                f"parameters, state or gradients have other addresses again and again ({MOST_RECORDINGS} recordings so "
-                "far): change them in place"
-            )
+            often = f"other addresses again and again ({MOST_RECORDINGS} recordings so far)"
+            self._give_up(f"parameters, state or gradients have {often}: change them in place")
             return None
         try:
-            return _Recording(places, *self.recorder.record(lambda: self.run(given)))
+            return (places, *self.recorder.record(lambda: self.run(given)))
         except Exception as error:  # whatever a library says when it cannot be recorded
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._give_up(f"it cannot be recorded: {text}")
@@ -186,7 +161,7 @@ class _Replayed:
 
     def _give_up(self, why: str) -> None:
         self.gave_up = True
-        self.tell(f"backend='cudagraphs' runs this step as 'eager' does from here on: {why}")
+        self.warn(f"backend='cudagraphs' runs this step as 'eager' does from here on: {why}")
 
 
 def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], kind: str, transport: str) -> str:

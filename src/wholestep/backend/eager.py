@@ -83,9 +83,10 @@ class _Eager:
         return out
 
     def _compile(self, first: bool) -> Run:
-        writer = _Writer(self._clock, self._check if first else self._mend)
-        self.source = writer.write(self._graph)
-        scope: dict[str, Any] = dict(writer.constants)
+        self._constants: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self.source = self._write(self._check if first else self._mend)
+        scope = dict(self._constants)
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 
@@ -108,15 +109,8 @@ class _Eager:
         stride = meta.traced_stride(node)
         return None if stride is None else partial(meta.with_stride, stride=stride)
 
-
-class _Writer:
-    def __init__(self, clock: NodeClock | None, mend: Callable[[Node], Callable[[Any], Any] | None]) -> None:
-        self.clock, self.mend = clock, mend
-        self.constants: dict[str, Any] = {}
-        self.names: dict[int, str] = {}
-
-    def write(self, graph: Graph) -> str:
-        nodes = list(graph.nodes)
+    def _write(self, mend: Callable[[Node], Callable[[Any], Any] | None]) -> str:
+        nodes = list(self._graph.nodes)
         last = {given: node for node in nodes for given in operands(node)}
         dying: dict[Node, list[str]] = {}
         for given, node in last.items():
@@ -127,22 +121,21 @@ class _Writer:
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
         for node in nodes:
             if node.op == "call_function":
-                lines.append(f"    {self._line(node)}")
+                lines.append(f"    {self._line(node, mend(node) if node.users else None)}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
             if node in dying:
                 lines.append(f"    del {', '.join(sorted(set(dying[node])))}")
         return "\n".join(lines) + "\n"
 
-    def _line(self, node: Node) -> str:
+    def _line(self, node: Node, mend: Callable[[Any], Any] | None) -> str:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
             target = function_of(node)
-            target = self.clock.timed(node, target) if self.clock else target
+            target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
-        mend = self.mend(node) if node.users else None
         call = f"{self._constant(mend, 'f')}({call})" if mend else call
         return f"{node.name} = {call}" if node.users else call
 
@@ -159,7 +152,7 @@ class _Writer:
 
     def _constant(self, value: Any, prefix: str) -> str:
         key = id(value)
-        if key not in self.names:
-            self.names[key] = f"_{prefix}{len(self.constants)}"
-            self.constants[self.names[key]] = value
-        return self.names[key]
+        if key not in self._names:
+            self._names[key] = f"_{prefix}{len(self._constants)}"
+            self._constants[self._names[key]] = value
+        return self._names[key]

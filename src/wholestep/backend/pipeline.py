@@ -25,39 +25,23 @@ Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 
-def schedule_for(hardware: Hardware, schedule: HowScheduled = "auto") -> Schedule | None:
-    """The schedule with that name on `hardware`; a `Schedule` or None is returned unchanged."""
-    if not isinstance(schedule, str):
-        return schedule
-    return Schedule(hardware, across_steps=schedule == "across_steps")
-
-
 def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 
 
 def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
-    """`edit(passes)`, checked.
-
-    Raises:
-        PlanError: an element is no pass, or `SameOrder` is missing.
-    """
+    """`edit(passes)`, checked. Raises PlanError: an element is no pass, or `SameOrder` is missing."""
     made: object = passes if edit is None else edit(passes)
     found = cast("tuple[object, ...]", tuple(made)) if isinstance(made, (list, tuple)) else (made,)
     wrong = [one for one in found if not callable(one)]
     if wrong:
-        raise PlanError(
-            f"passes= gives {wrong[0]!r}",
-            "a list of passes: functions from LocalGraph to LocalGraph",
-            "return the given list with passes added or removed",
-        )
+        needed = "a list of passes: functions from LocalGraph to LocalGraph"
+        raise PlanError(f"passes= gives {wrong[0]!r}", needed, "return the given list with passes added or removed")
     if any(isinstance(one, SameOrder) for one in passes) and not any(isinstance(one, SameOrder) for one in found):
-        raise PlanError(
-            "passes= leaves out SameOrder",
-            "one order of collectives on all ranks: otherwise ranks wait for each other forever",
-            "keep SameOrder after the passes that order collectives",
-        )
+        text = "passes= leaves out SameOrder"
+        needed = "one order of collectives on all ranks: otherwise ranks wait for each other forever"
+        raise PlanError(text, needed, "keep SameOrder after the passes that order collectives")
     return cast("tuple[Pass, ...]", found)
 
 
@@ -88,13 +72,13 @@ def pipeline(
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), passes)
     """
     hardware = hardware or (schedule.hardware if isinstance(schedule, Schedule) else Hardware.default())
-    scheduled = schedule_for(hardware, schedule)
-    ordered = (*scheduled.passes, SameOrder()) if scheduled is not None else ()
-    direct = backend_of(backend).in_place_buffers
-    last: tuple[Pass, ...] = (
-        (Offload(), WriteIntoBuckets(), Reinplace(), ContiguousShards()) if direct else (Offload(), Reinplace())
-    )
-    passes = (*ordered, *last)
+    if isinstance(schedule, str):
+        schedule = Schedule(hardware, across_steps=schedule == "across_steps")
+    passes: tuple[Pass, ...] = (*schedule.passes, SameOrder()) if schedule is not None else ()
+    if backend_of(backend).in_place_buffers:
+        passes = (*passes, Offload(), WriteIntoBuckets(), Reinplace(), ContiguousShards())
+    else:
+        passes = (*passes, Offload(), Reinplace())
     if memory_bytes is None:
         return passes
     return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

@@ -18,10 +18,6 @@ from ..plan.strategies import Strategies
 class AutoChoice:
     """What `Auto` chose on the first rank: a template by its number among the candidates, or strategies that were
     solved for; what it was chosen for, and why.
-
-    Example:
-        >>> AutoChoice.from_json(AutoChoice(Objective(0.1, 0.1, 1), template=2).to_json()).template
-        2
     """
 
     objective: Objective
@@ -40,11 +36,7 @@ class AutoChoice:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> AutoChoice:
-        """Inverse of `to_json`.
-
-        Raises:
-            TypeError, KeyError, ValueError: not what `to_json` writes.
-        """
+        """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
         template, solved = data["template"], strategy_file.decode(data["solved"])
         if (template is None) is (solved is None):
             raise ValueError("neither a template nor strategies, or both")
@@ -63,10 +55,6 @@ class Choices:
         solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
         fitting: how the step was fitted into its budget.
         fitted: a fingerprint of the program that `fitting` is for; names of its nodes mean nothing in another one.
-
-    Example:
-        >>> Choices.from_json(Choices(fitting=Fitting(0, ("gelu",))).to_json()).fitting
-        Fitting(way=0, names=('gelu',))
     """
 
     hardware: Hardware | None = None
@@ -87,11 +75,7 @@ class Choices:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Choices:
-        """Inverse of `to_json`.
-
-        Raises:
-            TypeError, KeyError, ValueError: not what `to_json` writes.
-        """
+        """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
         measured, fitting = data["hardware"], data["fitting"]
         return Choices(
             None if measured is None else from_json(measured),

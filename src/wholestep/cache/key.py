@@ -33,22 +33,13 @@ class UnknownValueError(Exception):
 
 @dataclass(frozen=True)
 class Key:
-    """Fingerprints by what they are of.
-
-    Example:
-        >>> Key.of({"mesh": "dp=2"}).differing(Key.of({"mesh": "dp=4"}).parts)
-        ['mesh']
-    """
+    """Fingerprints by what they are of."""
 
     parts: Mapping[str, str]
 
     @staticmethod
     def of(values: Mapping[str, object]) -> Key:
-        """The key of `values`.
-
-        Raises:
-            UnknownValueError: one has no text.
-        """
+        """The key of `values`. Raises UnknownValueError: one has no text."""
         return Key({name: digest([text_of(name, value)]) for name, value in values.items()})
 
     @property

@@ -1,30 +1,128 @@
-"""The compile cache of one step: the first rank looks up what an earlier start chose, and broadcasts it."""
+"""The compile cache of one step: the first rank looks up what an earlier start chose, and broadcasts it.
+
+Its folder holds a JSON file for each key, written aside and renamed, with a checksum. Several ranks and jobs may use
+one folder at once; it may be deleted at any time.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CacheError
 from ..graph.graph import LocalGraph
 from ..passes.fit_memory import Fitting
-from . import folder as files
+from ..tuning import TUNING
 from .choices import Choices
-from .folder import DamagedError
 from .key import Key, UnknownValueError, digest
 
+FORMAT, VERSION = "wholestep.choices", 4
+ENDING = ".choices.json"
+MOST_FILES = TUNING.cached_files
+_HIT = "hit"
 
-@dataclass(frozen=True)
-class _Found:
-    """What a look-up logs, and whether there was an entry."""
 
-    text: str
-    hit: bool = False
+class DamagedError(Exception):
+    """A file that is no whole entry of this version."""
+
+
+def path_of(folder: Path, key: Key) -> Path:
+    """The file of a key."""
+    return folder / f"{key.text}{ENDING}"
+
+
+def read(folder: Path, key: Key) -> Choices | None:
+    """The choices that are kept under a key; None where there is no file.
+
+    Raises:
+        DamagedError: the file is cut short, changed, of another version, or no entry.
+        OSError: it cannot be read.
+    """
+    try:
+        data = path_of(folder, key).read_bytes()
+    except FileNotFoundError:
+        return None
+    found = _opened(data)
+    if found["key"] != dict(key.parts):
+        raise DamagedError("is the entry of another key")
+    try:
+        return Choices.from_json(found["choices"])
+    except Exception as error:
+        raise DamagedError(f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def write(folder: Path, key: Key, choices: Choices) -> None:
+    """Put an entry into the folder as one act; the oldest go where there are many.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    body = {"key": dict(key.parts), "choices": choices.to_json()}
+    entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key.text[:8]}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(entry, file, indent=1)
+        os.chmod(aside, 0o644)  # it was made for this user alone
+        os.replace(aside, path_of(folder, key))
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+    for old in _newest(folder)[MOST_FILES:]:
+        old.unlink(missing_ok=True)
+
+
+def nearest(folder: Path, key: Key) -> list[str]:
+    """The parts in which the entry differs that differs least, of the newest ones; empty where there is none."""
+    best: list[str] = []
+    for path in _newest(folder)[: TUNING.compared_files]:
+        try:
+            differing = key.differing(_opened(path.read_bytes())["key"])
+        except (OSError, DamagedError):
+            continue
+        if differing and (not best or len(differing) < len(best)):
+            best = differing
+    return best
+
+
+def _opened(data: bytes) -> Mapping[str, Any]:
+    """The content of a file, which is as it was written."""
+    try:
+        found: Any = json.loads(data)
+    except ValueError as error:
+        raise DamagedError("is no JSON") from error
+    entry: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    if entry.get("format") != FORMAT:
+        raise DamagedError("is no entry of wholestep's compile cache")
+    if entry.get("version") != VERSION:
+        raise DamagedError("is of another version")
+    body = {"key": entry.get("key"), "choices": entry.get("choices")}
+    if entry.get("sum") != _sum_of(body):
+        raise DamagedError("was changed")
+    return body
+
+
+def _sum_of(body: Mapping[str, Any]) -> str:
+    return digest([json.dumps(body, sort_keys=True)])
+
+
+def _newest(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{ENDING}"), key=_age, reverse=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
@@ -56,26 +154,26 @@ class StepCache:
         self.log.append(text)
         self.say(text)
 
-    def find(self, key: Key) -> tuple[_Found, Choices, str]:
+    def find(self, key: Key) -> tuple[str, Choices, str]:
         """The event to log, the choices of an earlier start (empty without an entry), and a warning."""
         try:
-            found = files.read(self.folder, key)
+            found = read(self.folder, key)
         except DamagedError as error:
-            path = files.path_of(self.folder, key)
+            path = path_of(self.folder, key)
             warning = f"compile cache: {path} {error}: it is not used, and written again"
-            return _Found("miss: the entry cannot be read"), Choices(), warning
+            return "miss: the entry cannot be read", Choices(), warning
         except OSError as error:
-            return _Found(f"miss: the entry cannot be read: {error}"), Choices(), ""
+            return f"miss: the entry cannot be read: {error}", Choices(), ""
         if found is not None:
-            return _Found("hit", hit=True), found, ""
-        *others, last = files.nearest(self.folder, key) or [""]
+            return _HIT, found, ""
+        *others, last = nearest(self.folder, key) or [""]
         names = f"{', '.join(others)} and {last}" if others else last
-        return _Found(f"miss: other {names}" if names else "miss: no entry"), Choices(), ""
+        return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
 
     def store(self, key: Key, choices: Choices) -> None:
         """Write an entry."""
         try:
-            files.write(self.folder, key, choices)
+            write(self.folder, key, choices)
         except OSError as error:
             self.warn(f"the compile cache {self.folder} cannot be written: {error}")
 
@@ -112,23 +210,22 @@ class CachedChoices:
         if self.cache is None or self._looked:
             return
         self._looked = True
-        own, warning = _Found(""), ""
+        own = warning = ""
         if self.rendezvous.rank == 0:
             own, self.earlier, warning = self._find(self.cache)
         what = "what an earlier start chose (cache=)"
         found, choices = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier.to_json()), what)
         if self.rendezvous.rank != 0:
             self.earlier = Choices.from_json(choices)
-            found = replace(found, text="from rank 0") if found.hit else found
-        self.cache.tell(found.text)
+            found = "from rank 0" if found == _HIT else found
+        self.cache.tell(found)
         self.cache.warn(warning)
 
-    def _find(self, cache: StepCache) -> tuple[_Found, Choices, str]:
+    def _find(self, cache: StepCache) -> tuple[str, Choices, str]:
         try:
             self._key = Key.of(self.values())
         except UnknownValueError as error:
-            text = f"nothing of this step is kept in the compile cache: {error}"
-            return _Found(f"off: {error}"), Choices(), text
+            return f"off: {error}", Choices(), f"nothing of this step is kept in the compile cache: {error}"
         return cache.find(self._key)
 
     def note(self, **chosen: Any) -> None:

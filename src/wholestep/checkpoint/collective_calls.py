@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from ..distributed.rendezvous import Rendezvous
@@ -14,15 +13,6 @@ T = TypeVar("T")
 _TIMEOUT_S = 1800.0  # that of torch's process groups: a rank may write for minutes
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """What came of some work; `cause` stays on the rank that failed."""
-
-    result: Any = None
-    failure: tuple[str, ...] | None = None
-    cause: BaseException | None = None
-
-
 def on_every_rank(work: Callable[[], T], name_rank: bool = True) -> T:
     """Call `work` on every rank; each gets its own result.
 
@@ -31,14 +21,14 @@ def on_every_rank(work: Callable[[], T], name_rank: bool = True) -> T:
     Raises:
         CheckpointError: on every rank, when it failed on any; the failure of the first such rank.
     """
-    own = _attempt(work)
-    failures = _gather(own.failure)
+    own, failure, cause = _attempt(work)
+    failures = _gather(failure)
     failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
     if failed:
         rank, (found, *others) = failed[0]
         alone = name_rank and len(failed) < len(failures)
-        raise CheckpointError(f"on rank {rank}, {found}" if alone else found, *others) from own.cause
-    return cast(T, own.result)
+        raise CheckpointError(f"on rank {rank}, {found}" if alone else found, *others) from cause
+    return cast(T, own)
 
 
 def gather_from_ranks(work: Callable[[], T]) -> list[T]:
@@ -52,10 +42,10 @@ def on_first_rank(work: Callable[[], T]) -> T:
     Raises:
         CheckpointError: on every rank, when it failed.
     """
-    own = _attempt(work) if rank_and_size()[0] == 0 else _Attempt()
-    result, failure = _gather((own.result, own.failure))[0]
+    own, failure, cause = _attempt(work) if rank_and_size()[0] == 0 else (None, None, None)
+    result, failure = _gather((own, failure))[0]
     if failure is not None:
-        raise CheckpointError(*failure) from own.cause
+        raise CheckpointError(*failure) from cause
     return cast(T, result)
 
 
@@ -70,10 +60,11 @@ def _gather(value: T) -> list[T]:
     return ranks.gather(ranks.next_label("checkpoint"), value, "saving or loading a checkpoint")
 
 
-def _attempt(work: Callable[[], Any]) -> _Attempt:
+def _attempt(work: Callable[[], Any]) -> tuple[Any, tuple[str, ...] | None, BaseException | None]:
+    """The result of some work, its failure, and the cause of that, which stays on the rank that failed."""
     try:
-        return _Attempt(work())
+        return work(), None, None
     except CheckpointError as error:
-        return _Attempt(failure=error.args, cause=error.__cause__)
+        return None, error.args, error.__cause__
     except Exception as error:
-        return _Attempt(failure=(f"{type(error).__name__}: {error}",), cause=error)
+        return None, (f"{type(error).__name__}: {error}",), error

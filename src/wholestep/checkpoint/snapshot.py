@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import _torch
 from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
+from ..distributed.full_tensors import copy
 from ..distributed.launch import job
 from ..runtime import random_state
 from .collective_calls import on_first_rank
@@ -171,8 +172,7 @@ class Restore:
 
     def _source(self, name: str) -> str:
         """A buffer that was different on this rank comes from this rank's copy, in a job of as many ranks."""
-        own = own_names(self.manifest)
-        return own.get(name, name)
+        return own_names(self.manifest).get(name, name)
 
     def _states(self) -> Iterator[tuple[str, CheckpointTensor, Optimizer, torch.Tensor]]:
         theirs = {saved: self.state.optimizers[label] for label, saved in self._pairs().items()}
@@ -190,7 +190,7 @@ class Restore:
         State that the checkpoint does not have goes; `keep_primed` spares that of parameters it has no state of at all.
         """
         for name, held in {**self.state.params, **self.state.buffers}.items():
-            _copy(held.tensor, self.staged[self._source(name)])
+            copy(_torch.local_tensor(held.tensor), _torch.local_tensor(self.staged[self._source(name)]))
         for label, theirs in self._pairs().items():
             values = content["values"].get(theirs, {})
             self._drop(self.state.optimizers[label], theirs, values, keep_primed)
@@ -204,7 +204,7 @@ class Restore:
         for name, saved, optimizer, param in self._states():
             live = optimizer.state.get(param, {}).get(saved.key)
             if _fits(live, saved):
-                _copy(live, self.staged[name])
+                copy(_torch.local_tensor(live), _torch.local_tensor(self.staged[name]))
             else:
                 optimizer.state[param][saved.key] = self.staged[name]
 
@@ -244,12 +244,6 @@ def _new(saved: CheckpointTensor, optimizer: Optimizer, param: torch.Tensor) -> 
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     counts = saved.key == "step" and not (group.get("capturable") or group.get("fused"))
     return torch.empty(saved.shape, dtype=dtype, device="cpu" if counts else param.device)
-
-
-def _copy(live: torch.Tensor, new: torch.Tensor) -> None:
-    target, source = _torch.local_tensor(live), _torch.local_tensor(new)
-    if not torch.equal(target, source):  # an expanded buffer cannot be written, and does not change
-        target.copy_(source)
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -18,8 +18,6 @@ from ..layout import Layout, chunk_range
 from ..mesh import Mesh
 from ..tuning import TUNING
 
-MOST_BYTES = TUNING.gathered_piece_bytes
-
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
     """The piece of a whole tensor at `coordinate`, as a view."""
@@ -66,7 +64,11 @@ def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
     places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
     out: list[Tensor] = []
     for few in _bounded(tensors):
-        parts = [_part(tensor, places[tensor.device_mesh]) for tensor in few]
+        parts: list[_Part] = []
+        for tensor in few:
+            layout = dtensor.layout_from(tensor.placements, tensor.dim(), places[tensor.device_mesh].mesh)
+            piece = _torch.local_tensor(tensor).to(tensor.device_mesh.device_type)
+            parts.append(_Part(piece, layout, tuple(tensor.shape)))
         while any(part.next() for part in parts):
             buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[_Part]](list)
             for part, tensor in zip(parts, few, strict=True):
@@ -76,11 +78,6 @@ def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
                 _join(bucket, axis, places[devices])
         out += [_own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)]
     return out
-
-
-def _part(tensor: DTensor, here: MeshPosition) -> _Part:
-    layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
-    return _Part(_torch.local_tensor(tensor).to(tensor.device_mesh.device_type), layout, tuple(tensor.shape))
 
 
 def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:
@@ -95,7 +92,7 @@ def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:
     for tensor in tensors:
         if room < tensor.nbytes or not out:
             out.append([])
-            room = MOST_BYTES
+            room = TUNING.gathered_piece_bytes
         out[-1].append(tensor)
         room -= tensor.nbytes
     return out

@@ -63,11 +63,8 @@ def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
         found = f"mesh {mesh} has {mesh.size} ranks, the job has {size}"
-        raise MeshError(
-            found,
-            f"axis sizes whose product is {size}",
-            f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})',
-        )
+        next_step = f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})'
+        raise MeshError(found, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
     atexit.unregister(_let_go)

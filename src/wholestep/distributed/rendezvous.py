@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import RankMismatchError
+from ..errors import PlanError, RankMismatchError
 from ..graph.meta import last_user_frame
 from .sections import (
     GRAPH,
@@ -67,10 +67,6 @@ class Rendezvous:
         size: the number of ranks; with one rank, nothing is sent.
         timeout_s: seconds to wait for the other ranks.
         on_wait: called with the missing ranks every few seconds while this rank waits.
-
-    Example:
-        >>> rendezvous = Rendezvous.of_job(timeout_s=120.0)
-        >>> path = rendezvous.broadcast("folder", path, "which folder it made")
     """
 
     store: Any
@@ -107,16 +103,13 @@ class Rendezvous:
         if self.size == 1:
             return Calls(0, True)
         if failure:
-            self._publish(label, _Outcome(failed=(self.rank, failure)))
+            self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
             return Calls(0, True)
         found = self._combine(label, {entry_of(sections, call): [(self.rank, self.rank)]}, merged, _conclude)
         if found.failed is not None:
             other, text = found.failed
-            raise RankMismatchError(
-                f"rank {other} could not compile its step: {text}",
-                "a step that every rank can compile",
-                f"read rank {other}'s own error",
-            )
+            what = f"rank {other} could not compile its step: {text}"
+            raise RankMismatchError(what, "a step that every rank can compile", f"read rank {other}'s own error")
         if found.late is not None:
             raise self._late_program(found.late)
         result: SectionDifference | tuple[str, int] = found.value
@@ -137,12 +130,30 @@ class Rendezvous:
             put(self.store, label, value)
             return value
         if not appears(self.store, label, self.timeout_s):
-            raise RankMismatchError(
-                f"rank 0 did not say within {self.timeout_s:g} s {what}",
-                "every rank to compile its step",
-                "read rank 0's own error, or give a longer agree_timeout",
-            )
+            found = f"rank 0 did not say within {self.timeout_s:g} s {what}"
+            needed = "every rank to compile its step"
+            raise RankMismatchError(found, needed, "read rank 0's own error, or give a longer agree_timeout")
         return get(self.store, label)
+
+    def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
+        """What `choose()` returns on rank 0, on every rank.
+
+        Raises:
+            PlanError: on every rank, where it raised that. After another error, only the other ranks get a PlanError.
+        """
+        made: Any = None
+        if self.rank == 0:
+            try:
+                made = choose()
+            except PlanError as error:
+                made = error
+            except Exception as error:
+                self.broadcast(label, PlanError(f"rank 0 could not choose: {error}"), what)
+                raise
+        made = self.broadcast(label, made, what)
+        if isinstance(made, PlanError):
+            raise made
+        return made
 
     def gather(self, label: str, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error.
@@ -154,11 +165,9 @@ class Rendezvous:
             return [value]
         found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], _Outcome)
         if found.late is not None:
-            raise RankMismatchError(
-                f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:g} s",
-                "all ranks at the same call",
-                "call it on every rank, equally often and in the same order",
-            )
+            text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:g} s"
+            needed = "all ranks at the same call"
+            raise RankMismatchError(text, needed, "call it on every rank, equally often and in the same order")
         if self.store.add(f"{label}/read", 1) == self.size:  # nobody reads it any more
             for key in ("read", "outcome", "outcomes"):
                 self.store.delete_key(f"{label}/{key}")
@@ -189,12 +198,9 @@ class Rendezvous:
         if missing and self.store.add(key, -1) + 1 == full:
             self.store.add(key, 1)  # the last rank came at this moment
         elif missing:
-            raise RankMismatchError(
-                f"{what}: rank {self.rank} is there, {missing}",
-                "all ranks, as this gathers what each of them holds a part of",
-                "call it on every rank (not under `if rank == 0`), equally often and in the same order",
-                _user_line(),
-            )
+            needed = "all ranks, as this gathers what each of them holds a part of"
+            next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
+            raise RankMismatchError(f"{what}: rank {self.rank} is there, {missing}", needed, next_step, _user_line())
 
     # -- combining -----------------------------------------------------------------------
     def _combine(
@@ -203,15 +209,13 @@ class Rendezvous:
         """Merge the values of all ranks; the rank that comes last concludes for all."""
         tree = StoreTree(self.store, label, self.rank, self.size)
         for whole in tree.contribute(value, merge):
-            self._publish(label, conclude(whole))
+            self._publish(label, lambda whole=whole: conclude(whole))
         key, start = f"{label}/outcome", time.monotonic()
         reported = start
         while not self.store.check([key]):
             now = time.monotonic()
             if now - start > self.timeout_s:
-                if self._is_first(label):
-                    put(self.store, key, _Outcome(late=tuple(tree.missing())))
-                self._await(key)
+                self._publish(label, lambda: _Outcome(late=tuple(tree.missing())))
                 break
             if self.on_wait and now - reported > _REPORT_S:
                 reported = now
@@ -219,15 +223,12 @@ class Rendezvous:
                 if missing:
                     self.on_wait(missing)
             time.sleep(pause_s(now - start))
-        return get(self.store, key)
+        return self._await(key)
 
-    def _publish(self, label: str, outcome: _Outcome) -> None:
+    def _publish(self, label: str, outcome: Callable[[], _Outcome]) -> None:
         """Publish the outcome, unless there is one."""
-        if self._is_first(label):
-            put(self.store, f"{label}/outcome", outcome)
-
-    def _is_first(self, label: str) -> bool:
-        return self.store.add(f"{label}/outcomes", 1) == 1
+        if self.store.add(f"{label}/outcomes", 1) == 1:
+            put(self.store, f"{label}/outcome", outcome())
 
     def _shared_look(self, key: str, period_s: float, look: Callable[[], Any]) -> Any:
         """What `look` returned on one of the ranks that wait: one looks in each period, for all. None before that."""
@@ -237,62 +238,55 @@ class Rendezvous:
             return found
         return get(self.store, key) if self.store.check([key]) else None
 
-    def _await(self, key: str) -> None:
+    def _await(self, key: str) -> Any:
         timeout_s = max(_PUBLISHED_S, self.timeout_s)
         if not appears(self.store, key, timeout_s):
-            raise RankMismatchError(
-                f"a rank did not publish within {timeout_s:g} s what the others compare with",
-                "ranks that live until all have compared their programs",
-                "read the errors of the other ranks",
-            )
+            found = f"a rank did not publish within {timeout_s:g} s what the others compare with"
+            needed = "ranks that live until all have compared their programs"
+            raise RankMismatchError(found, needed, "read the errors of the other ranks")
+        return get(self.store, key)
 
     # -- errors --------------------------------------------------------------------------
     def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
         if self.rank in ranks or not ranks:
-            return RankMismatchError(
-                f"rank {self.rank} compiled its program when others no longer waited for it ({self.timeout_s:.0f} s)",
-                "all ranks to call the step at about the same time",
-                "find out why this rank is slow, or raise agree_timeout",
-            )
-        return RankMismatchError(
-            f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s",
-            "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)",
-            "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow",
-        )
+            found = f"rank {self.rank} compiled its program when others no longer waited"
+            needed = "all ranks to call the step at about the same time"
+            next_step = "find out why this rank is slow, or raise agree_timeout"
+            return RankMismatchError(f"{found} for it ({self.timeout_s:.0f} s)", needed, next_step)
+        found = f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s"
+        needed = "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)"
+        next_step = "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow"
+        return RankMismatchError(found, needed, next_step)
 
     def _difference(self, label: str, found: SectionDifference, sections: Mapping[str, Section]) -> RankMismatchError:
         """Exchange the lines of the section that differs: the lowest rank of each group publishes the group's."""
-        section, ranks = found.section, {one: list(ranks) for one, ranks in found.groups}
-        first = found.groups[0][0]
-        own = next((one for one in ranks if self.rank in ranks[one]), first)
-        theirs = next(one for one in ranks if one != own) if own == first else first
+        section, first = found.section, found.groups[0]
+        own = next((group for group in found.groups if self.rank in group[1]), first)
+        theirs = found.groups[1] if own is first else first
         held = sections.get(section, Section(""))
-        if any(members[0] == self.rank for members in ranks.values()):
-            put(self.store, f"{label}/lines/{own}", list(held.lines))
-        lines = {one: self._lines(f"{label}/lines/{one}") for one in (own, theirs)}
+        if own[1][0] == self.rank:
+            put(self.store, f"{label}/lines/{own[0]}", list(held.lines))
+        lines, others = (self._await(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
         if section in (LAYOUTS, GRAPH):
-            inside = self.rank in ranks[own]
-            rank = self.rank if inside else ranks[own][0]
-            where = held.where if inside else None
-            return other_program(rank, lines[own], ranks[theirs][0], lines[theirs], section, where)
-        second = theirs if own == first else own
-        return other_value(section, ranks[first], lines[first], ranks[second], lines[second])
-
-    def _lines(self, key: str) -> list[str]:
-        self._await(key)
-        return get(self.store, key)
+            inside = self.rank in own[1]
+            rank, where = (self.rank, held.where) if inside else (own[1][0], None)
+            return other_program(rank, lines, theirs[1][0], others, section, where)
+        if own is first:
+            return other_value(section, own[1], lines, theirs[1], others)
+        return other_value(section, theirs[1], others, own[1], lines)
 
     # -- waiting at a barrier --------------------------------------------------------------
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
-        own = _at(self.rank)
-        self.store.set(own, what)
+        self.store.set(_at(self.rank), what)
         warnings.warn(f"rank {self.rank} waits for other ranks at {what}\n  at: {_user_line()}", stacklevel=4)
         end = time.monotonic() + self.timeout_s
         try:
             while not appears(self.store, key, min(_LOOK_S, self.timeout_s / 2)):
                 at: dict[int, str] | None = self._shared_look(f"{key}/at", _LOOK_S, self._waiting_ranks)
-                elsewhere = [rank for rank, there in (at or {}).items() if there != what and self._is_at(rank, there)]
+                elsewhere = [
+                    rank for rank, there in (at or {}).items() if there != what and self._waits_at(rank) == there
+                ]
                 if at is not None and elsewhere:
                     time.sleep(2 * _LOOK_S)  # the others look as well
                     return "; ".join(f"rank {rank} is at {at[rank]}" for rank in elsewhere)
@@ -302,17 +296,13 @@ class Rendezvous:
                     return f"ranks {absent} did not come within {self.timeout_s:g} s"
             return ""
         finally:
-            self.store.set(own, "")
+            self.store.set(_at(self.rank), "")
 
     def _waiting_ranks(self) -> dict[int, str]:
-        """Where the ranks wait that have published it."""
-        found = {rank: _at(rank) for rank in range(self.size)}
-        at = {rank: self.store.get(key).decode() for rank, key in found.items() if self.store.check([key])}
-        return {rank: what for rank, what in at.items() if what}
+        return {rank: what for rank in range(self.size) if (what := self._waits_at(rank))}
 
-    def _is_at(self, rank: int, what: str) -> bool:
-        key = _at(rank)
-        return self.store.check([key]) and self.store.get(key).decode() == what
+    def _waits_at(self, rank: int) -> str:
+        return self.store.get(_at(rank)).decode() if self.store.check([_at(rank)]) else ""
 
 
 def _conclude(tally: Any) -> _Outcome:

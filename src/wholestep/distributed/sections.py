@@ -115,7 +115,7 @@ def other_program(
 
 
 def other_value(
-    section: str, ranks: list[int], first: Sequence[str], others: list[int], second: Sequence[str]
+    section: str, ranks: Sequence[int], first: Sequence[str], others: Sequence[int], second: Sequence[str]
 ) -> RankMismatchError:
     """`weight_decay of group 0: 0.5 on rank 1, 0.01 on rank 0`."""
     _, _, here, there = _first_difference(first, second)
@@ -123,11 +123,9 @@ def other_value(
     name, value = there.split(SEPARATOR, 1) if SEPARATOR in there else here.split(SEPARATOR, 1)
     there = value if SEPARATOR in there else "nothing"
     here = known.get(name, "nothing")
-    return RankMismatchError(
-        f"ranks differ in {section}: {name}: {there} on {show_ranks(others)}, {here} on {show_ranks(ranks)}",
-        "the same on every rank: what each one computes for itself would drift apart",
-        "look for code that depends on the rank",
-    )
+    found = f"ranks differ in {section}: {name}: {there} on {show_ranks(others)}, {here} on {show_ranks(ranks)}"
+    needed = "the same on every rank: what each one computes for itself would drift apart"
+    return RankMismatchError(found, needed, "look for code that depends on the rank")
 
 
 def show_ranks(ranks: Sequence[int]) -> str:

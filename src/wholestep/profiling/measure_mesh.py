@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import perf_counter
 from typing import cast
 
 import torch
@@ -17,6 +16,7 @@ from ..backend.gloo.exchange import add_parts, exchanges, funcol, gather, swap
 from ..errors import MeshError
 from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
 from ..hardware.curve_fit import TimeSample
+from .measure_hardware import seconds
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 wait = torch.ops._c10d_functional.wait_tensor.default
@@ -168,21 +168,15 @@ def _slowest(run: Callable[[], object], device: str, times: int) -> float:
     for number in range(times + 2):
         if dist.is_initialized():
             dist.barrier()
-        _finish(device)
-        start = perf_counter()
-        run()
-        _finish(device)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        us = seconds(run, device) * 1e6
         if number >= 2:
-            found.append((perf_counter() - start) * 1e6)
-    us = torch.tensor([min(found)], dtype=torch.float64, device=device)
+            found.append(us)
+    slowest = torch.tensor([min(found)], dtype=torch.float64, device=device)
     if dist.is_initialized():
-        dist.all_reduce(us, dist.ReduceOp.MAX)
-    return max(float(us), 0.1)
-
-
-def _finish(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(float(slowest), 0.1)
 
 
 def _memory(device: str) -> tuple[int, int]:

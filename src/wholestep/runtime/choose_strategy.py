@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
 from ..backend.pipeline import pipeline
-from ..backend.protocol import Backend
 from ..cache.choices import AutoChoice
-from ..cache.step_cache import CachedChoices
+from ..capture.capture import Capture
 from ..distributed.launch import World
-from ..distributed.rendezvous import Rendezvous
-from ..errors import PlanError
-from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
-from ..layout import Layout
-from ..passes.schedule import Schedule
+from ..passes.base import Pass
 from ..plan.decision import Objective
 from ..plan.per_parameter_storage import PerParameterStorage
 from ..plan.plan import Plan
@@ -28,8 +23,8 @@ from ..plan.tensor_parallel import TensorParallel
 from ..planner.auto import Auto, Candidates
 from ..planner.search_report import explained
 from ..tuning import TUNING
-
-_SEARCH_SECONDS = TUNING.search_seconds
+from .finalize import Finalizer
+from .placement import placed
 
 
 @dataclass(frozen=True)
@@ -71,52 +66,28 @@ def _lacks_hardware(part: Strategy) -> TypeGuard[TensorParallel]:
     return isinstance(part, TensorParallel) and part.is_open and part.hardware is None
 
 
-def choose_strategy(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], choices: CachedChoices,
-    measured: Hardware, schedule: Schedule | None, backend: Backend, label: str, rendezvous: Rendezvous,
-) -> StrategyChoice:  # fmt: skip
+def choose_strategy(auto: Auto, captured: Capture, finalizer: Finalizer, label: str) -> StrategyChoice:
     """The choice of the first rank, on every rank. State that is placed already keeps its layout.
 
     Raises:
         PlanError: nothing fits, by the first rank's search.
         RankMismatchError: the first rank did not choose in time.
     """
+    graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
+    choices.look_up()
+    measured, schedule = finalizer.hardware_and_schedule()
     candidates = auto.candidates(world.mesh, same_batches=True)
     chosen = choices.earlier.auto
     if chosen is None:
-        search = partial(_chosen, auto, graph, world, placed, measured, schedule, backend)
-        timeout_s = rendezvous.timeout_s + _SEARCH_SECONDS * len(graph.graph.nodes) * len(candidates)
-        chosen = _searched(search, label, rendezvous.waiting_for(timeout_s))
+        timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
+        passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
+        search = partial(_chosen, auto, captured, world, measured, passes)
+        chosen = AutoChoice.from_json(rendezvous.waiting_for(timeout_s).choose(label, search, "which plan it chose"))
     choices.note(auto=chosen)
     strategies = _strategies(chosen, candidates)
     data = strategies.data
     keeps = data is not None and data.reshard_after_forward is False
     return StrategyChoice(strategies, keeps, auto.hardware or measured, chosen.objective, chosen.notes)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """What the first rank broadcasts: its choice as JSON, or the parts of its error."""
-
-    chosen: dict[str, Any] | None = None
-    failure: tuple[str, ...] = ()
-
-
-def _searched(search: Callable[[], AutoChoice], label: str, rendezvous: Rendezvous) -> AutoChoice:
-    """What the first rank's `search` returns, on every rank."""
-    own, what = _Search(), "which plan it chose"
-    if rendezvous.rank == 0:
-        try:
-            own = _Search(search().to_json())
-        except PlanError as error:
-            own = _Search(failure=(error.found, error.needed, error.next_step))
-        except Exception as error:
-            rendezvous.broadcast(label, _Search(failure=(f"rank 0 could not choose: {error}",)), what)
-            raise
-    found: _Search = rendezvous.broadcast(label, own, what)
-    if found.chosen is None:
-        raise PlanError(*found.failure)
-    return AutoChoice.from_json(found.chosen)
 
 
 def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
@@ -129,29 +100,16 @@ def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
     return compose(template.strategies)
 
 
-def _chosen(
-    auto: Auto, graph: TrainGraph, world: World, placed: Mapping[str, Layout], measured: Hardware,
-    schedule: Schedule | None, backend: Backend,
-) -> AutoChoice:  # fmt: skip
-    """What `Auto` chooses on this rank.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    found = auto.search(
-        graph,
-        world.mesh,
-        placed,
-        same_batches=True,
-        hardware=auto.hardware or measured,
-        passes=pipeline(schedule=schedule, backend=backend),
-    )
+def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]) -> dict[str, Any]:
+    """What `Auto` chooses on this rank, as JSON values. Raises PlanError: nothing fits."""
+    layouts, hardware = placed(captured.state, world), auto.hardware or measured
+    found = auto.search(captured.graph, world.mesh, layouts, same_batches=True, hardware=hardware, passes=passes)
     best = found.best.strategies
     assert best is not None, "it has a plan"
     made = explained(found)
     assert made.objective is not None, "it was chosen for one"
     notes = tuple(made.notes[len(found.plan.notes) :])
     if any(isinstance(part, (SolvedLayouts, PerParameterStorage)) for part in best.parts):
-        return AutoChoice(made.objective, solved=best, notes=notes)
+        return AutoChoice(made.objective, solved=best, notes=notes).to_json()
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
-    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)
+    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes).to_json()

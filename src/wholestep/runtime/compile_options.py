@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..units import parse_bytes
-from .memory_budget import with_kept_gathers
 from .progress import Progress
 
 
@@ -151,14 +150,24 @@ class StepOptions:
         backend = backend_of(given.backend)
         _check_backend(backend, given)
         mesh = Mesh(given.mesh) if isinstance(given.mesh, str) else given.mesh
-        chosen = _chosen(given.parallel, given.memory_bytes, mesh)
-        keeps = chosen.strategies.options.reshard_after_forward is False
-        budgeted = chosen.memory_bytes is not None
-        strategies = (
-            with_kept_gathers(chosen.strategies, given.schedule, given.offload) if budgeted else chosen.strategies
-        )
-        if chosen.mesh is not None:
-            strategies.axes(chosen.mesh)
+        budget = None if given.memory_bytes is None else parse_bytes(given.memory_bytes)
+        plan = auto = None
+        if isinstance(given.parallel, Plan):
+            plan, (strategies, mesh) = given.parallel, _applied(given.parallel, mesh)
+            if budget is None and plan.objective is not None:
+                budget = plan.objective.budget_bytes
+        elif not isinstance(given.parallel, Auto):
+            strategies = compose(given.parallel)
+        elif budget is not None:
+            raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
+        else:
+            auto = given.parallel
+            strategies, budget = auto.base(mesh), auto.budget_bytes
+        keeps = strategies.options.reshard_after_forward is False
+        if budget is not None:
+            strategies = _with_kept_gathers(strategies, given.schedule, given.offload)
+        if mesh is not None:
+            strategies.axes(mesh)
         elif (style := strategies.options.kind).grouped:
             needed = "a mesh of two axes"
             raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
@@ -172,18 +181,8 @@ class StepOptions:
             optimizer=given.optimizer,
             device=given.device,
         )
-        return StepOptions(
-            given,
-            backend,
-            strategies,
-            chosen.mesh,
-            chosen.memory_bytes,
-            chosen.auto,
-            chosen.plan,
-            may_regather=keeps if chosen.plan is not None else not keeps,
-            capture=capture,
-            cache=folder_of(given.cache),
-        )
+        may_regather, cache = keeps if plan is not None else not keeps, folder_of(given.cache)
+        return StepOptions(given, backend, strategies, mesh, budget, auto, plan, may_regather, capture, cache)
 
     @property
     def planned_on(self) -> Hardware | None:
@@ -194,52 +193,35 @@ class StepOptions:
 def _check_backend(backend: Backend, given: CompileOptions) -> None:
     across = given.schedule == "across_steps" or (isinstance(given.schedule, Schedule) and given.schedule.across_steps)
     if across and not backend.splits_steps:
-        raise BackendError(
-            f"backend {backend.name!r} cannot leave collectives to the next call",
-            "one with splits_steps, as 'eager', for a schedule across steps",
-            'use schedule="auto", or backend="eager"',
-        )
+        found = f"backend {backend.name!r} cannot leave collectives to the next call"
+        needed = "one with splits_steps, as 'eager', for a schedule across steps"
+        raise BackendError(found, needed, 'use schedule="auto", or backend="eager"')
     if given.measure and not backend.times_nodes:
-        raise BackendError(
-            f"measure=True with backend {backend.name!r}, which does not time nodes",
-            "one with times_nodes",
-            'leave out measure=True, or use backend="eager"',
-        )
+        found = f"measure=True with backend {backend.name!r}, which does not time nodes"
+        raise BackendError(found, "one with times_nodes", 'leave out measure=True, or use backend="eager"')
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What `parallel` decides."""
-
-    strategies: Strategies
-    memory_bytes: int | None = None
-    mesh: Mesh | None = None
-    auto: Auto | None = None
-    plan: Plan | None = None
-
-
-def _chosen(
-    parallel: Strategy | Sequence[Strategy] | Auto | Plan | None, memory_bytes: int | str | None, mesh: Mesh | None
-) -> _Chosen:
-    most = None if memory_bytes is None else parse_bytes(memory_bytes)
-    if isinstance(parallel, Plan):
-        return _applied(parallel, most, mesh)
-    if not isinstance(parallel, Auto):
-        return _Chosen(compose(parallel), most, mesh)
-    if most is not None:
-        raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
-    return _Chosen(parallel.base(mesh), parallel.budget_bytes, mesh, parallel)
+def _with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
+    """The same with gathered parameters kept, unless `reshard_after_forward` is given: the budget decides. Raises
+    PlanError: offload, or a schedule across steps: their memory is not counted.
+    """
+    data = strategies.data
+    if schedule == "across_steps" or (isinstance(schedule, Schedule) and schedule.across_steps):
+        raise PlanError("memory_bytes with a schedule across steps", "one of them", 'give schedule="auto"')
+    if offload is not None:
+        raise PlanError(f"memory_bytes with offload={offload!r}", "one of them", "drop memory_bytes")
+    if data is None or data.reshard_after_forward is not None:
+        return strategies
+    keeping = replace(data, reshard_after_forward=False)
+    return Strategies(tuple(keeping if part is data else part for part in strategies.parts))
 
 
-def _applied(plan: Plan, most: int | None, mesh: Mesh | None) -> _Chosen:
+def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
+    """The strategies and the mesh of a plan that is applied; `mesh` is what was given beside it."""
     if plan.strategies is None:
-        raise PlanError(
-            f"the plan does not hold what made it ({plan.strategy})",
-            "one of wholestep's own strategies, in a file that this version writes",
-            "give the strategy as parallel=",
-        )
+        found = f"the plan does not hold what made it ({plan.strategy})"
+        needed = "one of wholestep's own strategies, in a file that this version writes"
+        raise PlanError(found, needed, "give the strategy as parallel=")
     if mesh is not None and mesh != plan.mesh:
         raise MeshError(f"mesh {mesh} with a plan for {plan.mesh}", "the plan's mesh", "leave out mesh=, or plan again")
-    if most is None and plan.objective is not None:
-        most = plan.objective.budget_bytes
-    return _Chosen(plan.strategies, most, plan.mesh, plan=plan)
+    return plan.strategies, plan.mesh

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,22 +22,51 @@ from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import WholestepError
+from ..graph.graph import LocalGraph
 from ..partition.lower import partition
+from ..passes.base import Watch
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
 from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
 from .compile_options import StepOptions
-from .consistency import ConsistencyCheck
-from .dump import Dump
+from .consistency import ConsistencyCheck, RankProgram, cache_line, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer, Measured
-from .fingerprints import cache_line, constant_lines, graph_lines, program_lines
 from .placement import placed
 from .progress import Stages
-from .rank_program import RankProgram
-from .semantics_warning import warn_of_semantics
 from .step_inputs import StepInputs
+
+
+@dataclass
+class Dump:
+    """Writes what each stage of a compile returns to the folder that WHOLESTEP_DUMP names; without one, nothing.
+
+    `rank0/train_step-1-2-plan.txt` is the plan of the first capture of `train_step`.
+    """
+
+    name: str
+    rank: int
+    capture: int
+    folder: str | None = field(default_factory=lambda: os.environ.get("WHOLESTEP_DUMP"))
+    passes: int = 0
+
+    def write(self, stage: str, value: object) -> None:
+        """Write what a stage returned, as text."""
+        if self.folder:
+            path = Path(self.folder) / f"rank{self.rank}" / f"{self.name}-{self.capture}-{stage}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+
+    @property
+    def watch(self) -> Watch | None:
+        """Writes the program after each pass."""
+        return self._after_pass if self.folder else None
+
+    def _after_pass(self, name: str, local: LocalGraph) -> None:
+        self.passes += 1
+        self.write(f"3-pass-{self.passes:02}-{name}", local)
+
 
 Numbers = Sequence[tuple[Optimizer, int, str, Any]]
 """Options of optimizers that a program holds as constants: optimizer, group, key, value."""
@@ -43,9 +76,9 @@ Numbers = Sequence[tuple[Optimizer, int, str, Any]]
 class Compiler:
     """Compiles the calls of one step on one rank. All ranks compile the same calls in the same order.
 
-    Fields without a leading underscore are fixed. The others are what one compile finds out for the next: `_choice`
-    of `Auto`, the strategies with layouts solved on measured hardware, places of Python numbers that are carried from
-    call to call, or changed between calls.
+    The fields after `cache` are what one compile finds out for the next: the strategies with layouts solved on measured
+    hardware, the choice of `Auto`, places of Python numbers that are carried from call to call, or changed between
+    calls, and the hardware as it was measured, with the schedule for it.
     """
 
     fn: Callable[..., Any]
@@ -60,7 +93,7 @@ class Compiler:
     _choice: StrategyChoice | None = None
     _carried: Promoted = field(default_factory=Promoted)
     _changing: Promoted = field(default_factory=Promoted)
-    _measured: Measured = field(default_factory=Measured)
+    measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
@@ -70,11 +103,6 @@ class Compiler:
     def strategies(self) -> Strategies:
         """Where tensors rest: as given, or as chosen at the first compile."""
         return self._strategies or self.options.strategies
-
-    @property
-    def measured(self) -> Measured:
-        """The hardware as it was measured, and the schedule for it."""
-        return self._measured
 
     def note_changing(self, place: str) -> None:
         """A number of Python at this place changes between calls: later programs take it as an input."""
@@ -88,12 +116,13 @@ class Compiler:
             WholestepError: the step cannot be captured, planned or scheduled.
         """
         several = self.world.mesh.size > 1
-        dump = Dump.of_compile(self.name, self.world.rank, self.captures + 1)
+        dump = Dump(self.name, self.world.rank, self.captures + 1)
         try:
             captured = self._capture_call(inputs, held or (), dump)
-            choices = self._choices(captured)
+            checks, key_values = self._consistency, partial(self._key_values, captured)
+            choices = CachedChoices(self.rendezvous, self.cache, key_values, checks.round_label)
             finalizer = Finalizer(
-                self.options, self.world, self.rendezvous, self.stages, self._measured, choices, self._consistency.label
+                self.options, self.world, self.rendezvous, self.stages, self.measured, choices, checks.label
             )
             made = self._plan_and_partition(captured, finalizer, dump, first=held is None)
         except Exception as error:
@@ -143,7 +172,11 @@ class Compiler:
     def _plan(self, captured: Capture, finalizer: Finalizer) -> Plan:
         options, mesh, choices = self.options, self.world.mesh, finalizer.choices
         if options.auto is not None and self._choice is None:
-            self._choice = self._chosen_by_auto(captured, finalizer)
+            if mesh.size > 1:
+                self._compare_before_choosing(options.auto.describe(mesh))
+            label = f"{self._consistency.label}/auto/{self._consistency.round}"
+            with self.stages.stage("choose"):
+                self._choice = choose_strategy(options.auto, captured, finalizer, label)
             self._strategies = self._choice.strategies
         solves = mesh.size > 1 and has_open_layouts(self.strategies)
         if solves and self._consistency.is_new:
@@ -161,38 +194,16 @@ class Compiler:
             refuse_other_parameters(options.plan, planned)
         return planned
 
-    def _chosen_by_auto(self, captured: Capture, finalizer: Finalizer) -> StrategyChoice:
-        """The first rank's choice. A rank that failed until here stops all."""
-        auto, graph = self.options.auto, captured.graph
-        assert auto is not None, "asked where there is something to choose"
-        if self.world.mesh.size > 1:
-            self._compare_before_choosing(auto.describe(self.world.mesh))
-        with self.stages.stage("choose"):
-            finalizer.choices.look_up()
-            measured, schedule = finalizer.hardware_and_schedule()
-            return choose_strategy(
-                auto, graph, self.world, placed(captured.state, self.world), finalizer.choices, measured, schedule,
-                self.options.backend, f"{self._consistency.label}/auto/{self._consistency.round}",
-                self.rendezvous,
-            )  # fmt: skip
-
     def _compare_before_choosing(self, description: str) -> None:
         """Before the first rank chooses for all, a rank that failed until here stops all."""
         self._consistency.lines([description, cache_line(self.options)])
 
-    # -- cache -------------------------------------------------------------------------
-    def _choices(self, captured: Capture) -> CachedChoices:
-        """What is chosen for a program, and what an earlier start chose."""
-        return CachedChoices(
-            self.rendezvous, self.cache, partial(self._key_values, captured), self._consistency.round_label
-        )
-
     def _key_values(self, captured: Capture) -> dict[str, object]:
-        """The values that choices follow from."""
+        """The values that choices follow from: the key of the compile cache."""
         options, given = self.options, self.options.given
         return {
             "versions": versions(), "hardware": hardware(self.world.device), "mesh": str(self.world.mesh),
-            "measured machine": self._measured.hardware,
+            "measured machine": self.measured.hardware,
             "option backend": (options.backend.name, [getattr(options.backend, flag) for flag in CAPABILITIES]),
             "option schedule": given.schedule, "option hardware": given.hardware,
             "option parallel": options.auto or self.strategies,
@@ -201,3 +212,25 @@ class Compiler:
             "constants": digest(constant_lines(captured)),
             "captured graph": digest([*graph_lines(captured, self.world.device), *metas_of(captured.graph)]),
         }  # fmt: skip
+
+
+_OURS = str(Path(__file__).parent.parent)
+
+
+def warn_of_semantics(planned: Plan, world: World) -> None:
+    """Warn on the first rank, at the user's line that calls the step."""
+    if planned.notes and world.rank == 0 and world.mesh.size > 1:
+        lines = "\n".join(f"  {note}" for note in planned.notes)
+        choice = (
+            "This is what DDP computes too. For what one device computes on the whole batch give "
+            'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
+        )
+        warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=_level())
+
+
+def _level() -> int:
+    """How many frames up from `warn_of_semantics` the user's code is."""
+    level, frame = 0, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    return level + 1

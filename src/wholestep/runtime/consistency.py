@@ -1,15 +1,21 @@
 """Compares the program of each compile with those of the other ranks.
 
-A graph depends on the sizes of the batch, which may differ between ranks under per-rank semantics. Then each rank
-captures the step once more, for the first rank's call, so that ranks compare functions and not batches.
+What must be equal on all ranks is compared as sections of lines: versions, options, numbers, graph. A graph depends on
+the sizes of the batch, which may differ between ranks under per-rank semantics. Then each rank captures the step once
+more, for the first rank's call, so that ranks compare functions and not batches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import platform
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from functools import partial
+from importlib import metadata
 from typing import Any, cast
 
 import torch
@@ -17,21 +23,41 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..cache.key import own_source
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
+from ..capture.state import Hyper, StepState
 from ..distributed.launch import World
 from ..distributed.rendezvous import Calls, Rendezvous
-from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, UNKNOWN, Section
+from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, Section
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.nodes import is_collective, node_at
+from ..graph.text import short_dtype, show_call
+from ..plan.plan import Plan
 from ..tuning import TUNING
-from . import fingerprints
 from .compile_options import StepOptions
-from .fingerprints import GraphFingerprint, graph_fingerprint
 from .progress import Stages
-from .rank_program import RankProgram
 from .step_inputs import StepInputs
 
-_MOST_BYTES = TUNING.guarded_call_bytes
 _CANNOT = b"?"
+
+VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
+MEMBERS = "parameters of optimizers"
+ORDER = (VERSIONS, STEP, OPTIMIZERS, NUMBERS, LAYOUTS, MEMBERS, CONSTANTS, GRAPH)  # causes before their effects
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The captured step, its plan and the program of the rank. Ranks compare `lines`."""
+
+    capture: Capture
+    plan: Plan
+    local: LocalGraph
+    lines: tuple[str, ...]
 
 
 @dataclass
@@ -79,27 +105,28 @@ class ConsistencyCheck:
             RankMismatchError: on every rank, naming what differs.
         """
         state = made.capture.state
-        baked, numbers = fingerprints.option_lines(state, made.capture.hypers, made.capture.effects.group_options())
+        baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
-            fingerprints.VERSIONS: Section.of(fingerprints.versions()),
-            fingerprints.STEP: Section.of(fingerprints.step_lines(options)),
+            VERSIONS: Section.of(versions()),
+            STEP: Section.of(step_lines(options)),
             LAYOUTS: Section.of(made.lines),
-            fingerprints.MEMBERS: Section.of(fingerprints.member_lines(state)),
+            MEMBERS: Section.of(member_lines(state)),
         }
         key = " ".join(section.fingerprint for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        own = graph_fingerprint(made.capture, inputs, world)
+        graphs = graph_sections(made.capture, world.device)
         sections = {
             **lasting,
-            fingerprints.OPTIMIZERS: Section.of(baked),
-            fingerprints.NUMBERS: Section.of([*numbers, *fingerprints.state_lines(state)]),
-            **own.sections,
+            OPTIMIZERS: Section.of(baked),
+            NUMBERS: Section.of([*numbers, *state_lines(state)]),
+            **graphs,
         }
-        calls = self._compare({name: sections[name] for name in fingerprints.ORDER}, call=own.call)
+        call = call_fingerprint(inputs, world.rank, made.capture)
+        calls = self._compare({name: sections[name] for name in ORDER}, call=call)
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
-            self._for_first_call(own if calls.same else None, inputs, world, reads, recapture)
+            self._for_first_call(graphs if calls.same else None, inputs, world, reads, recapture)
         self._agreed.add(key)
         self._options.update(baked)
 
@@ -109,7 +136,7 @@ class ConsistencyCheck:
             return self.rendezvous.all_equal(self.round_label, sections, failure, call)
 
     def _for_first_call(
-        self, own: GraphFingerprint | None, inputs: StepInputs, world: World, reads: bool,
+        self, own: Mapping[str, Section] | None, inputs: StepInputs, world: World, reads: bool,
         recapture: Callable[[Any, Any], Capture],
     ) -> None:  # fmt: skip
         """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
@@ -119,10 +146,8 @@ class ConsistencyCheck:
             call = self.rendezvous.broadcast(f"{self.round_label}/call", call, what)
         if own is None:
             with self.stages.stage("capture for the first rank's batch"):
-                sections = _recaptured(call, inputs, world, recapture)
-        else:
-            sections = own.sections
-        self._compare(sections)
+                own = _recaptured(call, inputs, world, recapture)
+        self._compare(own)
 
 
 def _written(given: StepInputs, reads: bool) -> bytes:
@@ -147,7 +172,7 @@ def _written(given: StepInputs, reads: bool) -> bytes:
         torch.load(io.BytesIO(data.getvalue()), weights_only=True)
     except Exception:  # a container or a value of a kind that torch does not write
         return _CANNOT
-    return data.getvalue() if data.tell() <= _MOST_BYTES else _CANNOT
+    return data.getvalue() if data.tell() <= TUNING.guarded_call_bytes else _CANNOT
 
 
 def _recaptured(
@@ -165,7 +190,7 @@ def _recaptured(
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return unknown
-    return graph_fingerprint(capture, given, world).sections
+    return graph_sections(capture, world.device)
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
@@ -174,11 +199,7 @@ def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
     _, shape, stride, dtype, kind, requires_grad, values = said
     where = device if torch.device(device).type == kind else kind
     made = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    if values is None:
-        made.zero_()
-    else:
-        made.copy_(values)
-    return made.requires_grad_(requires_grad)
+    return made.copy_(torch.zeros(()) if values is None else values).requires_grad_(requires_grad)
 
 
 def _write_structure(structure: Structure) -> dict[str, Any]:
@@ -198,3 +219,182 @@ def _read_structure(data: Mapping[str, Any]) -> Structure:
             raise LookupError(f"the class {module}.{name} is not here")
         opened.append((i, cast(type, kind), tuple(names), _read_structure(inner)))
     return Structure(_torch.read_spec(data["spec"]), tuple(opened))
+
+
+def versions() -> list[str]:
+    """Versions of the packages on this rank."""
+    try:
+        own = metadata.version("wholestep")
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        own = "not installed"
+    found = {"torch": torch.__version__, "wholestep": own, "Python": platform.python_version()}
+    return [f"{name}{SEPARATOR}{value}" for name, value in {**found, "source of wholestep": own_source()[:12]}.items()]
+
+
+def step_lines(options: StepOptions) -> list[str]:
+    """Options of the step that shape what it computes."""
+    given, schedule = options.given, options.given.schedule
+    return [
+        f"backend{SEPARATOR}{options.backend.name}",
+        f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
+        f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
+        f"check_every{SEPARATOR}{given.check_every}",
+        f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
+        f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
+        f"passes{SEPARATOR}{_name(given.passes)}",
+        cache_line(options),
+    ]
+
+
+def cache_line(options: StepOptions) -> str:
+    """Whether the compile cache is on."""
+    return f"compile cache{SEPARATOR}{'compile cache on' if options.cache else 'off'}"
+
+
+def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
+    """Storage layouts of the state, and every collective in order. They do not depend on the size of the batch."""
+    lines = [f"mesh {plan.mesh}; {plan.strategy}"]
+    for i in plan.inputs:
+        if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
+            lines.append(
+                f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
+            )
+    for node in local.graph.nodes:
+        if is_collective(node):
+            source = meta.tensor(node_at(node, 0))
+            shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
+            rest = ", ".join(map(str, node.args[1:-1]))
+            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
+    return lines
+
+
+def option_lines(
+    state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
+) -> tuple[list[str], list[str]]:
+    """Every option of every parameter group: first the constants of the program, then those that may change.
+
+    Options that schedulers add to a group may appear later. `carried` are options that the step itself changes:
+    identity of the optimizer, number of the group, key.
+    """
+    numbers_of = {id(optimizer): o for o, optimizer in enumerate(state.optimizers.values())}
+    changing = {(h.optimizer, h.group, h.key) for h in live} | {(numbers_of.get(i), g, key) for i, g, key in carried}
+    baked, numbers = [f"number of optimizers{SEPARATOR}{len(state.optimizers)}"], list[str]()
+    for o, (label, optimizer) in enumerate(state.optimizers.items()):
+        of = f" of {label}" if len(state.optimizers) > 1 else ""
+        own = cast(dict[str, object], getattr(optimizer, "defaults", {}))
+        baked.append(f"kind of {label}{SEPARATOR}{_name(type(optimizer))}")
+        for g, group in enumerate(optimizer.param_groups):
+            for key in sorted(map(str, group)):
+                if key != "params":
+                    into = numbers if (o, g, key) in changing or key not in own else baked
+                    into.append(f"{key} of group {g}{of}{SEPARATOR}{show(group[key])}")
+    return baked, numbers
+
+
+def state_lines(state: StepState) -> list[str]:
+    """Python numbers in the state of optimizers."""
+    return [
+        f"{key} of {name} in the state of {label}{SEPARATOR}{value!r}"
+        for label, optimizer in state.optimizers.items()
+        for name, held in state.params.items()
+        for key, value in optimizer.state.get(held.tensor, {}).items()
+        if isinstance(value, (bool, int, float))
+    ]
+
+
+def member_lines(state: StepState) -> list[str]:
+    """Which parameters each group has."""
+    names = {id(held.tensor): name for name, held in state.params.items()}
+    return [
+        f"parameter {i} of group {g} of {label}{SEPARATOR}{names.get(id(param), '?')}"
+        for label, optimizer in state.optimizers.items()
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+    ]
+
+
+def show(value: object) -> str:
+    """A value of an option, the same text in every process for equal values."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return show_tensor(value)
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(show, cast(Sequence[object], value)))
+        return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in cast(dict[object, object], value).items()) + "}"
+    return torch.device(value).type if isinstance(value, torch.device) else _name(value)
+
+
+def show_tensor(tensor: torch.Tensor) -> str:
+    """Type, shape, first values and a fingerprint of all."""
+    head = f"{short_dtype(tensor.dtype)}{list(tensor.shape)}"
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return head
+    flat = _torch.local_tensor(tensor.detach()).cpu().reshape(-1)
+    few = str(cast(list[Any], flat[:_SHOWN].tolist())).removesuffix("]")
+    if flat.numel() <= _SHOWN:
+        return f"{head} {few}]"
+    data = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{head} {few}, ...] with fingerprint {hashlib.sha256(data).hexdigest()[:12]}"
+
+
+def _name(value: object) -> str:
+    """The name of an object, without its address in memory."""
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return "None" if value is None else f"{named.__module__}.{named.__qualname__}"
+
+
+def graph_sections(capture: Capture, device: str) -> dict[str, Section]:
+    """The captured graph and its constants as sections."""
+    graph = Section.of(graph_lines(capture, device), partial(_source_of, capture.graph))
+    return {CONSTANTS: Section.of(constant_lines(capture)), GRAPH: graph}
+
+
+def constant_lines(capture: Capture) -> list[str]:
+    """Each constant of the captured graph: its type, shape, first values and a fingerprint of all."""
+    return [f"{name}{SEPARATOR}{show_tensor(tensor)}" for name, tensor in capture.graph.constants.items()]
+
+
+def _source_of(train: TrainGraph, line: str) -> str:
+    """The user's line behind a line of the graph's text."""
+    name = line.strip().removeprefix("%").split(" ")[0]
+    return next((meta.source_line(node) for node in train.graph.nodes if node.name == name), "")
+
+
+def graph_lines(capture: Capture, device: str) -> list[str]:
+    """The captured graph, with the same name for each rank's own device."""
+    text = str(capture.graph)
+    kind = torch.device(device).type
+    if kind != "cpu":
+        text = re.sub(rf"{kind}:\d+|(?<=type='{kind}'), index=\d+", kind, text)
+    return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
+
+
+def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
+    """A fingerprint of all in the arguments that a graph may depend on: structure, sizes, Python values, values read.
+
+    An argument of an unknown class makes it differ from every other rank's.
+    """
+    lines = _structure_lines(given.structure)
+    for name, leaf in zip(given.names, given.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            parts = name in given.whole
+            shape = given.whole[name] if parts else tuple(leaf.shape)
+            stride = leaf.stride() if not parts and leaf.layout == torch.strided else ()
+            lines.append(f"{name} {leaf.dtype} {shape} {stride} {leaf.requires_grad}")
+        elif isinstance(leaf, _PLAIN):
+            lines.append(f"{name} {leaf!r}")
+        elif isinstance(leaf, (nn.Module, Optimizer)):
+            lines.append(name)
+        else:
+            lines.append(f"{name} {_name(leaf)} of rank {rank}")
+    lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
+    return Section.of(lines).fingerprint
+
+
+def _structure_lines(structure: Structure) -> list[str]:
+    inside = [line for *_, inner in structure.opened for line in _structure_lines(inner)]
+    opened = [f"{i} {kind.__qualname__} {fields}" for i, kind, fields, _ in structure.opened]
+    return [str(structure.spec), *opened, *inside]

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ..backend.gloo.exchange import exchanges
 from ..backend.pipeline import edited, pipeline, with_order_from
+from ..backend.rank_binding import bind
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
+from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..passes.base import Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.schedule import Schedule
-from ..profiling.measure_compute import measure_hardware
+from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
 from .compile_options import StepOptions
-from .memory_budget import FirstRankFitting, bound_to_rank, refuse_larger
+from .consistency import RankProgram
 from .progress import Stages
-from .rank_program import RankProgram
-
-_SEARCH_SECONDS = TUNING.fit_seconds
 
 
 @dataclass
@@ -35,16 +35,13 @@ class Measured:
 
     hardware: Hardware | None = None
     schedule: Schedule | None = None
-    fits: dict[str, FirstRankFitting] = field(default_factory=dict[str, FirstRankFitting])
+    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
 
 @dataclass(frozen=True)
 class Finalizer:
-    """Schedules the program of one compile; ranks run collectives in the order of the first rank.
-
-    `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
-    """
+    """Schedules the program of one compile; ranks run collectives in the order of the first rank."""
 
     options: StepOptions
     world: World
@@ -55,13 +52,15 @@ class Finalizer:
     label: str
 
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
-        """The program that this rank runs. The compile cache keeps what was chosen."""
-        schedule = self._schedule()
-        key = "\n".join(made.lines)
-        if self.options.memory_bytes is None:
-            local = self._scheduled(made.local, schedule, key, watch)
+        """The program that this rank runs. The compile cache keeps what was chosen.
+
+        `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
+        """
+        key, budget = "\n".join(made.lines), self.options.memory_bytes
+        if budget is None:
+            local = self._scheduled(made.local, key, watch)
         else:
-            local = self._fitted(made.local, schedule, key, self.options.memory_bytes, may_regather, watch)
+            local = self._fitted(made.local, key, budget, may_regather, watch)
         self.choices.store()
         return replace(made, local=local)
 
@@ -94,41 +93,39 @@ class Finalizer:
         self.choices.note(hardware=measured)
         return measured
 
-    def _scheduled(self, local: LocalGraph, schedule: Schedule | None, key: str, watch: Watch | None) -> LocalGraph:
-        passes = edited(pipeline(schedule=schedule, backend=self.options.backend), self.options.given.passes)
+    def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
+        passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
         passes = with_order_from(passes, lambda local: self._order(local, key))
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
     def _fitted(
-        self,
-        local: LocalGraph,
-        schedule: Schedule | None,
-        key: str,
-        budget_bytes: int,
-        may_regather: bool,
-        watch: Watch | None,
+        self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
-        hardware = schedule.hardware if schedule else self.options.given.hardware or self._measure()
-        known = key in self.measured.fits
-        label = f"{self.label}/memory/{len(self.measured.fits)}"
-        search_s = _SEARCH_SECONDS * len(local.graph.nodes)
+        hardware, schedule = self.hardware_and_schedule()
+        fits = self.measured.fits
+        known = key in fits
+        label = "" if known else self.rendezvous.next_label("memory")
+        search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = self.rendezvous.waiting_for(self.rendezvous.timeout_s + search_s)
-        first = self.measured.fits.setdefault(key, FirstRankFitting(rendezvous, label))
 
         def peak(made: LocalGraph) -> PeakMemory:
             return peak_memory(bound_to_rank(made, self.world))
 
         def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
-            return self._fitting(first, choose, local)
+            """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
+            if key not in fits:
+                self.choices.look_up()
+                earlier = self.choices.fitting_for(local)
+                chosen = choose if earlier is None else lambda: earlier
+                fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
+                self.choices.note_fitting(local, fits[key])
+            return fits[key]
 
+        backend = self.options.backend
         plain = pipeline(
-            hardware,
-            schedule=schedule,
-            backend=self.options.backend,
-            memory_bytes=budget_bytes,
-            may_regather=may_regather,
+            hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
         passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
         passes = with_order_from(passes, lambda local: self._order(local, key))
@@ -145,16 +142,6 @@ class Finalizer:
                 rendezvous.all_equal(f"{label}/fits", {}, failure)
         return made
 
-    def _fitting(self, first: FirstRankFitting, choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
-        """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
-        if first.known is not None:
-            return first.known
-        self.choices.look_up()
-        earlier = self.choices.fitting_for(local)
-        found = first(choose if earlier is None else lambda: earlier)
-        self.choices.note_fitting(local, found)
-        return found
-
     def _order(self, local: LocalGraph, key: str) -> list[str]:
         """The collectives by name in the order of the first rank, whose batch may have another size."""
         own = collectives_of(local)
@@ -165,3 +152,21 @@ class Finalizer:
             what = "in which order collectives run"
             orders[key] = self.rendezvous.broadcast(f"{self.label}/order/{len(orders)}", own, what)
         return orders[key]
+
+
+def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
+    """Raise PlanError when the final program holds more than the budget."""
+    found = peak_memory(bound_to_rank(final, world))
+    if found.size_bytes > budget_bytes:
+        raise PlanError(
+            f"the step holds {found.size_bytes} bytes on rank {world.rank}",
+            f"at most {budget_bytes} bytes",
+            f"give memory_bytes={found.size_bytes} or more: collectives run in the first rank's order, "
+            f"which takes {human(found.size_bytes - budget_bytes)} more here",
+        )
+
+
+def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
+    """The program with the sizes of this rank."""
+    graph = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device))
+    return replace(local, graph=graph)

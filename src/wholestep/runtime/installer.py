@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -12,45 +11,22 @@ from torch.optim import Optimizer
 
 from ..backend.build import compiled
 from ..backend.eager import WaitClock
-from ..backend.gloo.exchange import exchanges
-from ..backend.protocol import Run
-from ..backend.rank_binding import bind
-from ..capture.scheduled_numbers import scheduled
+from ..backend.protocol import NodeClock, Run
 from ..capture.state import StepState
 from ..distributed.launch import World
-from ..errors import StateError
 from ..graph.graph import LocalGraph
 from ..plan.strategies import Strategies
+from .between_steps import CrossStepRunner, flush_before_use, gather_before_eager_call
 from .compile_options import StepOptions
-from .cross_step_runner import CrossStepRunner, flush_before_use
-from .eager_gather import gather_before_eager_call
-from .guards import Miss, ambient, guards_of
+from .consistency import RankProgram
+from .finalize import bound_to_rank
+from .guards import Guards
 from .placement import gather_before_eager_step, place
 from .program import Program
 from .progress import Stages
-from .rank_program import RankProgram
+from .random_state import SharedRng, draws_random
 from .replica_check import ReplicaCheck, connects_all_ranks
-from .shared_rng import SharedRng, draws_random
 from .step_inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A program whose state is placed, before it has something to run. `options` of optimizers were its inputs."""
-
-    program: Program
-    inputs: StepInputs
-    strategies: Strategies
-    options: tuple[str, ...]
-
-    def outdated(self) -> Miss | None:
-        """Why the program does not fit its own call any more: a checkpoint that was restored meanwhile changed it."""
-        program, inputs = self.program, self.inputs
-        now = ambient(program.world.device, inputs.sizes)
-        miss = program.guards.check(inputs.structure, inputs.leaves, now) or program.refresh()
-        if miss is None and _options_of(program.capture.state) != self.options:
-            miss = Miss("other options change between calls")
-        return miss
 
 
 class Installer:
@@ -64,8 +40,8 @@ class Installer:
         self._rng: SharedRng | None = None
         self._check: ReplicaCheck | None = None
 
-    def place(self, made: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Placed:
-        """Move the state to where the plan says, and take the guards of the call."""
+    def place(self, made: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Program:
+        """Move the state to where the plan says, and take the guards of the call; `finish` makes what it runs."""
         state, offload, timeout_s = made.capture.state, self._options.capture.offload, self._options.given.agree_timeout
         with self._stages.stage("place"):
             place(state, made.plan, world, strategies.options.sync_state and self.state is None)
@@ -75,26 +51,24 @@ class Installer:
                 gather_before_eager_step(optimizer)
                 self._optimizers.add(optimizer)
         self.state = state
-        guards = guards_of(made.capture, inputs.call, inputs.names, ambient(world.device, inputs.sizes))
+        guards = Guards(made.capture, inputs, world.device)
         shard = None
         if inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
         rng = self._shared_rng(made.local, world, strategies)
-        program = Program(made.capture, made.plan, made.local, world, guards, _not_yet, inputs.names, shard, rng)
-        return Placed(program, inputs, strategies, _options_of(state))
+        return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng)
 
-    def finish(self, placed: Placed) -> Program:
-        """Compile what the program runs."""
-        program, world = placed.program, placed.program.world
+    def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies) -> Program:
+        """Compile what the program runs; `leaves` are those of the call."""
+        world = program.world
         with self._stages.stage("backend"):
             if program.local.across is not None:
-                program.run = self._across_steps(program, program.local.across, placed.inputs.leaves)
+                program.run = self._across_steps(program, program.local.across, leaves)
             else:
-                inputs = program.gather_inputs(placed.inputs.leaves)
-                program.run = self._compiled(program.local, world, inputs)
+                program.run = self.compiled(program.local, world, program.gather_inputs(leaves), self._clock)
         every = self._options.given.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
-            data = placed.strategies.data
+            data = strategies.data
             self._check = self._check or ReplicaCheck(every, world, data.axes(world.mesh) if data else ())
             program.check = self._check.count
         return program
@@ -112,16 +86,17 @@ class Installer:
         carried, world = [None] * count, program.world  # no call has computed them yet
         inputs = program.gather_inputs(leaves)
         return CrossStepRunner(
-            self._compiled(first, world, inputs),
-            self._compiled(program.local, world, [*inputs, *carried]),
-            self._compiled(flush, world, [*program.gather_lasting(), *carried]),
+            self.compiled(first, world, inputs, self._clock),
+            self.compiled(program.local, world, [*inputs, *carried], self._clock),
+            self.compiled(flush, world, [*program.gather_lasting(), *carried], self._clock),
             count,
             program.gather_lasting,
         )
 
-    def _compiled(self, local: LocalGraph, world: World, example_inputs: Sequence[Any]) -> Run:
-        bound = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device))
-        return compiled(self._options.backend, bound, local.inputs, example_inputs, self._clock)
+    def compiled(self, local: LocalGraph, world: World, example_inputs: Sequence[Any], clock: NodeClock | None) -> Run:
+        """`local` as a function on this rank."""
+        bound = bound_to_rank(local, world)
+        return compiled(self._options.backend, bound.graph, local.inputs, example_inputs, clock)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""
@@ -132,12 +107,3 @@ class Installer:
             return None
         self._rng = self._rng or SharedRng.of(world, per_rank)
         return self._rng
-
-
-def _options_of(state: StepState) -> tuple[str, ...]:
-    """Options of the optimizers that are inputs of the next program."""
-    return tuple(sorted(scheduled(state.optimizers.values())))
-
-
-def _not_yet(inputs: Sequence[Any]) -> list[Any]:
-    raise StateError("the program is not compiled yet")

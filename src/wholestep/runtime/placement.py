@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -18,8 +18,9 @@ from ..capture.state import StepState, StepTensor
 from ..distributed.full_tensors import cut
 from ..distributed.launch import World
 from ..errors import StateError
-from ..graph.graph import Input, Role
+from ..graph.graph import Input, LocalGraph, Role
 from ..layout import Layout, replicated
+from ..passes.contiguous_shards import buckets
 from ..plan.plan import Plan
 
 _PLACED = "_wholestep_layout"
@@ -103,8 +104,9 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
                 if (o, name) in wanted and not optimizer.state.get(param):
                     held_state.prime(optimizer, param, group)
                 elif shared:
-                    for value in _plain_tensors(optimizer.state.get(param, {}).values()):
-                        _from_first_rank(value, world)
+                    for value in optimizer.state.get(param, {}).values():
+                        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                            _from_first_rank(value, world)
                 place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
 
 
@@ -140,16 +142,8 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
             entry[key] = value.to(world.home)
 
 
-def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)]
-
-
 def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
-    """Container and key that hold an input now.
-
-    Raises:
-        StateError: it is gone.
-    """
+    """Container and key that hold an input now. Raises StateError: it is gone."""
     if given.role is Role.PARAM:
         return state.params[given.name].places[0]
     if given.role is Role.BUFFER:
@@ -157,17 +151,10 @@ def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
     owner = state.params[given.owner].tensor
     entry = list(state.optimizers.values())[given.optimizer].state.get(owner, {})
     if given.key not in entry:
-        raise StateError(
-            f"optimizer state {given.key!r} of parameter {given.owner!r} is gone",
-            f"the state that the compiled step updates (found {sorted(entry) or 'nothing'})",
-            "load a whole optimizer state, or compile the step again",
-        )
+        found = f"optimizer state {given.key!r} of parameter {given.owner!r} is gone"
+        needed = f"the state that the compiled step updates (found {sorted(entry) or 'nothing'})"
+        raise StateError(found, needed, "load a whole optimizer state, or compile the step again")
     return entry, given.key
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """The tensor the program works on."""
-    return _torch.local_tensor(value)
 
 
 def materialize(state: StepState, device: str) -> None:
@@ -176,16 +163,16 @@ def materialize(state: StepState, device: str) -> None:
     Raises:
         StateError: a module has parameters on `meta` and no way to initialize them.
     """
-    homeless = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
-    if not homeless:
+    on_meta = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
+    if not on_meta:
         return
-    for held in homeless.values():
+    for held in on_meta.values():
         old = held.tensor
         new = torch.empty_like(old, device=device)
         new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
         _torch.move_hooks(old, new)
         held_state.replace(state, held, new)
-    ours = {id(h.tensor) for h in homeless.values()}
+    ours = {id(h.tensor) for h in on_meta.values()}
     for prefix, root in state.modules.items():
         for path, module in walk({prefix: root}):
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -203,8 +190,22 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
             reset()
         else:
             kind = type(module).__name__
-            raise StateError(
-                f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()",
-                "a way to initialize its parameters",
-                "give it a reset_parameters() method, or build the model on a real device",
-            )
+            found = f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()"
+            needed = "a way to initialize its parameters"
+            raise StateError(found, needed, "give it a reset_parameters() method, or build the model on a real device")
+
+
+def pack_buckets(local: LocalGraph, held: Sequence[Tensor]) -> None:
+    """Move the shards of each bucket into one buffer; `held` are the first inputs of `local`.
+
+    The tensors stay the same objects. A bucket with a shard that is a view of a larger buffer stays where it is, as
+    after another program of the same step has moved it: `side_by_side` copies then.
+    """
+    for numbers in buckets(local):
+        pieces = [held[number] for number in numbers]
+        if all(piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces):
+            with torch.no_grad():
+                storage, start = torch.cat([piece.reshape(-1) for piece in pieces]).untyped_storage(), 0
+                for piece in pieces:
+                    piece.set_(storage, start, piece.shape, piece.stride())  # pyright: ignore[reportUnknownMemberType]
+                    start += piece.numel()

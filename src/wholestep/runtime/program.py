@@ -9,31 +9,30 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import dtensor
+from .. import _torch, dtensor
 from ..backend.protocol import Run
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture
-from ..capture.effects import Effects
 from ..capture.host_numbers import At
+from ..capture.locations import MISSING
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
-from .condition import Condition
-from .guards import Guards, Miss
-from .placement import find_input, local, place_entry
-from .shard_buffers import pack_buckets
-from .shared_rng import SharedRng
+from .guards import Condition, Guards, Miss
+from .placement import find_input, pack_buckets, place_entry
+from .random_state import SharedRng
 
 
 @dataclass
 class Program:
     """A compiled step for one kind of call. `shard_batch` makes this rank's part of the batch of a call.
 
-    `run` maps the flat list from `gather_inputs` to results, followed by state that the step creates; it keeps values
-    that are carried to the next call itself (`CrossStepRunner`). `check` is called after each call.
+    `Installer.finish` sets `run`, which maps the flat list from `gather_inputs` to results, followed by state that the
+    step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called after
+    each call.
     """
 
     capture: Capture
@@ -41,16 +40,11 @@ class Program:
     local: LocalGraph
     world: World
     guards: Guards
-    run: Run
     names: Sequence[str]
     shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: SharedRng | None = None
+    run: Run = field(init=False)
     check: Callable[[Program], None] | None = None
-    _held: list[Any] = field(default_factory=list[Any])
-    _slots: list[tuple[Callable[[Any], Any], Any, Any]] = field(
-        default_factory=list[tuple[Callable[[Any], Any], Any, Any]]
-    )
-    _states: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
     def __post_init__(self) -> None:
         at = {name: i for i, name in enumerate(self.names)}
@@ -60,7 +54,7 @@ class Program:
         self._batch = [at[i.name] for i in inputs if i.role is Role.BATCH]
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
         effects = self.capture.effects
-        self._works = effects if effects.acts else None
+        self.acts = bool(effects.acts)  # a call does more than compute tensors
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
         self._count = sum(o.kind == "result" for o in self.local.outputs) - effects.extra
@@ -77,11 +71,6 @@ class Program:
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
         ]
         self.bind_state()
-
-    @property
-    def acts(self) -> bool:
-        """True where a call does more than compute tensors."""
-        return self._works is not None
 
     def _bind_numbers(self, given: Sequence[Input]) -> None:
         """Where each number comes from: an option of a parameter group, or the host's program."""
@@ -106,7 +95,8 @@ class Program:
         places = [find_input(given, state) for given in self._kept]
         getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
-        self._held = [local(t) if isinstance(t, DTensor) else t for _, _, t in self._slots]  # sees `t.data = ...`
+        tensors = [tensor for _, _, tensor in self._slots]  # not detached: the program sees `t.data = ...`
+        self._held = [_torch.local_tensor(t) if isinstance(t, DTensor) else t for t in tensors]
         for i in self._rebound:
             self._held[i] = self._held[i].clone()  # the program's own: each call leaves another tensor at the place
         condition = Condition()
@@ -122,7 +112,7 @@ class Program:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""
         rest = self.plan.storage
         return {
-            given.name: local(get(key))
+            given.name: _torch.local_tensor(get(key))
             for given, (get, key, _) in zip(self._kept, self._slots, strict=True)
             if rest[given.name].state(axis) == REPLICATED
         }
@@ -133,11 +123,9 @@ class Program:
             layout = self.plan.storage[given.name]
             planned = layout.local_shape(given.meta.shape, self.world.mesh, self.world.coordinate)
             if tuple(piece.shape) != planned:
-                raise StateError(
-                    f"{given.name!r} rests on this rank as {list(piece.shape)}",
-                    f"{list(planned)}: the plan lays it out as {layout.show(given.meta.shape)}",
-                    "leave the placing of what a compiled step holds to wholestep, or load whole tensors",
-                )
+                needed = f"{list(planned)}: the plan lays it out as {layout.show(given.meta.shape)}"
+                next_step = "leave the placing of what a compiled step holds to wholestep, or load whole tensors"
+                raise StateError(f"{given.name!r} rests on this rank as {list(piece.shape)}", needed, next_step)
 
     def refresh(self) -> Miss | None:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
@@ -174,7 +162,8 @@ class Program:
     def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat inputs of `run` for a call with these leaves."""
         leaves = leaves if self.shard_batch is None else self.shard_batch(leaves)
-        grads = [local(cast(torch.Tensor, self.capture.state.params[g.owner].tensor.grad)) for g in self._grads]
+        params = self.capture.state.params
+        grads = [_torch.local_tensor(cast(torch.Tensor, params[g.owner].tensor.grad)) for g in self._grads]
         return [*self._held, *grads, *self._numbers, *[leaves[i] for i in self._batch], *self._constants]
 
     def _read_numbers(self) -> None:
@@ -187,25 +176,19 @@ class Program:
                 self._last[i] = value
 
     def gather_lasting(self) -> list[Any]:
-        """Those of the flat inputs that outlast a call.
-
-        Raises:
-            StateError: some were replaced meanwhile.
-        """
+        """Those of the flat inputs that outlast a call. Raises StateError: some were replaced meanwhile."""
         miss = self.refresh()
         if miss is not None:
-            raise StateError(
-                f"the end of the last step, which was left to the next one, cannot run: {miss.text}",
-                "the parameters and the state that it began with",
-                "call step.flush() before replacing them",
-            )
+            found = f"the end of the last step, which was left to the next one, cannot run: {miss.text}"
+            needed = "the parameters and the state that it began with"
+            raise StateError(found, needed, "call step.flush() before replacing them")
         return [*self._held, *self._constants]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run one step."""
         self._read_numbers()
-        if self._works is not None:
-            self._prepare(self._works)
+        if self.acts:
+            self._prepare()
         inputs = self.gather_inputs(leaves)
         if self.stream is None:
             out = self.run(inputs)
@@ -217,36 +200,41 @@ class Program:
                 param.grad = None
         if self._created:
             self._keep_created(dict(zip(self._created, out[self._all_results :], strict=True)))
-        if self._works is not None:
+        if self.acts:
             self._act(out[self._count : self._all_results])
         if self._single:
             return out[0]
         results = iter(out)
-        return put_together(
-            self.capture.results,
-            [
-                next(results) if leaf is TensorLeaf else self._host[leaf.index] if type(leaf) is At else leaf
-                for leaf in self.capture.result_leaves
-            ],
-        )
+        made = [
+            next(results) if leaf is TensorLeaf else self._host[leaf.index] if type(leaf) is At else leaf
+            for leaf in self.capture.result_leaves
+        ]
+        return put_together(self.capture.results, made)
 
-    def _prepare(self, effects: Effects) -> None:
+    def _prepare(self) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
-        self._host = effects.program.run()
+        self._host = self.capture.effects.program.run()
         for i, at in self._computed:
             self._numbers[i].fill_(self._host[at])
         for i in self._rebound:
             self._held[i].copy_(self._slots[i][2])
 
     def _act(self, extra: Sequence[Any]) -> None:
-        """Replace the tensors that the step replaces; then do the rest of what it does on the host."""
+        """Replace the tensors that the step replaces; then make its assignments, and its callbacks in order."""
         for i in self._rebound:
             get, key, _ = self._slots[i]
             container, _ = find_input(self._kept[i], self.capture.state)
             container[key] = made = self._held[i].clone()
             self._slots[i] = get, key, made
-        self.guards.host.finish(self._host, extra)
-        self.capture.effects.arguments.now = {}
+        effects = self.capture.effects
+        for write in effects.writes:
+            write.place.set(MISSING if write.made is None else write.made.value(self._host, extra))
+        for name, flag in effects.flags:
+            self.capture.state.params[name].tensor.requires_grad_(flag)
+        for called in effects.calls:
+            args, kwargs = called.made.value(self._host, extra)
+            called.fn(*args, **kwargs)
+        effects.arguments.now = {}
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

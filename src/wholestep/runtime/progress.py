@@ -27,7 +27,6 @@ class ProgressLine:
 
     name: str
     out: TextIO
-    quiet_s: float
     _stages: list[str] = field(default_factory=list[str])
     _shown: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
@@ -54,7 +53,7 @@ class ProgressLine:
                 self._write(_ERASE)
 
     def _rewrite(self) -> None:
-        wait = self.quiet_s
+        wait = _QUIET_S
         while not self._done.wait(wait):
             stages = list(self._stages)
             stage = f"{stages[-1]}, " if stages else ""
@@ -71,19 +70,6 @@ class ProgressLine:
             self._done.set()
 
 
-@contextmanager
-def progress_of(given: Progress | Literal["auto"] | None, name: str) -> Generator[Progress | None]:
-    """What to tell of the stages of one compile: the user's function, a line on a terminal, or nothing."""
-    if given != "auto":
-        yield given
-    elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
-        yield None
-    else:
-        line = ProgressLine(name, sys.stderr, _QUIET_S)
-        with line.showing():
-            yield line
-
-
 @dataclass
 class Stages:
     """Reports the stages of the compiles of a step, called `name`, to what was given as `progress=`."""
@@ -94,9 +80,17 @@ class Stages:
 
     @contextmanager
     def reporting(self) -> Generator[None]:
-        """Stages inside are reported."""
-        with progress_of(self.given, self.name) as self._progress:
+        """Stages inside are reported: to the user's function, in a line on a terminal, or not at all."""
+        if self.given != "auto":
+            self._progress = self.given
             yield
+        elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
+            self._progress = None
+            yield
+        else:
+            self._progress = line = ProgressLine(self.name, sys.stderr)
+            with line.showing():
+                yield
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -1,14 +1,27 @@
-"""The state of every random generator that a training loop draws from, as plain tensors, and back."""
+"""The state of every random generator that a training loop draws from, as plain tensors, and back.
+
+A step whose ranks compute on one batch together has a generator of its own, with the same state on all ranks. Random
+values of replicated tensors are equal on all ranks; shards of a tensor are drawn from generators derived from it, one
+for each shard (`partition.rank_ops.drawn`). Generators of user code are unchanged.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from ..distributed.launch import World
+from ..graph.graph import LocalGraph
+from ..partition.rank_ops import drawn
+from ..rules.registry import is_random
 
 of_steps: dict[str, dict[str, torch.Tensor]] = {}
 """States of `SharedRng`, by its name and the kind of device."""
@@ -50,3 +63,58 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 def _from_tensor(value: torch.Tensor) -> Any:
     return json.loads(bytes(cast(list[int], value.tolist())))
+
+
+@dataclass
+class SharedRng:
+    """States of torch's generators that only compiled steps advance, saved with checkpoints."""
+
+    states: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(world: World, per_rank: frozenset[str]) -> SharedRng:
+        """The generators of this process for steps that compute together except along `per_rank` axes (collective)."""
+        name = "+".join(sorted(per_rank)) or "all"
+        restored = name in of_steps
+        states = of_steps.setdefault(name, {})
+        known = torch.tensor([restored and "cpu" in states], dtype=torch.int32, device=world.device)
+        dist.all_reduce(known, dist.ReduceOp.MIN)
+        if not known.item():  # a rank that the checkpoint does not know starts all of them anew
+            states |= SharedRng._start(world, per_rank)
+        return SharedRng(states)
+
+    @staticmethod
+    def _start(world: World, per_rank: frozenset[str]) -> dict[str, torch.Tensor]:
+        """States seeded by the first rank's generator; they differ between ranks along `per_rank` axes."""
+        with torch.random.fork_rng(devices=[]):
+            seed = torch.randint(0, 2**62, (1,)).to(world.device)
+        dist.broadcast(seed, 0)
+        number = 0
+        for axis in world.mesh.axes:
+            if axis.name in per_rank:
+                number = number * axis.size + world.coordinate[axis.name]
+        value = (int(seed) + 0x9E3779B97F4A7C15 * number) % 2**63
+        states = {"cpu": torch.Generator().manual_seed(value).get_state()}
+        if world.device.startswith("cuda"):
+            states["cuda"] = torch.Generator(world.device).manual_seed(value).get_state()
+        return states
+
+    @contextmanager
+    def drawing(self) -> Generator[None]:
+        """Random numbers inside come from these generators."""
+        devices = [torch.cuda.current_device()] if "cuda" in self.states else []
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(self.states["cpu"])
+            if devices:
+                torch.cuda.set_rng_state(self.states["cuda"])
+            try:
+                yield
+            finally:
+                self.states["cpu"] = torch.get_rng_state()
+                if devices:
+                    self.states["cuda"] = torch.cuda.get_rng_state()
+
+
+def draws_random(local: LocalGraph) -> bool:
+    """True when a program draws random numbers."""
+    return any(n.op == "call_function" and (n.target is drawn or is_random(n)) for n in local.graph.nodes)

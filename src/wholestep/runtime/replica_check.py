@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective
 from ..tuning import TUNING
-from .fingerprints import OPTIMIZERS, option_lines, state_lines
+from .consistency import OPTIMIZERS, option_lines, state_lines
 
 if TYPE_CHECKING:
     from ..distributed.launch import World
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit
-_ROUNDING = TUNING.checksum_rounding
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,9 @@ class ReplicaCheck:
             self._compare(program)
 
     def _compare(self, program: Program) -> None:
-        mesh, said = self.world.mesh, self._numbers(program)
-        axes = [axis.name for axis in mesh.axes if axis.size > 1]
+        state = program.capture.state
+        said = [*chain(*option_lines(state, ())), *state_lines(state)]
+        axes = [axis.name for axis in self.world.mesh.axes if axis.size > 1]
         held = {axis: program.alike_along(axis) for axis in axes}
         sums = {axis: self._sums(held[axis]) for axis in axes}
         number = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:8], "big") & _POSITIVE
@@ -81,16 +82,9 @@ class ReplicaCheck:
         dist.all_gather_object(texts, next((text for text in own if text), ""))
         found = next((text for text in texts if text), "")
         if found:
-            raise RankMismatchError(
-                f"{found}; found after call {self.calls}, with check_every={self.every}",
-                "the same on these ranks: each computes on with what it has",
-                "look for what only some ranks do between calls: a scheduler, a load, a change of weights",
-            )
-
-    def _numbers(self, program: Program) -> list[str]:
-        state = program.capture.state
-        held, others = option_lines(state, ())
-        return [*held, *others, *state_lines(state)]
+            what = f"{found}; found after call {self.calls}, with check_every={self.every}"
+            next_step = "look for what only some ranks do between calls: a scheduler, a load, a change of weights"
+            raise RankMismatchError(what, "the same on these ranks: each computes on with what it has", next_step)
 
     def _sums(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One checksum for each tensor, on the device of the collectives."""
@@ -140,6 +134,6 @@ class ReplicaCheck:
         if own.is_complex() or not own.is_floating_point() or not own.numel():
             return True
         apart = (own - other).abs().max().double()
-        far = (~(apart <= _ROUNDING * other.abs().max().double())).to(torch.int64)
+        far = (~(apart <= TUNING.checksum_rounding * other.abs().max().double())).to(torch.int64)
         dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
         return bool(far)

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from html import escape
+from typing import Any
 
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import device_of
+from ..capture.scheduled_numbers import scheduled
 from ..capture.state import StepState
+from ..cost.timeline import Timeline, timeline
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CaptureError
+from ..errors import CaptureError, PlanError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
+from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
+from ..profiling.profile import Profile, SpanClock, measured_timeline
 from ..tuning import TUNING
 from . import random_state
-from .batch_sharding import BatchSharder, BatchSizes, batch_sharder
+from .between_steps import CrossStepRunner, flush_pending
 from .compile_options import StepOptions
 from .compiler import Compiler
-from .cross_step_runner import CrossStepRunner, flush_pending
 from .guards import Miss, ambient
 from .installer import Installer
 from .program import Program
 from .progress import Stages
-from .step_inputs import StepInputs
-from .step_repr import step_html, step_line
-
-if TYPE_CHECKING:
-    from ..profiling.profile import Profile
+from .step_inputs import BatchSharder, BatchSizes, StepInputs, batch_sharder
 
 MOST_VALUES = TUNING.most_captures
-
-
-@dataclass(frozen=True)
-class _SharedBatch:
-    """How ranks share the batch of a call, and the sizes of its parts on all ranks. `inputs` are there on a first call,
-    which needs them to join the job.
-    """
-
-    sharder: BatchSharder | None = None
-    sizes: BatchSizes | None = None
-    inputs: StepInputs | None = None
-
-
-_OWN_BATCH = _SharedBatch()  # each rank runs on what it is given
 
 
 class CompiledStep:
@@ -88,8 +75,8 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
-        batch = self._shared_batch(call, args, kwargs) if self._shares_batches else _OWN_BATCH
-        program = self._program(call, args, kwargs, batch)
+        sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
+        program = self._program(call, args, kwargs, sizes)
         flush_pending(but=program.run)
         if self._clock is not None:
             self._clock.seconds = 0.0
@@ -104,10 +91,23 @@ class CompiledStep:
         return result
 
     def __repr__(self) -> str:
-        return step_line(self)
+        options, plan = self.options, self.plan
+        if plan is not None:
+            how = f"{plan.strategy}; mesh {plan.mesh}"
+        elif options.auto is not None:
+            how = "Auto"
+        else:
+            parts = options.strategies.parts
+            how = ", ".join(p.kind.name if isinstance(p, DataParallel) else type(p).__name__ for p in parts)
+            how += f"; mesh {options.mesh}" if options.mesh is not None else ""
+        calls = f"{self.calls} call" + ("" if self.calls == 1 else "s")
+        captures = f"{self.captures} capture" + ("" if self.captures == 1 else "s")
+        state = f"{calls}, {captures}" if plan is not None else "not compiled yet"
+        return f"<CompiledStep {self.__name__}: {how}; backend {options.backend.name}; {state}>"
 
     def _repr_html_(self) -> str:
-        return step_html(self)
+        plan = f"\n{self.plan._repr_html_()}" if self.plan is not None else ""  # pyright: ignore[reportPrivateUsage]
+        return f"<p>{escape(repr(self).strip('<>'))}</p>{plan}"
 
     def flush(self) -> None:
         """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
@@ -128,10 +128,33 @@ class CompiledStep:
         Example:
             >>> found = step.profile(model, optimizer, batch)
             >>> print(found), found.save("step.json")
-        """
-        from .profile_step import profile_step
 
-        return profile_step(self, hardware, repeat, args, kwargs)
+        Raises:
+            PlanError: the schedule is across steps, or there is no hardware to predict for.
+        """
+        self(*args, **kwargs)
+        program = self.programs[-1]
+        if isinstance(program.run, CrossStepRunner):
+            text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
+            raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')
+        hardware = hardware or (self.schedule.hardware if self.schedule else None)
+        if hardware is None:
+            needed = "hardware to predict for"
+            raise PlanError("this step was scheduled for none (one rank, or schedule=None)", needed, "give hardware=")
+        world, usual, clock = program.world, program.run, SpanClock(program.world.device.startswith("cuda"))
+        inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
+        program.run = self._installer.compiled(program.local, world, inputs, clock)
+        found: list[Timeline] = []
+        try:
+            for _ in range(repeat + 1):  # the first one checks strides, and does not count
+                clock.spans = []
+                begin = time.perf_counter()
+                self(*args, **kwargs)
+                found.append(measured_timeline(program.local, clock.spans, begin, time.perf_counter() - begin))
+        finally:
+            program.run = usual
+        middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
+        return Profile(replace(middle, title="measured"), timeline(program.local, hardware))
 
     @property
     def schedule(self) -> Schedule | None:
@@ -185,21 +208,20 @@ class CompiledStep:
         return list(self._cache.log) if self._cache else []
 
     # -- programs ------------------------------------------------------------------------
-    def _shared_batch(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _SharedBatch:
-        """How ranks share the batch of a call."""
-        inputs = None
+    def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
+        """Sizes of the parts of a batch that ranks share; None where each rank runs on what it is given."""
         if self._compiler is None:
-            inputs = self._inputs(args, kwargs)
-            self._start(inputs)
+            self._start(self._inputs(args, kwargs, None))
         if self._sharder is None or self._sharder[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
             assert self.world is not None, "joined"
             self._sharder = (call.structure, batch_sharder(self.strategies, names, call.leaves, self.world))
         sharder = self._sharder[1]
-        return _SharedBatch(sharder, None if sharder is None else sharder.sizes(call.leaves), inputs)
+        return None if sharder is None else sharder.sizes(call.leaves)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepInputs:
-        return StepInputs.of(self.fn, args, kwargs, self.options.capture.extra)
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
+        sharder = self._sharder[1] if self._sharder else None
+        return StepInputs.of(self.fn, args, kwargs, self.options.capture.extra, sharder, sizes)
 
     def _start(self, inputs: StepInputs) -> Compiler:
         """Join the job."""
@@ -210,15 +232,11 @@ class CompiledStep:
         return self._compiler
 
     def _program(
-        self,
-        call: StepCall,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        batch: _SharedBatch,
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None
     ) -> Program:
         """The program that fits a call, compiled where there is none."""
         if self.programs:
-            now = ambient(self.programs[-1].world.device, batch.sizes)
+            now = ambient(self.programs[-1].world.device, sizes)
             newest: Miss | None = None
             for i in range(len(self.programs) - 1, -1, -1):
                 program = self.programs[i]
@@ -233,24 +251,37 @@ class CompiledStep:
             self._note_change(newest)
         with self._stages.reporting():
             flush_pending()
-            inputs = batch.inputs or self._inputs(args, kwargs)
-            return self._compile(inputs.sharing(batch.sharder, batch.sizes))
+            return self._compile(self._inputs(args, kwargs, sizes))
 
     def _compile(self, inputs: StepInputs) -> Program:
         compiler = self._compiler or self._start(inputs)
         made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
         drawn = random_state.take() if self.on_placed else None
-        placed = self._installer.place(made, inputs, compiler.world, compiler.strategies)
+        program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
-            self._call_on_placed()
+            miss = self._call_on_placed(program, inputs)
             random_state.put(drawn)
-            miss = placed.outdated()
             if miss is not None:
                 self.misses.append(miss.text)
-                again = self._inputs(inputs.args, inputs.kwargs)
-                return self._compile(again.sharing(inputs.sharder, inputs.sizes))
-        self.programs.append(self._installer.finish(placed))
+                return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes))
+        self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies))
         return self.programs[-1]
+
+    def _call_on_placed(self, program: Program, inputs: StepInputs) -> Miss | None:
+        """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays.
+
+        Returns why the program does not fit its own call any more.
+        """
+        optimizers = program.capture.state.optimizers.values()
+        before = set(scheduled(optimizers))
+        for call_back in self.on_placed:
+            call_back(self)
+        self.on_placed.clear()
+        now = ambient(program.world.device, inputs.sizes)
+        miss = program.guards.check(inputs.structure, inputs.leaves, now) or program.refresh()
+        if miss is None and set(scheduled(optimizers)) != before:
+            miss = Miss("other options change between calls")
+        return miss
 
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
@@ -270,15 +301,7 @@ class CompiledStep:
                     stacklevel=4,
                 )
         elif count >= MOST_VALUES:
-            raise CaptureError(
-                f"the step {change.what} that keeps changing: {MOST_VALUES} captures so far",
-                "values that say what kind of call it is, of which there are few",
-                "compute with the tensor instead of its value, or pass the value as a Python number",
-                change.where,
-            )
-
-    def _call_on_placed(self) -> None:
-        """What waits until the state is placed may change it now; one that raises is called again."""
-        for call_back in self.on_placed:
-            call_back(self)
-        self.on_placed.clear()
+            found = f"the step {change.what} that keeps changing: {MOST_VALUES} captures so far"
+            needed = "values that say what kind of call it is, of which there are few"
+            next_step = "compute with the tensor instead of its value, or pass the value as a Python number"
+            raise CaptureError(found, needed, next_step, change.where)

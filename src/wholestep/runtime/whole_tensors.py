@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from ..cache.key import digest
 from ..capture.call_structure import by_name
-from ..capture.state import WHOLE, StepState, collect, put
+from ..capture.state import StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
-from .cross_step_runner import flush_pending
+from .between_steps import flush_pending, stand_in
+from .replica_check import checksum
 
 _INSIDE = "`with ws.whole(...)`"
 
@@ -88,10 +89,12 @@ class _Swap:
         for name, held in self.state.params.items():
             if held.tensor.is_meta:
                 raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
-        values = [v for _, _, entries in self.entries for entry in entries.values() for v in _values(entry)]
-        whole = _whole_of([*self.outside, *(v for v in values if isinstance(v, Tensor))])
+        values = [v for _, _, entries in self.entries for entry in entries.values() for _, v in _tensors(entry)]
+        whole = _whole_of([*self.outside, *values])
         for old in self.outside:
-            self.inside.append(_stand_in(old, whole) if isinstance(old, nn.Parameter) else whole[id(old)])
+            new = whole[id(old)]
+            is_param = isinstance(old, nn.Parameter)
+            self.inside.append(stand_in(old, new, old.requires_grad, _INSIDE) if is_param else new)
         for held, new in zip(self.helds, self.inside, strict=True):
             put(held, new)
         stand_ins = {id(old): new for old, new in zip(self.outside, self.inside, strict=True)}
@@ -122,10 +125,10 @@ class _Swap:
         """
         failure, sums = self._misfit(), dict[str, int]()
         for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
-            sums[name] = _sum_of_bits(held.tensor)
+            sums[name] = int(checksum(held.tensor))
             for (optimizer, _, _), label in zip(self.entries, self.state.optimizers, strict=True):
                 entry = optimizer.state.get(held.tensor, {})
-                sums |= {f"{label}.state[{name}][{k!r}]": _sum_of_bits(v) for k, v in _tensors(entry)}
+                sums |= {f"{label}.state[{name}][{k!r}]": int(checksum(v)) for k, v in _tensors(entry)}
         try:
             _compare(rendezvous, sums, failure.found if failure else "")
         finally:
@@ -138,11 +141,9 @@ class _Swap:
             now = held.tensor
             if isinstance(now, DTensor) or _about(now) != _about(old):
                 found = f"a DTensor, {_about(now)}," if isinstance(now, DTensor) else _about(now)
-                return StateError(
-                    f"{name!r} has become {found} inside {_INSIDE}",
-                    f"a plain tensor like the one that was there, {_about(old)}",
-                    "change shapes and dtypes before the first call of the step",
-                )
+                text = f"{name!r} has become {found} inside {_INSIDE}"
+                needed = f"a plain tensor like the one that was there, {_about(old)}"
+                return StateError(text, needed, "change shapes and dtypes before the first call of the step")
         return None
 
     @torch.no_grad()
@@ -162,10 +163,6 @@ class _Swap:
                     entries.pop(old, None)
 
 
-def _values(entry: object) -> list[Any]:
-    return list(cast(dict[Any, Any], entry).values()) if isinstance(entry, dict) else []
-
-
 def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
     items = cast(dict[Any, Any], entry).items() if isinstance(entry, dict) else ()
     return [(key, value) for key, value in items if isinstance(value, Tensor)]
@@ -176,13 +173,6 @@ def _whole_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     pieces = list({id(t): t for t in tensors if isinstance(t, DTensor)}.values())
     out = dict(zip(map(id, pieces), gather(pieces, at_home=True), strict=True))
     return out | {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
-
-
-def _stand_in(old: nn.Parameter, whole: Mapping[int, Tensor]) -> nn.Parameter:
-    new = nn.Parameter(whole[id(old)], requires_grad=old.requires_grad)
-    vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
-    vars(new)[WHOLE] = _INSIDE
-    return new
 
 
 def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
@@ -212,18 +202,9 @@ def _kept_entry(old: Any, now: Any) -> Any:
     return kept
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    """The same for equal values, whatever order they are summed in."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
-    return int(flat.view(number).sum(dtype=torch.int64)) if flat.numel() else 0
-
-
 def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> None:
-    """All ranks have the same sums by name, and no failure.
-
-    Raises:
-        RankMismatchError: on every rank, naming the first that differs, or what does not fit on another rank.
+    """All ranks have the same sums by name, and no failure. Raises RankMismatchError: on every rank, naming the first
+    that differs, or what does not fit on another rank.
     """
     own = failure, digest([repr(dict(sums))])
     label = rendezvous.next_label("whole")
@@ -238,11 +219,9 @@ def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> N
         first, theirs = by_rank[0], by_rank[other]
         wrong = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if wrong:
-            raise RankMismatchError(
-                f"{wrong[0]} is not the same on ranks 0 and {other} at the end of {_INSIDE}",
-                "the same values on all ranks, each of which keeps its own part",
-                "write on every rank, not on one; draw random numbers from one seed; nothing was kept",
-            )
+            found = f"{wrong[0]} is not the same on ranks 0 and {other} at the end of {_INSIDE}"
+            next_step = "write on every rank, not on one; draw random numbers from one seed; nothing was kept"
+            raise RankMismatchError(found, "the same values on all ranks, each of which keeps its own part", next_step)
 
 
 def _about(tensor: Tensor) -> str:

@@ -20,10 +20,6 @@ from ...passes import bucket, write_into_buckets
 from ...tuning import TUNING
 from .exchange import add_parts, gather, swap
 
-_LEAST_BYTES = TUNING.pooled_bytes
-_FITS = TUNING.pool_fit
-_KEPT = TUNING.pool_kept
-
 
 @dataclass(eq=False)
 class _Buffer:
@@ -54,14 +50,12 @@ class Buffers:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """One row of `numel` elements with the dtype and device of `like`; what is in it is not said."""
-        if like.device.type != "cpu" or numel * like.itemsize < _LEAST_BYTES:
+        if like.device.type != "cpu" or numel * like.itemsize < TUNING.pooled_bytes:
             return like.new_empty(numel)
         self.taken += 1
-        found = min(
-            (b for b in self.buffers if b.memory.dtype == like.dtype and numel <= b.memory.numel() <= numel * _FITS
-             and b.is_free),
-            key=lambda b: b.memory.numel(), default=None,
-        ) or self._more(like.new_empty(numel))  # fmt: skip
+        alike, most = (b for b in self.buffers if b.memory.dtype == like.dtype), numel * TUNING.pool_fit
+        fits = (b for b in alike if numel <= b.memory.numel() <= most and b.is_free)
+        found = min(fits, key=lambda b: b.memory.numel(), default=None) or self._more(like.new_empty(numel))
         found.used = self.taken
         return found.memory[:numel]
 
@@ -71,7 +65,7 @@ class Buffers:
         in_use = kept - sum(b.memory.nbytes for b in free) + memory.nbytes
         self.most_bytes = max(self.most_bytes, in_use)
         for old in free:
-            if kept + memory.nbytes <= _KEPT * self.most_bytes:
+            if kept + memory.nbytes <= TUNING.pool_kept * self.most_bytes:
                 break
             kept -= old.memory.nbytes
             self.buffers.remove(old)

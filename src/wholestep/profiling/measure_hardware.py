@@ -1,4 +1,4 @@
-"""Measures collectives: time on the link, and time taken from the processors that compute."""
+"""How fast this job computes and communicates, measured in a fraction of a second; the same figures on all ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,104 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
+from itertools import chain, islice
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend.gloo.buffers import Buffers
 from ..distributed.launch import World
+from ..hardware.hardware import Hardware
 from ..hardware.measured import CollectiveCost, sent_bytes
 from ..tuning import TUNING
+
+
+def measure_hardware(world: World) -> Hardware:
+    """The hardware, as the slowest rank and the slowest axis measure it."""
+    before = _computing(world)
+    links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
+    rounds = torch.cat([before, _computing(world)], 1)  # others may compute during half of them
+    times = [float(usual) for usual in rounds.median(1).values]  # a step pays what is usual, not what is best
+    wires = max((wires for wires, _ in links), key=lambda wires: wires[0].byte_us, default=())
+    times.append(max((carried for _, carried in links), default=0.0))
+    if world.mesh.size > 1:
+        figures = [astuple(wire)[1:] for wire in wires]
+        slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        found = [float(v) for v in slowest]
+        times, rest = found[: len(times)], iter(found[len(times) :])
+        wires = tuple(
+            CollectiveCost(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True)
+        )
+    product, attention, math, moved, launch, view, carried = times
+    return Hardware.measured(
+        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
+        link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
+        math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
+        view_us=0.0 if world.device.startswith("cuda") else view,
+        bucket_copy_bytes_per_us=1 / carried if carried else 0.0, collectives=wires,
+    )  # fmt: skip
+
+
+def _probes(device: str) -> Mapping[str, tuple[Callable[[], object], float]]:
+    """What steps are made of, in sizes that a step has, of memory of their own; with operations, bytes or calls."""
+    rows, inner, columns = (4096, 4096, 4096) if device.startswith("cuda") else (512, 384, 768)
+    heads, length, width = 4, 128, 64
+    fill = torch.rand
+
+    one, other = fill(rows, inner, device=device), fill(inner, columns, device=device)
+    q, k, v = (fill(4, heads, length, width, device=device, requires_grad=True) for _ in range(3))
+    wide, made, left, right, total = (fill(rows, 1024, device=device) for _ in range(5))
+    little, sums = fill(8, device=device), fill(1024, device=device)
+
+    def attention() -> object:
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), out)
+
+    def math() -> None:
+        torch.exp(wide, out=made)
+        torch.softmax(wide, -1, out=made)
+        torch.sum(wide, 0, out=sums)
+        torch.ops.aten.gelu.out(wide, out=made)
+
+    def launches() -> object:
+        return little + 1.0, little * 2.0, little - 1.0, little.neg()
+
+    def views() -> object:
+        return little.view(2, 4), little.unsqueeze(0), little.expand(2, 8), little.detach()
+
+    return {
+        "product": (lambda: torch.mm(one, other), 2.0 * rows * inner * columns),
+        "attention": (attention, 3.5 * 16.0 * heads * length * length * width),
+        "math": (math, 7.0 * wide.nbytes),
+        "bytes": (lambda: torch.add(left, right, out=total), 3.0 * left.nbytes),
+        "launch": (launches, 4.0),
+        "view": (views, 4.0),
+    }
+
+
+def _computing(world: World) -> Tensor:
+    """Microseconds for an operation, a byte or a call: a row of each probe, of rounds.
+
+    All ranks compute, as they do in a step. Probes take turns, so that each finds caches as in a step: full of what
+    others left.
+    """
+    if world.mesh.size > 1:
+        dist.barrier()
+    devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
+    with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
+        probes = _probes(world.device).values()
+        rounds = [
+            [seconds(run, world.device) * 1e6 / does for run, does in probes] for _ in range(TUNING.compute_rounds)
+        ]
+    return torch.tensor(rounds, dtype=torch.float64).T[:, 1:]
+
 
 _FEW, _LEAST = TUNING.link_few_bytes, TUNING.link_many_bytes
 _SIZES = (
@@ -27,10 +113,6 @@ _SIZES = (
     (float("inf"), _LEAST, (2, 1)),
 )
 """By what an all-reduce of `_LEAST` bytes takes at most: bytes to time, how many in a row, and how many rows."""
-_OF_WHAT_CAME = TUNING.copy_rounds
-_COMPUTED = TUNING.beside_share
-_MOST = TUNING.most_slower
-_SHORT = TUNING.link_repeats
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 funcol = torch.ops._c10d_functional
 Run = Callable[..., object]
@@ -46,18 +128,9 @@ class Timed:
     busy_us: float
 
 
-@dataclass(frozen=True)
-class Link:
-    """The cost of each kind of collective along an axis, and of a copy of its payload for each byte read and written;
-    0 where that is as fast as any copy.
-    """
-
-    wires: tuple[CollectiveCost, ...]
-    carried_byte_us: float
-
-
-def measure_link(world: World, axis: str) -> Link:
-    """The cost of collectives along `axis`.
+def measure_link(world: World, axis: str) -> tuple[tuple[CollectiveCost, ...], float]:
+    """The cost of each kind of collective along `axis`, and of a copy of its payload for each byte read and written; 0
+    where that is as fast as any copy.
 
     Each kind is timed with small and with large messages; the difference gives the bandwidth. Large messages are in
     flight together, so that no rank counts time in which it was late for data that others had sent, and enough of
@@ -67,7 +140,7 @@ def measure_link(world: World, axis: str) -> Link:
     group, ranks = world.groups[axis], world.mesh.axis_size(axis)
     trial = _runner("all_reduce", _LEAST, ranks, group, world.device)
     trial(1)
-    us = torch.tensor([_seconds(lambda: trial(1), world.device) * 1e6]).to(world.device)
+    us = torch.tensor([seconds(lambda: trial(1), world.device) * 1e6]).to(world.device)
     dist.all_reduce(us, dist.ReduceOp.MAX)  # ranks run the same collectives as often
     most, often = next((size, often) for limit_us, size, often in _SIZES if float(us) <= limit_us)
     share = crowded(world)
@@ -76,7 +149,7 @@ def measure_link(world: World, axis: str) -> Link:
     wires = tuple(_wire(kind, most, often, ranks, group, world.device, share) for kind in KINDS)
     after = before if on_cuda else _of_what_came(ranks, group)
     copied, added = (min(both) for both in zip(before, after, strict=True))  # others may compute for a while
-    return Link(tuple(replace(w, reduce_byte_us=added) if w.kind == "reduce_scatter" else w for w in wires), copied)
+    return tuple(replace(w, reduce_byte_us=added) if w.kind == "reduce_scatter" else w for w in wires), copied
 
 
 def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
@@ -87,13 +160,13 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
     whole = torch.full((max(_LEAST // 4 // ranks, 2) * ranks,), 0.5, dtype=torch.float32)
     part, other = whole[: len(whole) // ranks], torch.full((512, 512), 0.5, dtype=torch.float32)
     outlines, copies, sums = [(1,), (len(part) - 1,)], list[float](), list[float]()
-    for _ in range(_OF_WHAT_CAME):
+    for _ in range(TUNING.copy_rounds):
         came = wait(kept.gather(part, ranks, group))
         torch.mm(other, other)
-        copies.append(_seconds(lambda came=came: kept.part_of_gather(came, outlines, 1, ranks), "cpu"))
+        copies.append(seconds(lambda came=came: kept.part_of_gather(came, outlines, 1, ranks), "cpu"))
         came = wait(kept.swap(whole, ranks, group))
         torch.mm(other, other)
-        sums.append(_seconds(lambda came=came: kept.add_parts(came, ranks, "avg"), "cpu"))
+        sums.append(seconds(lambda came=came: kept.add_parts(came, ranks, "avg"), "cpu"))
     sent = sent_bytes("reduce_scatter", whole.nbytes, ranks)
     return statistics.median(copies) * 1e6 / (2 * whole.nbytes), statistics.median(sums) * 1e6 / sent
 
@@ -107,7 +180,7 @@ def _wire(
     at least half of the time of small messages counts for the start.
     """
     few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
-    short = _timed(_runner(kind, _FEW, ranks, group, device), device, _SHORT, share, min)
+    short = _timed(_runner(kind, _FEW, ranks, group, device), device, TUNING.link_repeats, share, min)
     run = _runner(kind, most, ranks, group, device)
     long = _timed(run, device, often, share, statistics.median)
     stretch, busy_us = (1.0, long.busy_us) if device.startswith("cuda") else _beside(run, long, often, share)
@@ -166,7 +239,7 @@ def _timed(run: Run, device: str, often: tuple[int, int], share: float, typical:
     times, rows = often
     run(times)
     process, own = time.process_time(), time.thread_time()
-    us = typical(_seconds(lambda: run(times), device) for _ in range(rows)) * 1e6
+    us = typical(seconds(lambda: run(times), device) for _ in range(rows)) * 1e6
     process, own = time.process_time() - process, time.thread_time() - own
     if device.startswith("cuda"):
         return Timed(us / times, 0.0, 0.0)
@@ -183,18 +256,18 @@ def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tup
     """
     times, rows = often
     lasts_us = times * alone.us
-    products = _Products(_COMPUTED * lasts_us / 1e6)
+    products = _Products(TUNING.beside_share * lasts_us / 1e6)
     stretch, others, longer = list[float](), list[float](), list[float]()
     for _ in range(rows):
         products()
         usual_us = products.own_us / products.count
         process, own = time.process_time(), time.thread_time()
-        us = _seconds(lambda: run(times, products), "cpu") * 1e6
+        us = seconds(lambda: run(times, products), "cpu") * 1e6
         process, own = time.process_time() - process, time.thread_time() - own
         others.append((process - own) * 1e6)
         longer.append(products.own_us - products.count * usual_us)
         done_us = lasts_us - (us - products.us)  # of their time alone, while the rank computed
-        stretch.append(products.us / max(done_us, products.us / _MOST))
+        stretch.append(products.us / max(done_us, products.us / TUNING.most_slower))
     busy = share * statistics.mean(others) + max(statistics.median(longer), 0.0)
     return max(statistics.median(stretch), 1.0), busy / times
 
@@ -221,7 +294,8 @@ class _Products:
         self.us, self.own_us = (time.perf_counter() - start) * 1e6, (time.thread_time() - own) * 1e6
 
 
-def _seconds(run: Callable[[], object], device: str) -> float:
+def seconds(run: Callable[[], object], device: str) -> float:
+    """The time of one run."""
     start = time.perf_counter()
     run()
     if device.startswith("cuda"):

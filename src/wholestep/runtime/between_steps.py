@@ -1,0 +1,190 @@
+"""What happens to a model between steps: the end of a step runs later, and eager calls find gathered parameters.
+
+With a schedule across steps, the last reductions and updates complete in the next call, or when the step is flushed.
+Every module of a model that a step has placed gets hooks; its outermost eager call gathers for all modules below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import _torch
+from ..backend.protocol import Run
+from ..capture.call_structure import walk
+from ..capture.state import WHOLE
+from ..distributed.full_tensors import gather
+from ..distributed.rendezvous import Rendezvous
+from ..errors import StateError
+
+
+class CrossStepRunner:
+    """Runs the first call, each later call, and the completion of the last call as three programs.
+
+    `count` values are carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters,
+    state and constants.
+    """
+
+    def __init__(self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]) -> None:
+        self._first, self._steady, self._finish = first, steady, finish
+        self._count, self._lasting = count, lasting
+        self._carried: list[Any] = []
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Complete the last call, and run this one up to the part that is left to the next."""
+        carried, self._carried = self._carried, []
+        out = self._steady([*inputs, *carried]) if carried else self._first(inputs)
+        self._carried = out[len(out) - self._count :]
+        _pending.add(self)
+        return out[: len(out) - self._count]
+
+    @property
+    def source(self) -> str:
+        """Text of the program that runs in all calls but the first."""
+        return getattr(self._steady, "source", "")
+
+    def flush(self) -> None:
+        """Complete the last call."""
+        if self._carried:
+            lasting = self._lasting()
+            carried, self._carried = self._carried, []
+            self._finish([*lasting, *carried])
+        _pending.discard(self)
+
+
+# The steps of this process with a call to complete. Any other use of their model has to find them, and no reference
+# leads to them from the model, or from another step that uses it.
+_pending = WeakSet[CrossStepRunner]()
+
+
+def flush_pending(but: object = None) -> None:
+    """Complete the last call of every step in this process, except for `but`."""
+    if _pending:
+        for one in list(_pending):
+            if one is not but:
+                one.flush()
+
+
+def flush_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """From now on pending steps are flushed before an eager update, and before state is read or loaded.
+
+    Before an eager forward, `EagerGather` flushes them.
+    """
+    for module in modules:
+        module.register_state_dict_pre_hook(_flush)
+        module.register_load_state_dict_pre_hook(_flush)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_flush)
+        optimizer.register_state_dict_pre_hook(_flush)
+        optimizer.register_load_state_dict_pre_hook(_flush)
+
+
+def _flush(*_: Any, **__: Any) -> None:
+    flush_pending()
+
+
+_HOOKED = "_wholestep_gathers"
+_Place = tuple[dict[str, Any], str, Tensor]
+
+
+@dataclass
+class EagerGather:
+    """Gathers parameters for the calls of one module.
+
+    Parameters stored elsewhere move to `device`. `inside` holds, for each running call of any module, the modules it
+    has gathered for. `running` holds, for each running call of this module, the parameters it has replaced; None for
+    a call inside another one.
+    """
+
+    path: str
+    device: str | None
+    timeout_s: float
+    inside: list[set[int]]
+    running: list[list[_Place] | None] = field(default_factory=list[list[_Place] | None])
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Replace sharded parameters by gathered ones, except inside another call or a capture."""
+        if any(id(module) in known for known in self.inside):
+            self.running.append(None)
+            return
+        put: list[_Place] = []
+        self.running.append(put)
+        self.inside.append({id(sub) for sub in module.modules()})
+        containers = [_torch.parameters_of(sub) for sub in module.modules()]
+        found = [(held, key, tensor) for held in containers for key, tensor in held.items() if tensor is not None]
+        cut = list({id(tensor): tensor for _, _, tensor in found if isinstance(tensor, DTensor)}.values())
+        if not cut and not _pending and self.device is None:
+            return
+        name = f"{type(module).__name__} {self.path!r}" if self.path else type(module).__name__
+        if cut or _pending:
+            Rendezvous.of_job(self.timeout_s).barrier(f"a call of {name} outside of a compiled step")
+            flush_pending()
+        whole = dict(zip(map(id, cut), gather(cut), strict=True))
+        if self.device is not None:
+            plain, kind = [t for _, _, t in found if not isinstance(t, DTensor)], torch.device(self.device).type
+            whole |= {id(t): t.detach().to(self.device) for t in plain if t.device.type != kind}
+        whole |= {id(t): t.detach() for _, _, t in found if cut and _needs_grad(t) and id(t) not in whole}
+        made = {id(t): _plain(t, whole[id(t)], name) for _, _, t in found if id(t) in whole}
+        for container, key, tensor in found:
+            if id(tensor) in made:
+                put.append((container, key, tensor))
+                container[key] = made[id(tensor)]
+
+    def end(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Put the sharded parameters back, also after a call that failed."""
+        put = self.running.pop() if self.running else None
+        if put is not None:
+            self.inside.pop()
+            for container, key, tensor in put:
+                container[key] = tensor
+
+
+def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
+    """From now on these modules and all below them can be called outside of a step, on all ranks.
+
+    `device` is where they compute, given where parameters are stored elsewhere (`offload`).
+    """
+    inside: list[set[int]] = []
+    for path, module in walk(modules):
+        if _HOOKED not in vars(module):
+            calls = EagerGather(path, device, timeout_s, inside)
+            module.register_forward_pre_hook(calls.begin, prepend=True)
+            module.register_forward_hook(calls.end, always_call=True)
+            vars(module)[_HOOKED] = True
+
+
+def _needs_grad(param: Tensor) -> bool:
+    return param.requires_grad and torch.is_grad_enabled()
+
+
+def _plain(param: Tensor, whole: Tensor, name: str) -> nn.Parameter:
+    """A parameter in place of `param` during one call. A backward must not reach it: it is gone after the call."""
+    made = stand_in(param, whole, _needs_grad(param), f"a call of {name}")
+    if made.requires_grad:
+        made.register_hook(partial(_refuse, name))
+    return made
+
+
+def stand_in(param: Tensor, whole: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
+    """A parameter with the values of `whole` that stands in for `param`, with its attributes, inside `where`."""
+    made = nn.Parameter(whole, requires_grad=requires_grad)
+    vars(made).update({key: value for key, value in vars(param).items() if key not in vars(made)})
+    vars(made)[WHOLE] = where
+    return made
+
+
+def _refuse(name: str, grad: Tensor) -> None:
+    raise StateError(
+        f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call",
+        "gradients of a compiled step, which reduces them over ranks",
+        "call the model under torch.no_grad(), or put forward, backward and update into a function for "
+        "wholestep.compile",
+    )
