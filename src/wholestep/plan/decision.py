@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph.text import seconds
 from ..layout import Layout
@@ -70,16 +68,6 @@ class Objective:
     again: tuple[str, ...] = ()
     model_s: float = 0.0
     model_bound_s: float = 0.0
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Objective:
-        """From JSON values by field."""
-        budget = values["budget_bytes"]
-        return Objective(
-            float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
-            None if budget is None else int(budget), tuple(map(str, values["again"])),
-            float(values.get("model_s", 0)), float(values.get("model_bound_s", 0)),
-        )  # fmt: skip
 
     @property
     def gap(self) -> float:
