@@ -10,14 +10,12 @@ import wholestep as ws
 from tests.unit.test_auto import GRAPHS, PAIRS, train
 from tests.unit.test_auto_short_steps import FAST, deep
 from wholestep.layout import REPLICATED, AxisState
-from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategies import compose
+from wholestep.plan.tensor_parallel import SolvedLayouts
 from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
 from wholestep.planner.folded_step import fold_step
-from wholestep.planner.ilp_candidates import IlpCandidates
+from wholestep.planner.ilp_candidates import IlpCandidates, Symmetrizer, best_meshes
 from wholestep.planner.search_result import Candidate, Status
-from wholestep.planner.solve_meshes import best_meshes
-from wholestep.planner.symmetrize import Symmetrizer
 
 NODES = ws.Hardware.preset("dgx-h100")
 

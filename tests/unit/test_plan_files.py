@@ -17,9 +17,9 @@ from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
 from wholestep.plan.plan_file import decode_strategies, encode_strategies
-from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategies import Strategies
 from wholestep.plan.strategy import Pins
+from wholestep.plan.tensor_parallel import SolvedLayouts
 
 HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)
 BY_HAND: dict[str, Any] = {

@@ -155,7 +155,7 @@ def tensor_parallel(
 
 def _search_done(shown: Screen, found: SearchResult, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
     """The report of a search, below `head`."""
-    from wholestep.planner.search_report import explained, show
+    from wholestep.planner.search_result import explained, show
 
     made = explained(found)
     text = "\n".join([head, show(found), f"\n{made}", *_asked_of(shown, made, graph, asked)])

@@ -20,14 +20,12 @@ from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
-from .data_parallel import DataParallel
+from .data_parallel import DataParallel, PerParameterStorage, StorageOption
 from .decision import Decision
 from .module_styles import ModuleStyle
-from .per_parameter_storage import PerParameterStorage, StorageOption
-from .solved_layouts import SolvedLayouts
 from .strategies import Strategies
 from .strategy import Pins, Strategy
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import SolvedLayouts, TensorParallel
 
 _STRATEGIES = (DataParallel, PerParameterStorage, TensorParallel, SolvedLayouts)
 _PLAIN = (str, int, float, bool, Role, Mesh)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import torch
 from torch.fx import Node
@@ -32,13 +33,11 @@ from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
-from .axis_order import in_order, reduced
 from .decision import Decision
 from .explain import cut_reason, moves, partial_reason, settled, whole_reason
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
-from .partial_readers import reads, shrinks
-from .propagation_inputs import PropagationInputs, moving, rounding
+from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
 _KEEP_SHARDED = TUNING.keep_sharded_factor
@@ -403,3 +402,37 @@ def _is_free(state: AxisState, operand: int, through: PassThrough, stored: froze
 def _lost(have: AxisState, want: AxisState) -> bool:
     """True if `want` is partial and `have` cannot become that: it is sharded, or partial by another op."""
     return want.kind == "P" and have.kind != "R" and have != want
+
+
+# -- layouts that several axes share -----------------------------------------------------------------
+def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool]) -> list[str]:
+    """`axes` in an order that agrees with layouts that shard one dim over several, outermost first.
+
+    `moves`: which of `have` depend on the batch; these decide where layouts disagree.
+    """
+    pairs: dict[tuple[str, str], None] = {}
+    for wanted in (True, False):
+        for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
+            for outer, inner in (p for dim in layout.dims for p in combinations(dim, 2)):
+                if (inner, outer) not in pairs:
+                    pairs[outer, inner] = None
+    remaining, out = list(axes), list[str]()
+    while remaining:
+        outermost = [a for a in remaining if not any((b, a) in pairs for b in remaining)]
+        out.append((outermost or remaining)[0])
+        remaining.remove(out[-1])
+    return out
+
+
+def reduced(partial: Layout, home: Layout) -> Layout:
+    """`partial` with its partial axes, and axes that shard a dim outside of these, in the state that `home` has."""
+    out, whole = partial, [a for a, _ in partial.partial]
+    for axes in home.dims:
+        inner = max((i for i, a in enumerate(axes) if a in whole), default=-1)
+        for axis in axes[: inner + 1]:
+            if partial.state(axis).kind in ("P", "R"):
+                out = out.put(axis, home.state(axis))
+    for axis in whole:
+        if home.state(axis).kind != "S":
+            out = out.put(axis, REPLICATED)
+    return out

@@ -17,22 +17,18 @@ from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
-from ..plan.solved_layouts import SolvedLayouts
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
-from ..plan.tensor_parallel import TensorParallel
+from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
 from .constraints import Constraints, Pinned, Whole, check_form, constraints_of
-from .evaluate import Evaluator, Watch
+from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
-from .ilp_candidates import IlpCandidates
+from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
 from .search import Search
-from .search_report import explained
-from .search_result import SearchResult
-from .solve_meshes import MeshSolver
-from .symmetrize import Symmetrizer
+from .search_result import SearchResult, Watch, explained, unwatched
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -144,6 +140,7 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         hardware = hardware or self.hardware or Hardware.default()
         passes = tuple(pipeline(hardware) if passes is None else passes)
+        watch = watch or unwatched
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = constraints_of(graph, on, self.pinned, self.whole) or Constraints()
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
@@ -196,15 +193,14 @@ class Auto:
 
     def _solved(
         self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates],
-        watch: Watch | None,
+        watch: Watch,
     ) -> _Solved:  # fmt: skip
         """Solutions on `mesh`; none where its axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
         if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
             return _Solved()
-        if watch is not None:
-            watch("solve for layouts")
+        watch("solve for layouts")
         programs = programs_on(mesh, None if same_batches else _compute_axis(mesh))
         found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
         if self.solve and programs.tensor is not None and not same_batches:

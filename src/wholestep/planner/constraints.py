@@ -14,9 +14,8 @@ from ..errors import ConstraintError, PlanError, WholestepError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
-from ..plan.data_parallel import DataParallel, stored
+from ..plan.data_parallel import STORAGE_OPTIONS, DataParallel, PerParameterStorage, StorageOption, storage_of, stored
 from ..plan.decision import Decision
-from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption, storage_of
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.tensor_parallel import TensorParallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import MappingProxyType
@@ -26,9 +26,8 @@ from .constraints import Constraints
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
 from .resolve import plan_strategies
-from .search_result import INFINITE, Candidate, Status, first_line
+from .search_result import INFINITE, Candidate, Status, Watch, first_line, unwatched
 
-Watch = Callable[[str], None]
 Made = Sequence[tuple[Plan, LocalGraph]]
 """Plans and programs: of the whole step, or of the two folded ones."""
 
@@ -55,7 +54,7 @@ class Evaluator:
     passes: tuple[Pass, ...]
     recompute: bool = True
     placed: Mapping[str, Layout] | None = None
-    watch: Watch | None = None
+    watch: Watch = unwatched
     folded: FoldedStep | None = None
     constraints: Constraints = field(default_factory=Constraints)
 
@@ -95,7 +94,7 @@ class Evaluator:
         """
         strategies = row.strategies if graph is self.graph else row.symmetric
         assert strategies is not None, "it has a plan"
-        if self.watch is not None and doing:
+        if doing:
             self.watch(f"{doing}{row.name}")
         planned = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
         self.constraints.check(planned)
@@ -137,7 +136,7 @@ class Evaluator:
         """The same on the folded steps."""
         assert self.folded is not None, "the candidate was simulated with few layers"
         assert row.blocks is not None, "the candidate was simulated with few layers"
-        if self.watch is not None and doing:
+        if doing:
             self.watch(f"{doing}{row.name}")
         (_, few), (_, more) = self.made(row, row.blocks)
         return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))

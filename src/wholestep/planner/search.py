@@ -115,8 +115,7 @@ class Search:
         of another candidate.
         """
         evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
-        if evaluator.watch is not None:
-            evaluator.watch(f"{doing}{row.name}")
+        evaluator.watch(f"{doing}{row.name}")
         try:
             made = evaluator.made(row, FEWEST if folded else None)
         except WholestepError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 
 from torch.fx import Node
 
@@ -14,18 +16,21 @@ from ...graph.graph import Input, Role, TrainGraph
 from ...graph.nodes import node_at, operands
 from ...graph.op_kinds import VIEWS
 from ...graph.ops import GRAD_READY
-from ...layout import REPLICATED, AxisState
-from ...plan.per_parameter_storage import REPLICATE, StorageOption
+from ...hardware.hardware import Hardware
+from ...layout import REPLICATED, AxisState, Layout
+from ...mesh import Mesh
+from ...plan.data_parallel import REPLICATE, StorageOption, storage_of
 from ...plan.propagation_inputs import moving
+from ...plan.strategies import Strategies
 from ...plan.strategy import Pins, States
+from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
-from .axis_constraints import AxisConstraints
+from .axis_constraints import AxisConstraints, axis_constraints
 from .node_classes import node_classes, without_numbers
 from .op_options import GroupOptions, in_phase, op_options, states_of
-from .prices import Move, Prices
+from .prices import Move, ParameterBytes, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
-from .storage_loads import ParameterBytes, storage_load, update_parts
 
 _SMALL = TUNING.smallest_sharded_vector_bytes
 _UNCONSTRAINED = AxisConstraints().mark("")
@@ -58,13 +63,24 @@ class ProblemSpec:
         return self.allowed.get(param, self.storages)
 
 
-@dataclass(frozen=True)
-class ChosenLayouts:
-    """Pins of nodes along the axis, and the state and storage option of each parameter."""
-
-    pins: Pins
-    params: Mapping[str, AxisState]
-    storage: Mapping[str, StorageOption]
+def problem_spec(
+    tensor: TensorParallel, beside: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]
+) -> ProblemSpec:
+    """The problem of the axis of `tensor`; the strategies on other axes are given."""
+    data = beside.data
+    axes = tuple(a for a in data.axes(mesh) if mesh.axis_size(a) > 1) if data is not None else ()
+    shares = data is not None and data.semantics == "global"
+    share = 1 / prod(mesh.axis_size(a) for a in axes) if shares else 1.0
+    rest: dict[str, AxisState] = {}
+    for given in graph.inputs:
+        if given.role is Role.PARAM and given.name in placed:
+            rest[given.name] = placed[given.name].state(tensor.axis)
+        elif given.role is Role.BATCH:
+            cut = tensor.batch_cut(mesh, given.name, len(given.meta.shape))
+            rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
+    storages = (storage_of(data),) if data is not None and axes else ()
+    prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
+    return ProblemSpec(prices, axes, storages, rest, axis_constraints(graph, tensor.pinned, tensor.whole))
 
 
 @dataclass
@@ -253,9 +269,11 @@ class ProblemBuilder:
         prices, moves = self.spec.prices, node in self.moving
         given = [o.gives[output] for o in self.choices[maker].options]
         taken = [o.takes[need.at] for need in needs for o in self.choices[need.taker].options]
-        bulk = not moves or all(self.choices[n.taker].name in self._param_names for n in needs)
+        names = {param.name for param in self.params.values()}
+        bulk = not moves or all(self.choices[n.taker].name in names for n in needs)
         later = meta.is_backward(node) or all(need.later for need in needs)
-        loads = {pair: _load(move, later, bulk) for pair, move in prices.moves(made, given, taken, bulk=bulk)}
+        pairs = product(dict.fromkeys(given), dict.fromkeys(taken))
+        loads = {p: _load(move, later, bulk) for p in pairs if (move := prices.move(made, *p, bulk=bulk)) is not None}
         early = moves and not meta.is_backward(node) and not self.spec.recomputes
         kept = {s: prices.local(made, s).size_bytes * prices.share for s in dict.fromkeys(taken)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
@@ -264,13 +282,9 @@ class ProblemBuilder:
             return None
         return ValueEdge(maker, output, needs, loads, count, kept, memory, made.size_bytes)
 
-    @property
-    def _param_names(self) -> frozenset[str]:
-        return frozenset(node.name for node in self.params.values())
-
     # -- layouts ---------------------------------------------------------------------------
-    def layouts(self, picked: Sequence[int]) -> ChosenLayouts:
-        """The layouts of nodes and parameters under an assignment."""
+    def layouts(self, picked: Sequence[int]) -> tuple[Pins, dict[str, AxisState], dict[str, StorageOption]]:
+        """Pins of nodes, and the state and storage option of each parameter, under an assignment."""
         axis = self.spec.prices.axis
         results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
@@ -283,7 +297,7 @@ class ProblemBuilder:
                 results[node.name] = {axis: chosen[0].gives[0]}
         params = {name: options[choice].gives[0] for name, choice in self.of_param.items()}
         stored = ((name, options[choice].storage) for name, choice in self.of_param.items())
-        return ChosenLayouts(Pins(results, {}, ways), params, {name: option for name, option in stored if option})
+        return Pins(results, {}, ways), params, {name: option for name, option in stored if option}
 
 
 def _load(move: Move, later: bool, hidden: bool) -> StepLoad:

@@ -1,4 +1,4 @@
-"""A layout problem as a mixed-integer linear program.
+"""A layout problem as a mixed-integer linear program, solved with HiGHS.
 
 Sets
 
@@ -41,7 +41,6 @@ Constraints, each with the method of `Formulation` that adds it
                        sum_{i: t_i(q) = b} x_ci for each need q in the backward (`any_of`)
     longest_stream     T_p >= S_rp                                                 for each r, p
     budget             rest + kept + sum_m h_m <= B  and  rest + made <= B         where a budget is given
-    exclude            sum_c x_{c, i(c)} <= |C| - 1                                for each excluded assignment i
 
 Only x is integral: with integral x, flow has one solution, and all other variables are at their lower bounds. Where a
 value is given, or needed, in a single state, f is the x of the other side and no variable is made.
@@ -54,8 +53,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...layout import AxisState
-from .problem import BESIDE, PHASES, Problem, StepLoad, ValueEdge
+from .problem import BESIDE, PHASES, Problem, StepLoad, ValueEdge, evaluate
 
 INFINITE = float("inf")
 _GIB = float(1 << 30)
@@ -117,7 +118,7 @@ class Formulation:
         sums = [
             (total, us / 1e3)
             for phase, totals in enumerate(self.streams)
-            for total, us in zip(totals, load.streams(phase, self.problem.exposed), strict=True)
+            for total, us in zip(totals, load.streams(phase), strict=True)
         ]
         sums += [(self.rest, load.rest / _GIB), (self.kept, load.kept / _GIB), (self.made, load.made / _GIB)]
         for total, amount in sums:
@@ -191,7 +192,7 @@ class Formulation:
         """The objective, and T of each phase is at least each stream."""
         for phase, totals in enumerate(self.streams):
             longest = self.program.column(1.0)
-            fixed = self.problem.fixed.streams(phase, self.problem.exposed)
+            fixed = self.problem.fixed.streams(phase)
             for terms, us in zip(totals, fixed, strict=True):
                 self.program.row(-INFINITE, -us / 1e3, {**terms, longest: -1.0})
                 self.program.constant += BESIDE * us / 1e3
@@ -209,6 +210,72 @@ class Formulation:
                 both[column] += size
             self.program.row(-INFINITE, (self.problem.budget_bytes - fixed.rest - amount) / _GIB, both)
 
-    def exclude(self, picked: tuple[int, ...]) -> None:
-        """Leave out one assignment."""
-        self.program.row(-INFINITE, len(picked) - 1, {self.x[c][i]: 1.0 for c, i in enumerate(picked)})
+
+@dataclass(frozen=True)
+class Solution:
+    """The number of the option of each choice, the load of these options, the lower bound that HiGHS proved, and the
+    number of variables.
+    """
+
+    picked: tuple[int, ...]
+    load: StepLoad
+    bound_us: float
+    variables: int
+
+    @property
+    def step_us(self) -> float:
+        """The objective in microseconds."""
+        return self.load.step_us
+
+    @property
+    def gap(self) -> float:
+        """The part of the objective that is above the bound."""
+        return max(0.0, 1 - self.bound_us / self.step_us) if self.step_us else 0.0
+
+
+def solve(problem: Problem, gap: float = 0.005, most_nodes: int = 2000, most_seconds: float = 60.0) -> Solution | None:
+    """The shortest step within the budget, to `gap`; None where there is none.
+
+    The search ends after `most_nodes`, the same on every machine, or after `most_seconds`.
+    """
+    made = Formulation(problem)
+    found = _run(made.program, gap, most_nodes, most_seconds)
+    if found is None:
+        return None
+    values, bound_ms = found
+    picked = tuple(max(range(len(row)), key=lambda i: values[row[i]]) for row in made.x)
+    load = evaluate(problem, picked)
+    assert load is not None, "the program allows feasible assignments only"
+    return Solution(picked, load, min(bound_ms * 1e3, load.step_us), len(made.program.costs))
+
+
+def _run(program: LinearProgram, gap: float, most_nodes: int, most_seconds: float) -> tuple[list[float], float] | None:
+    """The value of each column, and the bound; None where there is no solution."""
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.costs), len(program.rows)
+    lp.offset_ = program.constant
+    lp.col_cost_ = np.array(program.costs)
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(program.costs)), np.array(program.upper)
+    lp.row_lower_ = np.array([low for low, _, _ in program.rows])
+    lp.row_upper_ = np.array([high for _, high, _ in program.rows])
+    kinds = highspy.HighsVarType
+    lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in program.integral]
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for _, _, terms in program.rows)])
+    lp.a_matrix_.index_ = np.array([column for _, _, terms in program.rows for column in terms])
+    lp.a_matrix_.value_ = np.array([factor for _, _, terms in program.rows for factor in terms.values()])
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False, "threads": 1, "random_seed": 1, "mip_rel_gap": gap, "mip_max_nodes": most_nodes,
+        "time_limit": most_seconds,
+    }  # fmt: skip
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != 2:
+        return None
+    return list(highs.getSolution().col_value), float(info.mip_dual_bound)

@@ -60,11 +60,9 @@ def _options(
     ungrouped: tuple[frozenset[int], frozenset[int]],
 ) -> Iterator[Option]:  # fmt: skip
     for way in _candidates(node, group, prices):
-        takes = {
-            **dict.fromkeys(ungrouped[0], REPLICATED),
-            **{i: s for i, s in way.takes.items() if i not in rule.by_shape},
-        }
-        gives = {**dict.fromkeys(ungrouped[1], REPLICATED), **way.gives}
+        takes = {i: s for i, s in way.takes.items() if i not in rule.by_shape}
+        takes = dict.fromkeys(ungrouped[0], REPLICATED) | takes
+        gives = dict.fromkeys(ungrouped[1], REPLICATED) | {**way.gives}
         us = prices.op_us(node, way.takes, way.gives) * (1 / len(rule.groups))
         yield Option(gives, takes, StepLoad(in_phase(us, later)), way.name)
         made = meta.tensor(node)

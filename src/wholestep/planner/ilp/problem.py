@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
 
 from ...layout import AxisState
-from ...plan.per_parameter_storage import StorageOption
+from ...plan.data_parallel import StorageOption
 from ...tuning import TUNING
 
 PHASES = ("forward", "backward", "update")
@@ -18,7 +20,7 @@ EXPOSED = TUNING.exposed_share
 """The part of overlapped communication that counts as exposed: the order of ops, which decides it, is not modelled."""
 BESIDE = TUNING.sum_of_streams_share
 """The weight of each stream in the objective, so that of two plans with equal longest streams the lighter one wins."""
-Phases = tuple[float, float, float]
+Phases = tuple[float, ...]
 _NONE: Phases = (0.0, 0.0, 0.0)
 
 
@@ -44,36 +46,32 @@ class StepLoad:
     kept: float = 0.0
     made: float = 0.0
 
+    @property
+    def _us(self) -> tuple[Phases, ...]:
+        return self.computes, self.waits, self.beside, self.stored
+
     def __add__(self, other: StepLoad) -> StepLoad:
-        return StepLoad(
-            _sum(self.computes, other.computes), _sum(self.waits, other.waits), _sum(self.beside, other.beside),
-            _sum(self.stored, other.stored), self.rest + other.rest, self.kept + other.kept, self.made + other.made,
-        )  # fmt: skip
+        us = (tuple(map(add, a, b)) for a, b in zip(self._us, other._us, strict=True))
+        return StepLoad(*us, rest=self.rest + other.rest, kept=self.kept + other.kept, made=self.made + other.made)
 
     def __mul__(self, times: float) -> StepLoad:
-        return StepLoad(
-            _times(self.computes, times), _times(self.waits, times), _times(self.beside, times),
-            _times(self.stored, times), self.rest * times, self.kept * times, self.made * times,
-        )  # fmt: skip
+        us = (tuple(one * times for one in phases) for phases in self._us)
+        return StepLoad(*us, rest=self.rest * times, kept=self.kept * times, made=self.made * times)
 
     @property
     def is_nothing(self) -> bool:
         """True where it adds nothing."""
-        return not any((*self.computes, *self.waits, *self.beside, *self.stored, self.rest, self.kept, self.made))
+        return not any((*chain(*self._us), self.rest, self.kept, self.made))
 
-    def streams(self, phase: int, exposed: float) -> tuple[float, float, float]:
+    def streams(self, phase: int) -> tuple[float, float, float]:
         """Microseconds of the three streams in one phase: compute, the solved axis, the data-parallel axes."""
-        hidden = self.beside[phase] + self.stored[phase]
-        return (
-            self.computes[phase] + self.waits[phase] + exposed * hidden,
-            self.waits[phase] + self.beside[phase],
-            self.stored[phase],
-        )
+        waits, beside, stored = self.waits[phase], self.beside[phase], self.stored[phase]
+        return self.computes[phase] + waits + EXPOSED * (beside + stored), waits + beside, stored
 
-    def step_us(self, exposed: float = EXPOSED) -> float:
+    @property
+    def step_us(self) -> float:
         """The objective: microseconds of a step with this load."""
-        streams = [self.streams(phase, exposed) for phase in range(len(PHASES))]
-        return sum(max(three) + BESIDE * sum(three) for three in streams)
+        return sum(max(three) + BESIDE * sum(three) for three in map(self.streams, range(len(PHASES))))
 
     @property
     def peak_bytes(self) -> float:
@@ -149,7 +147,6 @@ class Problem:
     values: tuple[ValueEdge, ...]
     budget_bytes: float | None = None
     fixed: StepLoad = NOTHING
-    exposed: float = EXPOSED
 
 
 def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
@@ -175,11 +172,3 @@ def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
 def fits(problem: Problem, load: StepLoad) -> bool:
     """True where `load` is within the budget."""
     return problem.budget_bytes is None or load.peak_bytes <= problem.budget_bytes * (1 + 1e-9)
-
-
-def _sum(one: Phases, other: Phases) -> Phases:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
-
-
-def _times(one: Phases, times: float) -> Phases:
-    return one[0] * times, one[1] * times, one[2] * times

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
-from .build_problem import ChosenLayouts, ProblemBuilder, ProblemSpec
-from .highs import Solution, solve
+from ...layout import AxisState
+from ...plan.data_parallel import StorageOption
+from ...plan.strategy import Pins
+from .build_problem import ProblemBuilder, ProblemSpec
+from .formulation import Solution, solve
 from .presolve import Presolved, presolve
 from .problem import fits
 
@@ -24,9 +27,11 @@ _DECOMPOSED = {
 
 @dataclass(frozen=True)
 class IlpResult:
-    """Layouts, the solution of the program that they are from, and how many choices stand for how many nodes."""
+    """Pins of ops, the state and storage option of each parameter, and how many choices stand for how many nodes."""
 
-    found: ChosenLayouts
+    pins: Pins
+    params: Mapping[str, AxisState]
+    storage: Mapping[str, StorageOption]
     solution: Solution
     choices: int
     nodes: int
@@ -67,8 +72,8 @@ def decomposable(graph: TrainGraph) -> list[str]:
 
 def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
     """The ops of `names` whose decomposition has partial values inside."""
-    partial = set(solved.found.pins.results)
-    parts = {name: [n for n in solved.found.pins.ways if n.startswith(f"{name}__")] for name in names}
+    partial = set(solved.pins.results)
+    parts = {name: [n for n in solved.pins.ways if n.startswith(f"{name}__")] for name in names}
     return [name for name in names if any(part in partial for part in parts[name])]
 
 
@@ -95,8 +100,8 @@ class _LayoutProgram:
         made = solve(problem, gap)
         if made is None:
             return None
-        found = self.builder.layouts(self.presolved.original(made.picked))
-        found = replace(found, pins=replace(found.pins, decomposed=self.names))
-        nodes = len(self.builder.calls) + len(self.builder.params)
-        self.known.append((budget, IlpResult(found, made, len(self.presolved.problem.choices), nodes)))
-        return self.known[-1][1]
+        pins, params, storage = self.builder.layouts(self.presolved.original(made.picked))
+        pins, nodes = replace(pins, decomposed=self.names), len(self.builder.calls) + len(self.builder.params)
+        found = IlpResult(pins, params, storage, made, len(self.presolved.problem.choices), nodes)
+        self.known.append((budget, found))
+        return found
