@@ -116,7 +116,7 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
     from wholestep.report.compare import as_json, compare, show, templates
 
     on, name = ws.Mesh(asked.mesh), asked.target.name
-    among = templates(on, asked.tensor, asked.tp_axis, asked.semantics)
+    among = templates(on, asked.tensor, asked.tp_axis, ws.DataParallel(semantics=asked.semantics))
     graph = capture(shown, asked.target)
     with each(shown, len(among)) as watch:
         rows = compare(graph, on, among, asked.hardware, watch)

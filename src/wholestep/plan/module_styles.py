@@ -38,33 +38,18 @@ class ModuleStyle:
 
 
 _R: Wanted = (REPLICATED,)
-_NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "local",
-            "moe_identity_expert", "ep_router")  # fmt: skip
-NAMES: dict[str, ModuleStyle] = {
-    style.name: style
-    for style in (
-        ModuleStyle("colwise", "col", reads=_R),
-        ModuleStyle("colwise_rep", "col", reads=_R, gives=_R),
-        ModuleStyle("colwise_gather_output", "col", reads=_R, gives=_R),
-        ModuleStyle("local_colwise", "col"),
-        ModuleStyle("packed_colwise", "col"),
-        ModuleStyle("local_packed_colwise", "col"),
-        ModuleStyle("embedding_colwise", "col"),
-        ModuleStyle("rowwise", "row", gives=_R),
-        ModuleStyle("rowwise_rep", "row", gives=_R),
-        ModuleStyle("rowwise_split_input", "row", gives=_R),
-        ModuleStyle("local_rowwise", "row"),
-        ModuleStyle("packed_rowwise", "row"),
-        ModuleStyle("local_packed_rowwise", "row"),
-        ModuleStyle("embedding_rowwise", "row", gives=_R),
-        ModuleStyle("grouped_gemm", "experts"),
-        ModuleStyle("ep_dispatch_experts", gives=_R),
-        ModuleStyle("moe_tp_experts", gives=_R),
-        ModuleStyle("all_reduce", gives=_R),
-        ModuleStyle("gather", gives=_R),
-        *(ModuleStyle(name) for name in _NOTHING),
-    )
-}
+_WORDS = (
+    ("colwise", "col", _R, ()),
+    ("colwise_rep colwise_gather_output", "col", _R, _R),
+    ("local_colwise packed_colwise local_packed_colwise embedding_colwise", "col", (), ()),
+    ("rowwise rowwise_rep rowwise_split_input embedding_rowwise", "row", (), _R),
+    ("local_rowwise packed_rowwise local_packed_rowwise", "row", (), ()),
+    ("grouped_gemm", "experts", (), ()),
+    ("ep_dispatch_experts moe_tp_experts all_reduce gather", "", (), _R),
+    ("replicate replicated_with_grad_allreduce mla_kv_a_proj local_params local", "", (), ()),
+    ("moe_identity_expert ep_router", "", (), ()),
+)
+NAMES = {name: ModuleStyle(name, cut, reads, gives) for names, cut, reads, gives in _WORDS for name in names.split()}
 
 
 def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:

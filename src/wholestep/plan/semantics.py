@@ -13,14 +13,9 @@ from ..graph.op_kinds import is_batch_norm_in_training
 
 aten = torch.ops.aten
 _SCALE = {
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten._to_copy.default,
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten._to_copy.default,
     aten.add.Tensor,
-}
+}  # fmt: skip
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _SUMMED = "summed loss", "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch"
 _WEIGHTED = "weighted mean", "each rank divides by its own count: ranks with fewer tokens weigh more for each token"
