@@ -12,19 +12,16 @@ from ..layout import Layout
 class Decision:
     """The layouts of the operands (in order, lists flattened) and results of one node, and what decided them.
 
-    Args:
-        why: the rule's origin, or the reason why no rule was used.
-        settle: the layout to which the result is resharded at once, for all readers.
-        because: the reasons, to display.
-        reads: names of the operands.
-        moves: operands that are resharded for this node, by name, and how; to display.
-        gradient_of: the parameter, if the node marks its complete gradient.
+    `why`: the rule's origin, or the reason why no rule was used. `reshards_to`: the layout to which the result is
+    resharded at once, for all readers. `because`, `moves`: the reasons, and the operands (by name) that are resharded
+    for this node and how, to display. `reads`: names of the operands. `gradient_of`: the parameter, if the node marks
+    its complete gradient.
     """
 
     operands: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     why: str
-    settle: Layout | None = None
+    reshards_to: Layout | None = None
     because: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     moves: tuple[tuple[str, str], ...] = ()
@@ -33,7 +30,7 @@ class Decision:
     @property
     def given(self) -> tuple[Layout, ...]:
         """The output layouts that readers of the node see."""
-        return self.outputs if self.settle is None else (self.settle,)
+        return self.outputs if self.reshards_to is None else (self.reshards_to,)
 
 
 @dataclass(frozen=True)

@@ -263,12 +263,7 @@ class SolvedLayouts(_OneAxis):
     """Tensor parallelism along `axis` by the solution of an integer program. Tensors that it does not name follow by
     propagation. It holds for the graph that was solved, and for the same graph with fewer equal layers.
 
-    Args:
-        axis: the mesh axis.
-        params: the state of each parameter between steps along it.
-        found: pins of ops, and the ops that are decomposed.
-        solution: describes the integer program.
-        input_dim: as in `TensorParallel`.
+    `params`: the state of each parameter between steps along the axis. `solution` describes the integer program.
     """
 
     axis: str

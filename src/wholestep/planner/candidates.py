@@ -50,14 +50,8 @@ class TemplateKey:
 
 @dataclass(frozen=True)
 class Template:
-    """A strategy to try. `strategies` is an error where the model allows none.
-
-    Args:
-        name: unique on a mesh.
-        strategies: what is planned.
-        key: which of `templates` it is; None for a solution of an integer program.
-        solved: the result of the integer program.
-        symmetric: nearly the same strategies, equal in all equal layers, where `strategies` are not.
+    """A strategy to try. `name` is unique on a mesh, `strategies` an error where the model allows none, `key` None for a
+    solution of an integer program. `symmetric` is nearly the same, equal in all equal layers.
     """
 
     name: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from types import MappingProxyType
 
 from ..cost.memory import peak_memory
 from ..errors import PlanError, WholestepError
@@ -20,7 +19,7 @@ from ..passes.fit_memory import FitMemory
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import compose
-from .bounds import LowerBound, costs_of, lower_bound, rough_estimate_us
+from .bounds import Costs, LowerBound, costs_of, lower_bound, rough_estimate_us
 from .candidates import Template, batches
 from .constraints import Constraints
 from .folded_memory import FoldedFit
@@ -34,18 +33,9 @@ Made = Sequence[tuple[Plan, LocalGraph]]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates candidates for one step.
-
-    Args:
-        graph: the step.
-        machine: the hardware.
-        budget_bytes: bytes of a rank, at most.
-        passes: the pipeline that programs go through.
-        recompute: tensors may be rematerialized to fit the budget.
-        placed: layouts of inputs that are placed already.
-        watch: called with the name of each candidate that is planned.
-        folded: the step with fewer equal layers; None to plan all layers always.
-        constraints: the user's; a plan that breaks one is refused.
+    """Evaluates candidates for one step, whose programs go through `passes`. `recompute`: tensors may be rematerialized
+    to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always. A plan
+    that breaks one of the user's `constraints` is refused.
     """
 
     graph: TrainGraph
@@ -100,14 +90,12 @@ class Evaluator:
         self.constraints.check(planned)
         return planned, partition(graph, planned)
 
-    def made(
-        self, row: Candidate, blocks: tuple[int, int] | None,
-        known: Mapping[int, tuple[Plan, LocalGraph]] = MappingProxyType({}),
-    ) -> Made:  # fmt: skip
-        """Plans and programs of the steps with so many equal layers, or of the whole step; some may be `known`."""
+    def made(self, row: Candidate, blocks: tuple[int, int] | None, known: Made = ()) -> Made:
+        """Plans and programs of the steps with so many equal layers, or of the whole; the `FEWEST` may be `known`."""
         if not self.folded or not blocks:
             return [self.planned(row, self.graph)]
-        return [known.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
+        few = dict(zip(FEWEST, known, strict=False))
+        return [few.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
 
     def bounded(self, row: Candidate, made: Made) -> Candidate:
         """With its lower bound."""
@@ -118,14 +106,12 @@ class Evaluator:
     def simulated(self, row: Candidate, made: Made) -> Candidate:
         """With its costs: of the whole step, or extrapolated."""
         if self.folded and row.blocks:
-            found = self.folded.priced(row.blocks, made, self.passes)
-            return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+            return _with_costs(row, self.folded.priced(row.blocks, made, self.passes))
         return self.priced(row, made[0][0], run_passes(made[0][1], self.passes))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
-        found = costs_of(program, planned, self.hardware)
-        return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+        return _with_costs(row, costs_of(program, planned, self.hardware))
 
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:
@@ -168,3 +154,7 @@ class Evaluator:
                 peak = peak_memory(self.fitting(row).run(local, found)).size_bytes
                 return replace(row, needs_bytes=max(peak, ceil(least.peak_bytes)))
         return replace(row, needs_bytes=self.fitting(row).least(local)[1])
+
+
+def _with_costs(row: Candidate, found: Costs) -> Candidate:
+    return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)

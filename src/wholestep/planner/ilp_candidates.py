@@ -38,19 +38,11 @@ class IlpCandidates:
     """Solves for layouts along the axis of `tensor`, if given, and for the storage of each parameter over other axes.
 
     Args:
-        graph: the step.
-        mesh: the mesh.
-        machine: the hardware.
-        data: options of data parallelism.
-        tensor: the axis that is solved for, and its constraints.
         styles: the styles that parameters without a constraint may have; all if None.
-        budget_bytes: bytes of a rank, at most.
-        placed: layouts of inputs that are placed already.
-        constraints: the user's.
         recomputes: activations may be recomputed, so that their bytes are not counted.
         rough: solve to a larger gap, and use symmetrized solutions only.
-        symmetrize: makes equal layers of a solution equal. Otherwise a candidate has both solutions: the symmetrized
-            one is used where layers are folded.
+        symmetrize: makes equal layers of a solution equal. Unless `rough`, a candidate has both solutions: the
+            symmetrized one is used where layers are folded.
     """
 
     graph: TrainGraph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..cost.compute import peak_us
 from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
@@ -37,9 +38,7 @@ class Search:
     best: Candidate | None = None
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
-    bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(
-        default_factory=dict[tuple[Mesh, TemplateKey | str], float]
-    )
+    bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
         """The best of `candidates`, and of the further ones that `more` makes from their outcomes.
@@ -132,7 +131,7 @@ class Search:
             return replace(row, status=Status.SAME, why=self.programs[mark])
         self.programs[mark] = row.name
         if folded not in (None, FEWEST):
-            made = evaluator.made(row, folded, known=dict(zip(FEWEST, made, strict=True)))
+            made = evaluator.made(row, folded, known=made)
         row = evaluator.simulated(row, made)
         if evaluator.is_over(row.needs_bytes):
             return replace(row, status=Status.OVER_AT_PEAK)

@@ -48,15 +48,12 @@ class Candidate:
 
     Args:
         name: unique on `mesh`.
-        mesh: the mesh that it is planned on.
         strategies: what is planned; None where there is no plan.
         key: the template; None for a solution of an integer program.
         batches: captured batches that one step trains on.
-        status: the outcome.
         batch_s: seconds for each captured batch, infinite where not simulated.
         bound_s: a lower bound of `batch_s`.
         needs_bytes: a lower bound of the peak, the peak once it is simulated.
-        costs: of the simulated program.
         rematerialized: tensors that are recomputed or re-gathered to fit the budget.
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.

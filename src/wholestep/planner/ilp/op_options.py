@@ -29,13 +29,10 @@ class GroupOptions:
 
 
 def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[GroupOptions]:
-    """The options of each group; an op without a rule has one option, replicated.
+    """The options of each group of a call; an op without a rule has one option, replicated.
 
-    Args:
-        node: a call.
-        prices: cost model along the axis.
-        later: the call is in the backward.
-        may_reduce: a partial result may be reduced where it is made, as several ops read it.
+    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced where it is made, as several ops
+    read it.
     """
     rule = find_rule(node) if prices.parts > 1 else None
     count, outputs = len(operands(node)), range(len(meta.tensors(node)))

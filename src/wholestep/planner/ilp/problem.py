@@ -28,14 +28,9 @@ _NONE: Phases = (0.0, 0.0, 0.0)
 class StepLoad:
     """Microseconds by phase, and bytes, that one decision adds to a step of one rank.
 
-    Args:
-        computes: compute time.
-        waits: time in which the solved axis communicates and the rank waits.
-        beside: time in which the solved axis communicates while the rank computes.
-        stored: time in which the data-parallel axes communicate.
-        rest: bytes held during the whole step.
-        kept: bytes held from the forward to the backward.
-        made: bytes held from the backward to the update.
+    The solved axis communicates while the rank waits (`waits`) or computes (`beside`), the data-parallel axes for
+    `stored`. Bytes are held during the whole step (`rest`), from the forward to the backward (`kept`), or from the
+    backward to the update (`made`).
     """
 
     computes: Phases = _NONE
