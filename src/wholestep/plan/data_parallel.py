@@ -223,23 +223,13 @@ class StorageOption:
     regathers: bool = False
 
     @property
-    def replicates_parameter(self) -> bool:
-        """Each rank stores the whole parameter."""
-        return not STYLES[self.style].gathers_parameters
-
-    @property
-    def replicates_state(self) -> bool:
-        """Each rank stores the whole optimizer state."""
-        return not STYLES[self.style].shards_state
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Sharded over the last axis, replicated over the others."""
-        return STYLES[self.style].grouped
+    def kind(self) -> StorageStyle:
+        """The style with its properties."""
+        return STYLES[self.style]
 
     def __str__(self) -> str:
         gathered = "re-gathered" if self.regathers else "kept"
-        return self.style if self.replicates_parameter else f"{self.style} {gathered}"
+        return f"{self.style} {gathered}" if self.kind.gathers_parameters else self.style
 
 
 REPLICATE = StorageOption("replicate")
@@ -253,9 +243,11 @@ STORAGE_OPTIONS = tuple(
 
 def storage_of(data: DataParallel) -> StorageOption:
     """The option by which the style of `data` stores most parameters."""
-    kind = data.kind
-    flags = (not kind.gathers_parameters, not kind.shards_state, kind.grouped)
-    found = [o for o in STORAGE_OPTIONS if (o.replicates_parameter, o.replicates_state, o.is_hybrid) == flags]
+
+    def flags(kind: StorageStyle) -> tuple[bool, bool, bool]:
+        return kind.gathers_parameters, kind.shards_state, kind.grouped
+
+    found = [option for option in STORAGE_OPTIONS if flags(option.kind) == flags(data.kind)]
     return found[-1 if data.reshard_after_forward else 0]
 
 

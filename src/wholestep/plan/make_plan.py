@@ -42,17 +42,9 @@ def make_plan(
     grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = PropagationInputs(
-        graph,
-        mesh,
-        axes,
-        rest,
-        grad_targets,
-        op,
-        options.kind.shards_gradients,
-        per_rank,
-        frozenset(cut),
+        graph, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
-    )
+    )  # fmt: skip
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
@@ -132,9 +124,8 @@ def _rest(
             layout = resting[given.owner].state
         elif given.role is Role.BATCH:
             parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
-            layout = replace(
-                varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
-            )
+            layout = varying(given, cut if per_rank else (), mesh)
+            layout = replace(layout, dims=tuple(parts.get(d, ()) for d in range(ndim)))
         elif given.name in varying_buffers:
             layout = varying(given, cut, mesh)
         rest[given.name] = _without_single(layout, mesh)
@@ -174,14 +165,11 @@ def _without_single(layout: Layout, mesh: Mesh) -> Layout:
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
     wanted = parallel.input_batch_dim
-    if not isinstance(wanted, int):
-        return
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
-    short = [i for i in batch if not -len(i.meta.shape) <= wanted < len(i.meta.shape)]
-    if short and len(short) == len(batch):
-        shape = list(short[0].meta.shape)
+    if isinstance(wanted, int) and batch and all(not -len(i.meta.shape) <= wanted < len(i.meta.shape) for i in batch):
+        shape = list(batch[0].meta.shape)
         raise PlanError(
-            f"input_batch_dim={wanted} is out of range for {short[0].name!r} of shape {shape}",
-            f"a dim from 0 to {len(short[0].meta.shape) - 1}",
+            f"input_batch_dim={wanted} is out of range for {batch[0].name!r} of shape {shape}",
+            f"a dim from 0 to {len(shape) - 1}",
             "correct input_batch_dim",
         )

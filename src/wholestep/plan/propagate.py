@@ -34,7 +34,7 @@ from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
 from .decision import Decision
-from .explain import cut_reason, moves, partial_reason, settled, whole_reason
+from .explain import moves, reason, settled
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
@@ -137,10 +137,10 @@ class _Propagation:
                 continue
             rule = rule or find_rule(node)
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
-            takes, gives, reason = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
+            takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
             if rule is not None:
-                takes, gives, reason = _CallOnAxis(self, node, axis, given, states, rule, cut).chosen()
-            because.append(f"{axis}: {reason}")
+                takes, gives, said = _CallOnAxis(self, node, axis, given, states, rule, cut).chosen()
+            because.append(f"{axis}: {said}")
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_targets(node, given)
@@ -199,8 +199,8 @@ class _Propagation:
         if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
         target = reduced(made, self.target(node) or self._like_siblings(node, made))
-        reason = settled(meta.tensors(node)[0], made, target, self.situation.mesh, self.situation.hardware)
-        return replace(decision, reshards_to=target, because=(*decision.because, reason))
+        said = settled(meta.tensors(node)[0], made, target, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=target, because=(*decision.because, said))
 
     def _like_siblings(self, node: Node, made: Layout) -> Layout:
         """The layout a partial value is reduced to: sharded as another operand of its readers is, else whole."""
@@ -214,14 +214,13 @@ class _Propagation:
 
     def _pinned(self, node: Node, decision: Decision) -> Decision:
         """Reshard the result to the layout that the strategy pins."""
-        layout = decision.outputs[0]
+        layout = before = decision.outputs[0]
         for axis, state in self.situation.pins.results[node.name].items():
             layout = layout.put(axis, state)
-        if layout == decision.outputs[0]:
+        if layout == before:
             return decision
-        made, before = meta.tensors(node)[0], decision.outputs[0]
-        reason = settled(made, before, layout, self.situation.mesh, self.situation.hardware)
-        return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {reason}"))
+        said = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {said}"))
 
     def _active(self) -> Iterator[str]:
         return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
@@ -274,13 +273,8 @@ class _CallOnAxis:
                 stays = i in self.rule.by_shape and state.kind != "S" and self.states[i].kind == "P"
                 takes[i] = self.states[i] if stays else state
             gives |= best.gives
-            why = why or self._reason(best, group)
+            why = why or reason(best, group, self.given, self.states)
         return takes, gives, why
-
-    def _reason(self, option: OpStrategy, group: Group) -> str:
-        if option.factor:
-            return cut_reason(group, option.factor, self.given, self.states)
-        return whole_reason(group) if option.whole else partial_reason(self.given, option.takes)
 
     def _splits(self, number: int, group: Group, factor: str) -> bool:
         return not factor or group.splits(factor, self.parts * self.cut.get((number, factor), 1))

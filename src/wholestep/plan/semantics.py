@@ -7,9 +7,10 @@ from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph
+from ..graph.graph import TrainGraph
 from ..graph.nodes import node_at
 from ..graph.op_kinds import is_batch_norm_in_training
+from .propagation_inputs import moving
 
 aten = torch.ops.aten
 _SCALE = {
@@ -49,7 +50,7 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] 
         seen += 1
         if node.target in _SUMS:
             return node, _SUMMED
-        if node.target is aten.div.Tensor and isinstance(node.args[1], Node) and _depends_on_batch(node.args[1], graph):
+        if node.target is aten.div.Tensor and node.args[1] in moving(graph):
             return node, _WEIGHTED
         if _packet(node) is aten.nll_loss_forward:
             if node.args[3] == 2:
@@ -59,16 +60,3 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] 
             return None
         node = node_at(node, 0)
     return None
-
-
-def _depends_on_batch(node: Node, graph: TrainGraph) -> bool:
-    batch = {n for given, n in graph.placeholders() if given.role is Role.BATCH}
-    todo, seen = [node], set[Node]()
-    while todo:
-        at = todo.pop()
-        if at in batch:
-            return True
-        if at not in seen:
-            seen.add(at)
-            todo += at.all_input_nodes
-    return False

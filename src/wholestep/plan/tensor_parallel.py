@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from math import gcd
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..graph.nodes import node_at
+from ..graph.op_kinds import arithmetic
 from ..hardware.hardware import Hardware
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
@@ -29,6 +29,7 @@ from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 
 aten = torch.ops.aten
+_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -215,13 +216,15 @@ def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int 
         return 0 if ndim else None
     if ndim < 2:
         return 0 if ndim and style.cut == "col" else None
-    if modules.is_embedding(name, path):
+    readers = [u.target for u in modules.uses(name, path)]
+    if aten.embedding.default in readers:
         return 1 if style.cut == "col" else 0
-    if modules.is_convolution(name, path):
-        return 0 if style.cut == "col" else 1
+    if any((found := arithmetic(target)) and found.kind == "convolution" for target in readers):
+        return 0 if style.cut == "col" else 1  # [out, in, ...]
     if name.rpartition(".")[2].endswith("bias"):
         return ndim - 1 if style.cut == "col" else None
-    in_out = ndim == 2 and modules.is_in_out(name, path)
+    # stored as [in, out]: the readers do not transpose it, as they do for `Linear`
+    in_out = ndim == 2 and bool(readers) and not any(target in _TRANSPOSES for target in readers)
     return ndim - 1 if (style.cut == "col") == in_out else ndim - 2
 
 
@@ -247,12 +250,10 @@ def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
 
 
 def _unmatched(missing: list[str], modules: Modules) -> PlanError:
-    pattern = missing[0]
-    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
     more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
     return PlanError(
-        f"the pattern {pattern!r} of a tensor-parallel plan names no module{more}",
-        f"modules of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{more}",
+        f"modules of the step, as {modules.near(missing[0])}",
         "correct the pattern: one glob for each name between dots",
     )
 

@@ -50,8 +50,8 @@ class TemplateKey:
 
 @dataclass(frozen=True)
 class Template:
-    """A strategy to try. `name` is unique on a mesh, `strategies` an error where the model allows none, `key` None for a
-    solution of an integer program. `symmetric` is nearly the same, equal in all equal layers.
+    """A strategy to try. `name` is unique on a mesh, `strategies` an error where the model allows none, `key` None for
+    integer programs. `symmetric` is nearly the same, equal in all equal layers.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -68,7 +68,7 @@ class Constraints:
         for given in graph.inputs if asked else ():
             mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.whole}
             if given.role is Role.PARAM and mine:
-                ways = [s for s in STORAGE_OPTIONS if not s.is_hybrid or len(axes) > 1]
+                ways = [s for s in STORAGE_OPTIONS if not s.kind.grouped or len(axes) > 1]
                 found[given.name] = tuple(s for s in ways if _keeps(given, s, mesh, tuple(axes), mine))
                 if not found[given.name]:
                     raise _no_storage(given, mine)
@@ -88,7 +88,7 @@ class Constraints:
         storage = {name: _nearest(own, options) for name, options in allowed.items() if own not in options}
         if not storage:
             return template
-        mixed = PerParameterStorage(**{f.name: getattr(data, f.name) for f in fields(data)}, storage=storage)
+        mixed = PerParameterStorage(**vars(data), storage=storage)
         return replace(template, strategies=tuple(mixed if part is data else part for part in parts))
 
     def check(self, planned: Plan, complete: bool = False) -> None:
@@ -191,8 +191,8 @@ def _nearest(own: StorageOption, options: Sequence[StorageOption]) -> StorageOpt
 
     def difference(option: StorageOption) -> tuple[bool, bool, bool, bool, bool]:
         return (
-            option != own, option.replicates_state, option.replicates_parameter, option.regathers != own.regathers,
-            not option.is_hybrid,
+            option != own, not option.kind.shards_state, not option.kind.gathers_parameters,
+            option.regathers != own.regathers, not option.kind.grouped,
         )  # fmt: skip
 
     return min(options, key=difference)
@@ -255,13 +255,7 @@ def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError
 
 
 def _broken(pattern: str, name: str, axis: str, wanted: str, found: AxisState) -> ConstraintError:
-    there = (
-        "another value on each rank"
-        if found.kind == "V"
-        else "a part of a sum"
-        if found.kind == "P"
-        else state_text(found)
-    )
+    there = {"V": "another value on each rank", "P": "a part of a sum"}.get(found.kind) or state_text(found)
     return ConstraintError(
         f"{pattern!r} is to be {wanted} over {axis}: {name} is {there}", "a plan that keeps every constraint",
         "drop the constraint, or give a strategy that can keep it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
@@ -67,7 +67,7 @@ class IlpCandidates:
     def storages(self) -> tuple[StorageOption, ...]:
         """The storage options of parameters without a constraint."""
         named = None if self.styles is None else {reduced_once(style) for style in self.styles}
-        options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.is_hybrid)
+        options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.kind.grouped)
         return tuple(s for s in options if named is None or s.style in named) if self.axes else ()
 
     def templates(self) -> list[Template]:
@@ -132,9 +132,8 @@ class IlpCandidates:
     def _strategies(self, made: IlpResult) -> tuple[Strategy, ...]:
         parts: list[Strategy] = []
         if self.axes:
-            options = {f.name: getattr(self.data, f.name) for f in fields(self.data)}
-            options |= {"style": "fully_shard", "axis": self.axes, "reshard_after_forward": False}
-            parts.append(PerParameterStorage(**options, storage=made.storage, solution=str(made)))
+            data = replace(self.data, style="fully_shard", axis=self.axes, reshard_after_forward=False)
+            parts.append(PerParameterStorage(**vars(data), storage=made.storage, solution=str(made)))
         if self.tensor is not None:
             parts.append(self._layouts(made))
         return tuple(parts)

@@ -26,16 +26,11 @@ class Status(StrEnum):
     """The outcome of a candidate."""
 
     CHOSEN = "chosen"
-    SLOWER = "slower"
-    """Simulated, and slower than the winner."""
-    BOUNDED = "bounded"
-    """Its lower bound is above the winner's time."""
-    SAME = "same"
-    """The same program as another candidate."""
-    OVER_AT_REST = "rest"
-    """The bytes that it stores between steps are over the budget."""
-    OVER_AT_PEAK = "peak"
-    """Its peak is over the budget."""
+    SLOWER = "slower"  # simulated, and slower than the winner
+    BOUNDED = "bounded"  # its lower bound is above the winner's time
+    SAME = "same"  # the same program as another candidate
+    OVER_AT_REST = "rest"  # the bytes that it stores between steps are over the budget
+    OVER_AT_PEAK = "peak"  # its peak is over the budget
     NO_PLAN = "no plan"
 
 
@@ -150,8 +145,9 @@ def notes(found: SearchResult) -> tuple[str, ...]:
     """One line for the winner and one for each other candidate."""
     best = found.best
     several = len({row.mesh for row in found.rows}) > 1
+    few = f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
     head = (
-        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{_few(found)}, "
+        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{few}, "
         f"{found.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} at most on a "
         f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
         f"less than {shown_seconds(found.bound_s)}"
@@ -174,10 +170,6 @@ def show(found: SearchResult) -> str:
     cells = [head, *(_cells(row) for row in found.rows if row.costs is not None)]
     left = [f"{row.name} on {row.mesh}: {_lost(row, found)}" for row in found.rows if row.costs is None]
     return "\n".join([*table(cells), *left, *([_extrapolated(found)] if found.extrapolated else [])])
-
-
-def _few(found: SearchResult) -> str:
-    return f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
 
 
 def _extrapolated(found: SearchResult) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from typing import Any
 
 from torch.fx import Node
 
@@ -58,10 +59,6 @@ class ProblemSpec:
     allowed: Mapping[str, tuple[StorageOption, ...]] = field(default_factory=dict[str, tuple[StorageOption, ...]])
     recomputes: bool = False
 
-    def storages_of(self, param: str) -> tuple[StorageOption, ...]:
-        """The storage options of one parameter."""
-        return self.allowed.get(param, self.storages)
-
 
 def problem_spec(
     tensor: TensorParallel, beside: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]
@@ -92,9 +89,7 @@ class ProblemBuilder:
     graph: TrainGraph
     spec: ProblemSpec
     choices: list[OneOf] = field(default_factory=list[OneOf])
-    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(
-        default_factory=dict[int, list[tuple[int, GroupOptions]]]
-    )
+    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(default_factory=dict[int, Any])
     of_param: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -139,12 +134,8 @@ class ProblemBuilder:
         return found | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
-        return (
-            without_numbers(param),
-            tuple(map(str, self._states(param))),
-            self.spec.constraints.mark(param),
-            self.spec.allowed.get(param),
-        )
+        mark, allowed = self.spec.constraints.mark(param), self.spec.allowed.get(param)
+        return without_numbers(param), tuple(map(str, self._states(param))), mark, allowed
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis in which a parameter may be stored."""
@@ -201,7 +192,7 @@ class ProblemBuilder:
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
             sizes = ParameterBytes(size, state_bytes, size if grads else 0.0)
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in spec.storages_of(given.name) or (None,):
+            for storage in spec.allowed.get(given.name, spec.storages) or (None,):
                 load = storage_load(storage or REPLICATE, sizes, prices.hardware, prices.mesh, spec.axes)
                 load = replace(load, kept=0.0) if spec.recomputes else load
                 parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)

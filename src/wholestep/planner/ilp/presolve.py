@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from .problem import OneOf, Option, Problem, ValueEdge
 
+_Chain = tuple[OneOf, list[dict[int, int]]]
+"""A merged choice, and the original options that each of its options merges, by number of the original choice."""
+
 
 @dataclass(frozen=True)
 class Presolved:
@@ -29,17 +32,9 @@ class Presolved:
         return tuple(found[number] for number in range(len(found)))
 
 
-@dataclass
-class _Chain:
-    """A merged choice, and the original options that each of its options merges."""
-
-    choice: OneOf
-    made_of: list[dict[int, int]]
-
-
 def presolve(problem: Problem) -> Presolved:
     """`problem` with its chains merged."""
-    chains = {n: _Chain(c, [{n: i} for i in range(len(c.options))]) for n, c in enumerate(problem.choices)}
+    chains = {n: (c, [{n: i} for i in range(len(c.options))]) for n, c in enumerate(problem.choices)}
     values, into = list(problem.values), {n: n for n in chains}
     made: dict[int, list[int]] = {}
     for i, value in enumerate(values):
@@ -59,29 +54,27 @@ def presolve(problem: Problem) -> Presolved:
     numbers = {old: new for new, old in enumerate(sorted(chains))}
     of = tuple(numbers[_root(into, n)] for n in range(len(problem.choices)))
     kept = [_renumbered(v, of) for v in values if v.needs]
-    ordered = [chains[n] for n in sorted(chains)]
-    smaller = replace(problem, choices=tuple(chain.choice for chain in ordered), values=tuple(kept))
-    return Presolved(smaller, tuple(tuple(chain.made_of) for chain in ordered))
+    choices, parts = zip(*(chains[n] for n in sorted(chains)), strict=True)
+    return Presolved(replace(problem, choices=choices, values=tuple(kept)), tuple(map(tuple, parts)))
 
 
 def _merged(maker: _Chain, taker: _Chain, value: ValueEdge, made: list[ValueEdge]) -> _Chain | None:
     """Both as one choice; None where the merge could lose a better assignment."""
-    at = value.needs[0].at
-    apart = maker.choice.count != taker.choice.count or (value.needs[0].later and value.kept)
-    if apart or any(set(o.takes) != {at} for o in taker.choice.options) or any(v.size > value.size for v in made):
+    (before, before_of), (after, after_of), at = maker, taker, value.needs[0].at
+    apart = before.count != after.count or (value.needs[0].later and value.kept)
+    if apart or any(set(o.takes) != {at} for o in after.options) or any(v.size > value.size for v in made):
         return None
-    states = {o.gives[value.output] for o in maker.choice.options}
-    if not states <= {o.takes[at] for o in taker.choice.options}:
+    if not {o.gives[value.output] for o in before.options} <= {o.takes[at] for o in after.options}:
         return None
     options: list[Option] = []
     made_of: list[dict[int, int]] = []
-    for first, one in zip(maker.made_of, maker.choice.options, strict=True):
-        for second, other in zip(taker.made_of, taker.choice.options, strict=True):
+    for first, one in zip(before_of, before.options, strict=True):
+        for second, other in zip(after_of, after.options, strict=True):
             move = value.moves.get((one.gives[value.output], other.takes[at]))
             if move is not None and move.is_nothing:
                 options.append(Option(other.gives, one.takes, one.load + other.load))
                 made_of.append(first | second)
-    return _Chain(replace(maker.choice, options=tuple(options)), made_of)
+    return replace(before, options=tuple(options)), made_of
 
 
 def _root(into: dict[int, int], number: int) -> int:

@@ -138,23 +138,23 @@ def storage_load(
     option: StorageOption, sizes: ParameterBytes, hardware: Hardware, mesh: Mesh, axes: Sequence[str]
 ) -> StepLoad:
     """What a parameter stored over `axes` adds to the step of a rank; its tensor-parallel axis is not counted."""
-    inside, across = (axes[-1:], axes[:-1]) if option.is_hybrid else (axes, ())
+    inside, across = (axes[-1:], axes[:-1]) if option.kind.grouped else (axes, ())
     ranks = prod(mesh.axis_size(a) for a in inside)
     sent = [0.0, 0.0, 0.0]
-    if option.replicates_state:
+    if not option.kind.shards_state:
         sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad, mesh, a) for a in inside)
     elif sizes.grad:
         sent[_BACKWARD] += _staged_us(hardware, "reduce_scatter", sizes.grad, mesh, inside)
         sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad / ranks, mesh, a) for a in across)
-    if option.replicates_parameter and not option.replicates_state and sizes.grad:
+    if option.kind.shards_state and not option.kind.gathers_parameters and sizes.grad:
         sent[_UPDATE] += _staged_us(hardware, "all_gather", sizes.param, mesh, inside)
-    if not option.replicates_parameter:
+    if option.kind.gathers_parameters:
         gathered = _staged_us(hardware, "all_gather", sizes.param, mesh, inside)
         sent[_FORWARD] += gathered
         sent[_BACKWARD] += gathered if option.regathers else 0.0
-    state_share = 1 if option.replicates_state else ranks
-    rest = sizes.param / (1 if option.replicates_parameter else ranks) + sizes.state / state_share
-    kept = 0.0 if option.replicates_parameter or option.regathers or ranks == 1 else sizes.param
+    state_share = ranks if option.kind.shards_state else 1
+    rest = sizes.param / (ranks if option.kind.gathers_parameters else 1) + sizes.state / state_share
+    kept = sizes.param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
     copied = copy_us(hardware, sizes.param) if any(sent) else 0.0
     spent = (copied if sent[0] else 0.0, copied, copied if sent[2] else 0.0)
     return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=sizes.grad / state_share)
@@ -162,8 +162,8 @@ def storage_load(
 
 def update_parts(option: StorageOption, mesh: Mesh, axes: Sequence[str]) -> int:
     """The number of ranks that share the update of a parameter."""
-    over = axes[-1:] if option.is_hybrid else axes
-    return 1 if option.replicates_state else prod(mesh.axis_size(a) for a in over)
+    over = axes[-1:] if option.kind.grouped else axes
+    return prod(mesh.axis_size(a) for a in over) if option.kind.shards_state else 1
 
 
 def _staged_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
