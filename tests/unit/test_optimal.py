@@ -27,9 +27,8 @@ from wholestep.plan.plan import Plan
 from wholestep.planner.bounds import costs
 from wholestep.planner.ilp.build_problem import ProblemBuilder, ProblemSpec
 from wholestep.planner.ilp.formulation import solve
-from wholestep.planner.ilp.presolve import presolve
 from wholestep.planner.ilp.prices import Prices
-from wholestep.planner.ilp.problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge, evaluate, fits
+from wholestep.planner.ilp.problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge, evaluate, fits, presolve
 from wholestep.planner.ilp.solve import decomposable, solve_layouts
 
 TOLERANCE = 1e-10

@@ -62,21 +62,13 @@ class DataParallel:
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
-        choices = {"semantics": ("per_rank", "global"), "reduce": ("mean", "sum"), "inputs": ("local", "global")}
-        if not callable(self.style) and self.style not in tuple(STYLES):
-            raise PlanError(
-                f"DataParallel(style={self.style!r})",
-                f"style one of {', '.join(map(repr, STYLES))} or a function",
-                "correct the name",
-            )
+        choices = {"style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
+                   "inputs": ("local", "global")}  # fmt: skip
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise PlanError(
-                    f"DataParallel({name}={getattr(self, name)!r})",
-                    f"{name} one of {', '.join(map(repr, allowed))}",
-                    "correct the name",
-                )
-
+            given = getattr(self, name)
+            if given not in allowed and not (name == "style" and callable(given)):
+                names = ", ".join(map(repr, allowed)) + (" or a function" if name == "style" else "")
+                raise PlanError(f"DataParallel({name}={given!r})", f"{name} one of {names}", "correct the name")
         if self.semantics == "per_rank" and self.inputs == "global":
             raise PlanError(
                 'inputs="global" with semantics="per_rank"',

@@ -22,7 +22,7 @@ from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
-from .constraints import Constraints, Pinned, Whole, check_form, constraints_of
+from .constraints import Pinned, Whole, check_form, constraints_of
 from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
@@ -142,7 +142,7 @@ class Auto:
         passes = tuple(pipeline(hardware) if passes is None else passes)
         watch = watch or unwatched
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
-        asked = constraints_of(graph, on, self.pinned, self.whole) or Constraints()
+        asked = constraints_of(graph, on, self.pinned, self.whole)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
         folded = fold_step(graph, hardware, placed, asked.marks(graph))
         evaluator = Evaluator(graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked)

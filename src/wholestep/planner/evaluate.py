@@ -19,13 +19,13 @@ from ..passes.fit_memory import FitMemory
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import compose
-from .bounds import Costs, LowerBound, costs_of, lower_bound, rough_estimate_us
+from .bounds import Costs, LowerBound, costs_of, lower_bound
 from .candidates import Template, batches
 from .constraints import Constraints
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
 from .resolve import plan_strategies
-from .search_result import INFINITE, Candidate, Status, Watch, first_line, unwatched
+from .search_result import Candidate, Status, Watch, first_line, unwatched
 
 Made = Sequence[tuple[Plan, LocalGraph]]
 """Plans and programs: of the whole step, or of the two folded ones."""
@@ -69,12 +69,6 @@ class Evaluator:
     def is_over(self, size_bytes: int, tolerance: float = 1.0) -> bool:
         """True for more bytes than the budget, times `tolerance`."""
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
-
-    def estimate_us(self, row: Candidate, computing_us: float) -> float:
-        """A rough estimate for a batch: candidates are tried in this order."""
-        if row.strategies is None:
-            return INFINITE
-        return rough_estimate_us(self.graph, row.mesh, row.strategies, self.hardware, computing_us) / row.batches
 
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
         """The plan and the program on `graph`, the step or a folded one.

@@ -140,7 +140,7 @@ class IlpCandidates:
 
     def _layouts(self, made: IlpResult) -> SolvedLayouts:
         assert self.tensor is not None, "only an axis that is solved for has layouts"
-        return SolvedLayouts(self.tensor.axis, made.params, made.pins, str(made), self.tensor.input_dim)
+        return made.layouts(self.tensor.axis, self.tensor.input_dim)
 
 
 # -- equal layers ----------------------------------------------------------------------------------

@@ -88,4 +88,4 @@ def _solved(
         raise PlanError(
             "the solver found no layouts for this step", "some within its limit of nodes", "give a plan by module"
         )
-    return SolvedLayouts(tensor.axis, made[0].params, made[0].pins, str(made[0]), tensor.input_dim)
+    return made[0].layouts(tensor.axis, tensor.input_dim)

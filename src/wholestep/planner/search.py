@@ -12,7 +12,7 @@ from ..graph.text import human
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..tuning import TUNING
-from .bounds import fingerprint
+from .bounds import fingerprint, rough_estimate_us
 from .candidates import Template, TemplateKey
 from .evaluate import Evaluator
 from .folded_memory import FoldedFit, FoldedFitting
@@ -67,9 +67,16 @@ class Search:
 
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
         """Tries candidates, the most promising first."""
-        rows = [self.evaluator.candidate(mesh, template) for mesh, template in candidates]
-        computing_us = peak_us(self.evaluator.graph.graph, self.evaluator.hardware)
-        for i in sorted(range(len(rows)), key=lambda i: self.evaluator.estimate_us(rows[i], computing_us)):
+        graph, hardware = self.evaluator.graph, self.evaluator.hardware
+        rows, computing_us = [self.evaluator.candidate(*one) for one in candidates], peak_us(graph.graph, hardware)
+
+        def estimate_us(i: int) -> float:
+            row = rows[i]
+            if row.strategies is None:
+                return INFINITE
+            return rough_estimate_us(graph, row.mesh, row.strategies, hardware, computing_us) / row.batches
+
+        for i in sorted(range(len(rows)), key=estimate_us):
             if rows[i].status is Status.SLOWER:
                 rows[i] = self._try(rows[i])
         return rows

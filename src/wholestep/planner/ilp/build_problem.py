@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -9,6 +10,7 @@ from math import prod
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ... import _torch
 from ...cost.compute import node_us
@@ -28,12 +30,13 @@ from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
 from .axis_constraints import AxisConstraints, axis_constraints
-from .node_classes import node_classes, without_numbers
 from .op_options import GroupOptions, in_phase, op_options, states_of
-from .prices import Move, ParameterBytes, Prices, storage_load, update_parts
+from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
 
 _SMALL = TUNING.smallest_sharded_vector_bytes
+_ROUNDS = TUNING.class_rounds
+_NUMBER = re.compile(r"\d+")
 _UNCONSTRAINED = AxisConstraints().mark("")
 
 
@@ -190,10 +193,12 @@ class ProblemBuilder:
             size = prices.local(given.meta, state).size_bytes
             share = size / max(given.meta.size_bytes, 1)
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
-            sizes = ParameterBytes(size, state_bytes, size if grads else 0.0)
+            grad_bytes = size if grads else 0.0
             takes = {1 + number: state for number in range(len(grads))}
             for storage in spec.allowed.get(given.name, spec.storages) or (None,):
-                load = storage_load(storage or REPLICATE, sizes, prices.hardware, prices.mesh, spec.axes)
+                load = storage_load(
+                    storage or REPLICATE, size, state_bytes, grad_bytes, prices.hardware, prices.mesh, spec.axes
+                )
                 load = replace(load, kept=0.0) if spec.recomputes else load
                 parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
@@ -301,3 +306,50 @@ def _root(node: Node) -> Node:
     while node.op == "call_function" and node.target in VIEWS and node_at(node, 0).op == "call_function":
         node = node_at(node, 0)
     return node
+
+
+# -- classes of equal nodes ----------------------------------------------------------------------------------
+def node_classes(nodes: Sequence[Node], marks: Mapping[Node, Hashable]) -> dict[Node, int]:
+    """The class of each node, numbered by first appearance. Nodes with different `marks` are never equal.
+
+    Classes are refined in rounds. The first round compares op, arguments, shapes and module path without numbers; each
+    further round also the classes of operands and readers. After a few rounds a class is one place in a layer, and
+    layers but the first and the last few share classes. Nodes of one class share a choice: a class that is too coarse
+    may cost time, never correctness.
+    """
+    inside = set(nodes)
+    given = {node: [n for n in operands(node) if n in inside] for node in nodes}
+    readers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+    for node in nodes:
+        for place, one in enumerate(given[node]):
+            readers[one].append((node, place))
+    found = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
+    for _ in range(_ROUNDS):
+        found = _numbered({
+            node: (
+                found[node], tuple(found[n] for n in given[node]),
+                tuple(sorted((found[n], place) for n, place in readers[node])),
+            )
+            for node in nodes
+        })  # fmt: skip
+    return found
+
+
+def without_numbers(name: str) -> str:
+    """`name` with `*` for each number: the same in every layer."""
+    return _NUMBER.sub("*", name)
+
+
+def _about(node: Node) -> Hashable:
+    made = tuple(m and (m.shape, m.stride, m.dtype) for m in meta.tensors(node))
+    if node.op != "call_function":
+        return node.op, made
+    if node.target is GRAD_READY:  # it names its parameter
+        return node.target, made
+    args = repr(map_arg((node.args, node.kwargs), lambda _: "%"))
+    return node.target, args, made, meta.is_backward(node), without_numbers(meta.module_path(node))
+
+
+def _numbered(keys: Mapping[Node, Hashable]) -> dict[Node, int]:
+    table: dict[Hashable, int] = {}
+    return {node: table.setdefault(key, len(table)) for node, key in keys.items()}

@@ -125,39 +125,32 @@ def _sent_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) 
 
 
 # -- storage ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ParameterBytes:
-    """Bytes of one parameter, its optimizer state and its gradient."""
-
-    param: float
-    state: float
-    grad: float
-
-
 def storage_load(
-    option: StorageOption, sizes: ParameterBytes, hardware: Hardware, mesh: Mesh, axes: Sequence[str]
+    option: StorageOption, param: float, state: float, grad: float, hardware: Hardware, mesh: Mesh, axes: Sequence[str]
 ) -> StepLoad:
-    """What a parameter stored over `axes` adds to the step of a rank; its tensor-parallel axis is not counted."""
+    """What a parameter stored over `axes` adds to the step of a rank; its tensor-parallel axis is not counted. `param`,
+    `state` and `grad` are bytes of it, its optimizer state and its gradient.
+    """
     inside, across = (axes[-1:], axes[:-1]) if option.kind.grouped else (axes, ())
     ranks = prod(mesh.axis_size(a) for a in inside)
     sent = [0.0, 0.0, 0.0]
     if not option.kind.shards_state:
-        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad, mesh, a) for a in inside)
-    elif sizes.grad:
-        sent[_BACKWARD] += _staged_us(hardware, "reduce_scatter", sizes.grad, mesh, inside)
-        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", sizes.grad / ranks, mesh, a) for a in across)
-    if option.kind.shards_state and not option.kind.gathers_parameters and sizes.grad:
-        sent[_UPDATE] += _staged_us(hardware, "all_gather", sizes.param, mesh, inside)
+        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad, mesh, a) for a in inside)
+    elif grad:
+        sent[_BACKWARD] += _staged_us(hardware, "reduce_scatter", grad, mesh, inside)
+        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad / ranks, mesh, a) for a in across)
+    if option.kind.shards_state and not option.kind.gathers_parameters and grad:
+        sent[_UPDATE] += _staged_us(hardware, "all_gather", param, mesh, inside)
     if option.kind.gathers_parameters:
-        gathered = _staged_us(hardware, "all_gather", sizes.param, mesh, inside)
+        gathered = _staged_us(hardware, "all_gather", param, mesh, inside)
         sent[_FORWARD] += gathered
         sent[_BACKWARD] += gathered if option.regathers else 0.0
     state_share = ranks if option.kind.shards_state else 1
-    rest = sizes.param / (ranks if option.kind.gathers_parameters else 1) + sizes.state / state_share
-    kept = sizes.param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
-    copied = copy_us(hardware, sizes.param) if any(sent) else 0.0
+    rest = param / (ranks if option.kind.gathers_parameters else 1) + state / state_share
+    kept = param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
+    copied = copy_us(hardware, param) if any(sent) else 0.0
     spent = (copied if sent[0] else 0.0, copied, copied if sent[2] else 0.0)
-    return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=sizes.grad / state_share)
+    return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=grad / state_share)
 
 
 def update_parts(option: StorageOption, mesh: Mesh, axes: Sequence[str]) -> int:

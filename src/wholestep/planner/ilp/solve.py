@@ -10,12 +10,12 @@ import torch
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
 from ...layout import AxisState
-from ...plan.data_parallel import StorageOption
+from ...plan.data_parallel import BatchDim, StorageOption
 from ...plan.strategy import Pins
+from ...plan.tensor_parallel import SolvedLayouts
 from .build_problem import ProblemBuilder, ProblemSpec
 from .formulation import Solution, solve
-from .presolve import Presolved, presolve
-from .problem import fits
+from .problem import Presolved, fits, presolve
 
 aten = torch.ops.aten
 _DECOMPOSED = {
@@ -35,6 +35,10 @@ class IlpResult:
     solution: Solution
     choices: int
     nodes: int
+
+    def layouts(self, axis: str, input_dim: BatchDim | None) -> SolvedLayouts:
+        """The layouts along `axis` as a strategy."""
+        return SolvedLayouts(axis, self.params, self.pins, str(self), input_dim)
 
     def __str__(self) -> str:
         made = self.solution
