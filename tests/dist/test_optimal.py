@@ -12,7 +12,7 @@ from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.steps import mean_from_one as train
 from tests.tp_models import MLP, Llama, next_token, step_of
-from wholestep.plan.per_parameter_storage import PerParameterStorage, StorageOption
+from wholestep.plan.data_parallel import PerParameterStorage, StorageOption
 
 TOLERANCE = 1e-10
 QUICK_LINK = ws.Hardware.measured(

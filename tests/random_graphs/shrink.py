@@ -306,7 +306,7 @@ def _decided(node: Node, plan: Any) -> str:
     decision = plan.decisions[node.name]
     takes = [w.show(_shape(meta.tensor(n))) for n, w in zip(operands(node), decision.operands, strict=False)]
     gives = [o.show(_shape(m)) for o, m in zip(decision.outputs, meta.tensors(node), strict=True) if m]
-    settle = f"; settled to {decision.settle}" if decision.settle else ""
+    settle = f"; settled to {decision.reshards_to}" if decision.reshards_to else ""
     return f"{', '.join(takes)} -> {', '.join(gives)}  ({decision.why}{settle})"
 
 

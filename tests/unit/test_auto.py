@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.steps import mean_from_one as train
-from wholestep.plan.per_parameter_storage import PerParameterStorage
+from wholestep.plan.data_parallel import PerParameterStorage
 from wholestep.planner.bounds import costs, lower_bound
 from wholestep.planner.candidates import TemplateKey, meshes
 from wholestep.planner.evaluate import Evaluator

@@ -14,7 +14,7 @@ from tests.unit.test_auto_short_steps import FAST, GRAPHS, LAYERS, PAIRS, deep
 from tests.unit.test_optimal import QUICK_LINK
 from tests.unit.test_tensor_parallel import builder, floats
 from wholestep.capture import capture_step
-from wholestep.plan.per_parameter_storage import REPLICATE, PerParameterStorage
+from wholestep.plan.data_parallel import REPLICATE, PerParameterStorage
 from wholestep.planner import resolve
 from wholestep.planner.bounds import costs
 from wholestep.planner.constraints import Constraints, constraints_of

@@ -10,14 +10,12 @@ import wholestep as ws
 from tests.unit.test_auto import GRAPHS, PAIRS, train
 from tests.unit.test_auto_short_steps import FAST, deep
 from wholestep.layout import REPLICATED, AxisState
-from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategies import compose
+from wholestep.plan.tensor_parallel import SolvedLayouts
 from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
 from wholestep.planner.folded_step import fold_step
-from wholestep.planner.ilp_candidates import IlpCandidates
+from wholestep.planner.ilp_candidates import IlpCandidates, Symmetrizer, best_meshes
 from wholestep.planner.search_result import Candidate, Status
-from wholestep.planner.solve_meshes import best_meshes
-from wholestep.planner.symmetrize import Symmetrizer
 
 NODES = ws.Hardware.preset("dgx-h100")
 
@@ -71,24 +69,24 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     tensor = ws.TensorParallel("auto", hardware=FAST)
     made = next(t.solved for t in IlpCandidates(graph, mesh, FAST, ws.DataParallel(), tensor).templates() if t.solved)
     first = f"{short.repeats.prefix}.0.up.weight"
-    odd = AxisState("S", 1) if made.found.params[first] != AxisState("S", 1) else REPLICATED
-    uneven = replace(made, found=replace(made.found, params={**made.found.params, first: odd}))
+    odd = AxisState("S", 1) if made.params[first] != AxisState("S", 1) else REPLICATED
+    uneven = replace(made, params={**made.params, first: odd})
     even = Symmetrizer(graph, short.repeats)(uneven)
-    assert even.found.params[first] == made.found.params["layers.6.up.weight"] != odd
+    assert even.params[first] == made.params["layers.6.up.weight"] != odd
     names = [node.name for node, (_, slot) in short.repeats.places.items() if node.op == "call_function"]
     by_slot: dict[object, set[str]] = {}
     slots = {node.name: slot for node, (_, slot) in short.repeats.places.items()}
-    for name, ways in even.found.pins.ways.items():
+    for name, ways in even.pins.ways.items():
         base, _, part = name.partition("__")
         if base in slots:
             by_slot.setdefault((slots[base], part), set()).add(str(ways))
     assert names
     assert by_slot
     assert all(len(ways) == 1 for ways in by_slot.values())
-    assert set(even.found.params) == set(made.found.params)
-    outside = {n: w for n, w in made.found.pins.ways.items() if n.partition("__")[0] not in slots}
-    assert {n: even.found.pins.ways[n] for n in outside} == outside
-    strategies = compose([SolvedLayouts("tp", even.found.params, even.found.pins), ws.DataParallel("zero1", axis="dp")])
+    assert set(even.params) == set(made.params)
+    outside = {n: w for n, w in made.pins.ways.items() if n.partition("__")[0] not in slots}
+    assert {n: even.pins.ways[n] for n in outside} == outside
+    strategies = compose([SolvedLayouts("tp", even.params, even.pins), ws.DataParallel("zero1", axis="dp")])
     ws.partition(graph, ws.plan(graph, mesh, strategies))
 
 

@@ -29,9 +29,9 @@ from wholestep.graph.nodes import copy_graph
 from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.decision import Objective
-from wholestep.plan.solved_layouts import SolvedLayouts
 from wholestep.plan.strategies import Strategies
 from wholestep.plan.strategy import Pins
+from wholestep.plan.tensor_parallel import SolvedLayouts
 from wholestep.runtime import choose_strategy, finalize
 
 MEASURED = ws.Hardware.measured(flops_per_us=50_000.0, launch_us=7.25)

@@ -16,10 +16,10 @@ import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
-from wholestep.plan.solved_layouts import SolvedLayouts
+from wholestep.plan.plan_file import decode_strategies, encode_strategies
 from wholestep.plan.strategies import Strategies
 from wholestep.plan.strategy import Pins
-from wholestep.plan.strategy_file import decode, encode
+from wholestep.plan.tensor_parallel import SolvedLayouts
 
 HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)
 BY_HAND: dict[str, Any] = {
@@ -178,7 +178,7 @@ def test_pins_by_pairs_of_names_come_back() -> None:
         reads={("relu", "addmm"): {"tp": AxisState("S", 1)}}, ways={"mm": {"tp": ("n", "")}}, decomposed=("mean",)
     )
     cuts = Strategies((SolvedLayouts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
-    assert decode(json.loads(json.dumps(encode(cuts)))) == cuts
+    assert decode_strategies(json.loads(json.dumps(encode_strategies(cuts)))) == cuts
 
 
 def test_precision_is_kept_with_a_plan_and_asked_for_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli.target import Style
-from wholestep.plan.per_parameter_storage import STORAGE_OPTIONS, storage_of
+from wholestep.plan.data_parallel import STORAGE_OPTIONS, storage_of
 from wholestep.plan.storage_styles import STYLES
 from wholestep.planner.candidates import templates
 

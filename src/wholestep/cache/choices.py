@@ -9,8 +9,8 @@ from typing import Any
 from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
 from ..passes.fit_memory import Fitting
-from ..plan import strategy_file
 from ..plan.decision import Objective
+from ..plan.plan_file import decode_strategies, encode_strategies, read
 from ..plan.strategies import Strategies
 
 
@@ -30,18 +30,18 @@ class AutoChoice:
         return {
             "objective": asdict(self.objective),
             "template": self.template,
-            "solved": strategy_file.encode(self.solved),
+            "solved": encode_strategies(self.solved),
             "notes": list(self.notes),
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> AutoChoice:
         """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
-        template, solved = data["template"], strategy_file.decode(data["solved"])
+        template, solved = data["template"], decode_strategies(data["solved"])
         if (template is None) is (solved is None):
             raise ValueError("neither a template nor strategies, or both")
         number = None if template is None else int(template)
-        return AutoChoice(Objective.of(data["objective"]), number, solved, tuple(map(str, data["notes"])))
+        return AutoChoice(read(Objective, data["objective"]), number, solved, tuple(map(str, data["notes"])))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Choices:
         return {
             "hardware": None if self.hardware is None else to_json(self.hardware),
             "auto": None if self.auto is None else self.auto.to_json(),
-            "solved": strategy_file.encode(self.solved),
+            "solved": encode_strategies(self.solved),
             "fitting": None if self.fitting is None else asdict(self.fitting),
             "fitted": self.fitted,
         }
@@ -80,7 +80,7 @@ class Choices:
         return Choices(
             None if measured is None else from_json(measured),
             None if data["auto"] is None else AutoChoice.from_json(data["auto"]),
-            strategy_file.decode(data["solved"]),
+            decode_strategies(data["solved"]),
             None if fitting is None else Fitting(int(fitting["way"]), tuple(map(str, fitting["names"]))),
             str(data["fitted"]),
         )

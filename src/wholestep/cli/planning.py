@@ -116,7 +116,7 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
     from wholestep.report.compare import as_json, compare, show, templates
 
     on, name = ws.Mesh(asked.mesh), asked.target.name
-    among = templates(on, asked.tensor, asked.tp_axis, asked.semantics)
+    among = templates(on, asked.tensor, asked.tp_axis, ws.DataParallel(semantics=asked.semantics))
     graph = capture(shown, asked.target)
     with each(shown, len(among)) as watch:
         rows = compare(graph, on, among, asked.hardware, watch)
@@ -155,7 +155,7 @@ def tensor_parallel(
 
 def _search_done(shown: Screen, found: SearchResult, graph: TrainGraph, asked: PlanRequest, head: str) -> Done:
     """The report of a search, below `head`."""
-    from wholestep.planner.search_report import explained, show
+    from wholestep.planner.search_result import explained, show
 
     made = explained(found)
     text = "\n".join([head, show(found), f"\n{made}", *_asked_of(shown, made, graph, asked)])

@@ -135,9 +135,9 @@ class _Lowering:
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
-        if decision.settle is not None:
-            self.started[key] = self._begin(node, new, decision.outputs[0], decision.settle)
-            self.layouts[node] = (decision.settle,)
+        if decision.reshards_to is not None:
+            self.started[key] = self._begin(node, new, decision.outputs[0], decision.reshards_to)
+            self.layouts[node] = (decision.reshards_to,)
         else:
             self._start_reductions(node)
 

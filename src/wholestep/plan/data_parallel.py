@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, cast
 
@@ -61,21 +62,13 @@ class DataParallel:
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
-        choices = {"semantics": ("per_rank", "global"), "reduce": ("mean", "sum"), "inputs": ("local", "global")}
-        if not callable(self.style) and self.style not in tuple(STYLES):
-            raise PlanError(
-                f"DataParallel(style={self.style!r})",
-                f"style one of {', '.join(map(repr, STYLES))} or a function",
-                "correct the name",
-            )
+        choices = {"style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
+                   "inputs": ("local", "global")}  # fmt: skip
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise PlanError(
-                    f"DataParallel({name}={getattr(self, name)!r})",
-                    f"{name} one of {', '.join(map(repr, allowed))}",
-                    "correct the name",
-                )
-
+            given = getattr(self, name)
+            if given not in allowed and not (name == "style" and callable(given)):
+                names = ", ".join(map(repr, allowed)) + (" or a function" if name == "style" else "")
+                raise PlanError(f"DataParallel({name}={given!r})", f"{name} one of {names}", "correct the name")
         if self.semantics == "per_rank" and self.inputs == "global":
             raise PlanError(
                 'inputs="global" with semantics="per_rank"',
@@ -209,3 +202,80 @@ def _unfit(name: str, layout: Layout, have: Layout, axes: tuple[str, ...]) -> st
     if set(added) - set(axes) or len(set(added)) != len(added):
         return f"the layout of the {name} adds {', '.join(added)}"
     return ""
+
+
+# -- a storage option for each parameter --------------------------------------------------------------
+@dataclass(frozen=True)
+class StorageOption:
+    """How data-parallel ranks store one parameter and its optimizer state. `regathers`: a sharded parameter is
+    all-gathered a second time in the backward instead of being kept.
+    """
+
+    style: str
+    regathers: bool = False
+
+    @property
+    def kind(self) -> StorageStyle:
+        """The style with its properties."""
+        return STYLES[self.style]
+
+    def __str__(self) -> str:
+        gathered = "re-gathered" if self.regathers else "kept"
+        return f"{self.style} {gathered}" if self.kind.gathers_parameters else self.style
+
+
+REPLICATE = StorageOption("replicate")
+STORAGE_OPTIONS = tuple(
+    StorageOption(style.name, regathers)
+    for style in STYLES.values()
+    if style.searched and not style.shards_gradients  # styles that differ in gradients alone store a parameter alike
+    for regathers in ((False, True) if style.gathers_parameters else (False,))
+)
+
+
+def storage_of(data: DataParallel) -> StorageOption:
+    """The option by which the style of `data` stores most parameters."""
+
+    def flags(kind: StorageStyle) -> tuple[bool, bool, bool]:
+        return kind.gathers_parameters, kind.shards_state, kind.grouped
+
+    found = [option for option in STORAGE_OPTIONS if flags(option.kind) == flags(data.kind)]
+    return found[-1 if data.reshard_after_forward else 0]
+
+
+@dataclass(frozen=True)
+class PerParameterStorage(DataParallel):
+    """`DataParallel` whose `style` holds for the parameters that `storage` does not name.
+
+    `solution` describes the integer program that `storage` solves; empty where `storage` names exceptions to `style`.
+    """
+
+    storage: Mapping[str, StorageOption] = field(default_factory=dict[str, StorageOption], repr=False)
+    solution: str = ""
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Storage layouts of each parameter and its optimizer state."""
+        out, axes = super().resting(graph, mesh, before), self.axes(mesh)
+        for given in graph.inputs:
+            if given.role is Role.PARAM and given.name in self.storage:
+                style = STYLES[self.storage[given.name].style]
+                out[given.name] = stored(style, given, before[given.name].param, mesh, axes)
+        return out
+
+    @property
+    def regathered(self) -> tuple[str, ...]:
+        """Parameters that are gathered a second time in the backward."""
+        return tuple(name for name, option in self.storage.items() if option.regathers)
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        on = ", ".join(self.axes(mesh))
+        if self.solution:
+            return f"each parameter by itself on {on} ({self.shares}), {self.how}"
+        return f"{self.kind.name} on {on} but for some parameters ({self.shares}), {self.how}"
+
+    @property
+    def shares(self) -> str:
+        """The number of parameters of each storage option."""
+        counted = Counter(self.storage.values())
+        return ", ".join(f"{counted[option]} {option}" for option in STORAGE_OPTIONS if counted[option])

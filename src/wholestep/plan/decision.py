@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph.text import seconds
 from ..layout import Layout
@@ -14,19 +12,16 @@ from ..layout import Layout
 class Decision:
     """The layouts of the operands (in order, lists flattened) and results of one node, and what decided them.
 
-    Args:
-        why: the rule's origin, or the reason why no rule was used.
-        settle: the layout to which the result is resharded at once, for all readers.
-        because: the reasons, to display.
-        reads: names of the operands.
-        moves: operands that are resharded for this node, by name, and how; to display.
-        gradient_of: the parameter, if the node marks its complete gradient.
+    `why`: the rule's origin, or the reason why no rule was used. `reshards_to`: the layout to which the result is
+    resharded at once, for all readers. `because`, `moves`: the reasons, and the operands (by name) that are resharded
+    for this node and how, to display. `reads`: names of the operands. `gradient_of`: the parameter, if the node marks
+    its complete gradient.
     """
 
     operands: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     why: str
-    settle: Layout | None = None
+    reshards_to: Layout | None = None
     because: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     moves: tuple[tuple[str, str], ...] = ()
@@ -35,7 +30,7 @@ class Decision:
     @property
     def given(self) -> tuple[Layout, ...]:
         """The output layouts that readers of the node see."""
-        return self.outputs if self.settle is None else (self.settle,)
+        return self.outputs if self.reshards_to is None else (self.reshards_to,)
 
 
 @dataclass(frozen=True)
@@ -70,16 +65,6 @@ class Objective:
     again: tuple[str, ...] = ()
     model_s: float = 0.0
     model_bound_s: float = 0.0
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Objective:
-        """From JSON values by field."""
-        budget = values["budget_bytes"]
-        return Objective(
-            float(values["batch_s"]), float(values["bound_s"]), int(values["peak_bytes"]),
-            None if budget is None else int(budget), tuple(map(str, values["again"])),
-            float(values.get("model_s", 0)), float(values.get("model_bound_s", 0)),
-        )  # fmt: skip
 
     @property
     def gap(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..reshard import Path, reshard
 from ..rules.rule import Group
+from .op_strategies import OpStrategy
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -25,37 +26,29 @@ if TYPE_CHECKING:
 _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "taken as each rank's own"}
 
 
-def show_group(group: Group) -> str:
+def reason(option: OpStrategy, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+    """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
+    if option.factor:
+        by = [n.name for i, n in enumerate(given) if i in group.operands and _at(group, i, states[i]) == option.factor]
+        return f"cut along {_factor(option.factor)} of '{_shown(group)}'" + (f", as %{by[0]} is" if by else "")
+    if option.whole:
+        return f"whole: no operand is cut where '{_shown(group)}' may be"
+    names = [f"%{given[i].name}" for i, state in option.takes.items() if state.kind == "P"]
+    return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
+
+
+def _shown(group: Group) -> str:
     """`m k, k n -> m n`: the factors of a call's tensors; `_` for a dim that cannot be sharded."""
-    left = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.operands.values())
-    right = ", ".join(" ".join(map(_factor, term)) or "()" for term in group.outputs.values())
-    return f"{left} -> {right}"
+    sides = (group.operands.values(), group.outputs.values())
+    return " -> ".join(", ".join(" ".join(map(_factor, term)) or "()" for term in side) for side in sides)
 
 
 def _factor(name: str | None) -> str:
     return ("d" + name[1:] if name.startswith(".") else name.replace(".", "")) if name else "_"
 
 
-def cut_reason(group: Group, factor: str, given: Sequence[Node], states: Sequence[AxisState]) -> str:
-    """Reason for a sharded factor, with an operand that already has it."""
-    by = [n.name for i, n in enumerate(given) if i in group.operands and _at(group, i, states[i]) == factor]
-    neighbour = f", as %{by[0]} is" if by else ""
-    return f"cut along {_factor(factor)} of '{show_group(group)}'{neighbour}"
-
-
 def _at(group: Group, operand: int, state: AxisState) -> str | None:
     return group.factors_at(operand, state.dim) if state.kind == "S" else None
-
-
-def partial_reason(given: Sequence[Node], takes: Mapping[int, AxisState]) -> str:
-    """Reason for partial values that pass through."""
-    names = [f"%{given[i].name}" for i, state in takes.items() if state.kind == "P"]
-    return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
-
-
-def whole_reason(group: Group) -> str:
-    """Reason for replicated operands."""
-    return f"whole: no operand is cut where '{show_group(group)}' may be"
 
 
 def moves(

@@ -1,4 +1,6 @@
-"""The planning stage: from a graph, a mesh and strategies to a Plan."""
+"""The planning stage: from a graph, a mesh and strategies to a Plan. It notes losses and layers whose gradients differ
+between per-rank and global semantics, with the user's line.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+import torch
+from torch.fx import Node
+
+from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import ROUNDS, expand, expandable
 from ..graph.graph import Role, TrainGraph
+from ..graph.nodes import node_at
+from ..graph.op_kinds import is_batch_norm_in_training
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout, replicated
@@ -18,10 +26,19 @@ from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .plan import Plan
 from .propagate import propagate, would_gather
-from .propagation_inputs import PropagationInputs, per_rank_buffers, varying
-from .semantics import differences
+from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
 from .strategies import Strategies
 from .strategy import Resting
+
+aten = torch.ops.aten
+_SCALE = {
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten._to_copy.default,
+    aten.add.Tensor,
+}  # fmt: skip
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_SUMMED = "summed loss", "the gradient is averaged over ranks: 1/ranks of what one device computes on the whole batch"
+_WEIGHTED = "weighted mean", "each rank divides by its own count: ranks with fewer tokens weigh more for each token"
+_CLASS_WEIGHTED = "class-weighted mean", "each rank divides by the weight of its own batch"
 
 
 def make_plan(
@@ -42,17 +59,9 @@ def make_plan(
     grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     start = PropagationInputs(
-        graph,
-        mesh,
-        axes,
-        rest,
-        grad_targets,
-        op,
-        options.kind.shards_gradients,
-        per_rank,
-        frozenset(cut),
+        graph, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
-    )
+    )  # fmt: skip
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
@@ -132,9 +141,8 @@ def _rest(
             layout = resting[given.owner].state
         elif given.role is Role.BATCH:
             parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
-            layout = replace(
-                varying(given, cut if per_rank else (), mesh), dims=tuple(parts.get(d, ()) for d in range(ndim))
-            )
+            layout = varying(given, cut if per_rank else (), mesh)
+            layout = replace(layout, dims=tuple(parts.get(d, ()) for d in range(ndim)))
         elif given.name in varying_buffers:
             layout = varying(given, cut, mesh)
         rest[given.name] = _without_single(layout, mesh)
@@ -174,14 +182,51 @@ def _without_single(layout: Layout, mesh: Mesh) -> Layout:
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
     wanted = parallel.input_batch_dim
-    if not isinstance(wanted, int):
-        return
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
-    short = [i for i in batch if not -len(i.meta.shape) <= wanted < len(i.meta.shape)]
-    if short and len(short) == len(batch):
-        shape = list(short[0].meta.shape)
+    if isinstance(wanted, int) and batch and all(not -len(i.meta.shape) <= wanted < len(i.meta.shape) for i in batch):
+        shape = list(batch[0].meta.shape)
         raise PlanError(
-            f"input_batch_dim={wanted} is out of range for {short[0].name!r} of shape {shape}",
-            f"a dim from 0 to {len(short[0].meta.shape) - 1}",
+            f"input_batch_dim={wanted} is out of range for {batch[0].name!r} of shape {shape}",
+            f"a dim from 0 to {len(shape) - 1}",
             "correct input_batch_dim",
         )
+
+
+# -- per-rank and global semantics ------------------------------------------------------------------------
+def differences(graph: TrainGraph) -> tuple[str, ...]:
+    """One sentence for each way in which per-rank gradients differ from those of one device on the whole batch."""
+    found: dict[str, None] = {}
+    by_name = {node.name: node for node in graph.graph.nodes}
+    for name in graph.losses:
+        reason = _loss_reason(by_name[name], graph)
+        if reason:
+            node, (kind, effect) = reason
+            found[f"{kind} at {meta.source_line(node) or '%' + node.name}: {effect}"] = None
+    training = [n for n in by_name.values() if is_batch_norm_in_training(n.target) and True in n.args]
+    if training:
+        where = meta.source_line(training[0]) or "%" + training[0].name
+        found[f"batch norm at {where}: each rank normalizes over its own batch, one device over the whole"] = None
+    return tuple(found)
+
+
+def _packet(node: Node) -> object:
+    return getattr(node.target, "_overloadpacket", None)
+
+
+def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] | None:
+    """Why the gradient of this loss depends on how the batch is sharded, by the reduction that ends it."""
+    node, seen = loss, 0
+    while isinstance(node, Node) and seen < 16:  # pyright: ignore[reportUnnecessaryIsInstance]  # a list ends it too
+        seen += 1
+        if node.target in _SUMS:
+            return node, _SUMMED
+        if node.target is aten.div.Tensor and node.args[1] in moving(graph):
+            return node, _WEIGHTED
+        if _packet(node) is aten.nll_loss_forward:
+            if node.args[3] == 2:
+                return node, _SUMMED
+            return None if node.args[2] is None else (node, _CLASS_WEIGHTED)
+        if node.target not in _SCALE and not _torch.is_getitem(node.target):
+            return None
+        node = node_at(node, 0)
+    return None

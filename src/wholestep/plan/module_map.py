@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-import torch
 from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
-from ..graph.op_kinds import arithmetic
-
-aten = torch.ops.aten
-EMBEDDINGS = (aten.embedding.default,)
-TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-CONVOLUTIONS = (aten.convolution, aten._convolution, aten.convolution_overrideable, aten.cudnn_convolution)
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,10 @@ class Modules:
     def matching(self, pattern: str) -> list[str]:
         """Paths that match `pattern`, one glob for each name; a pattern may omit the first name of a path."""
         return [path for path in self.paths if fits(path, pattern) or fits(path.partition(".")[2], pattern)]
+
+    def near(self, pattern: str) -> str:
+        """Paths that resemble `pattern`, for an error."""
+        return ", ".join(map(repr, get_close_matches(pattern, self.paths, n=3, cutoff=0.3) or self.paths[:3]))
 
     def held(self, path: str) -> list[str]:
         """Direct parameters of a module, or the (tied) parameters that it reads if it has none; a parameter itself."""
@@ -80,19 +78,6 @@ class Modules:
                 if given in among and given not in inside and made is not None and made.dtype.is_floating_point:
                     found.setdefault(given, []).append(node)
         return found
-
-    def is_embedding(self, param: str, path: str) -> bool:
-        """True for the table of an embedding."""
-        return any(u.target in EMBEDDINGS for u in self.uses(param, path))
-
-    def is_convolution(self, param: str, path: str) -> bool:
-        """True for a weight of a convolution: [out, in, ...]."""
-        return any((a := arithmetic(u.target)) and a.kind == "convolution" for u in self.uses(param, path))
-
-    def is_in_out(self, param: str, path: str) -> bool:
-        """True for a weight stored as [in, out]: its readers do not transpose it, as they do for `Linear`."""
-        reads = self.uses(param, path)
-        return bool(reads) and not any(u.target in TRANSPOSES for u in reads)
 
 
 def fits(path: str, pattern: str) -> bool:

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import Partial, Replicate, Shard, parallel
 
 from ..errors import PlanError
 from ..layout import REPLICATED, AxisState
@@ -38,33 +29,18 @@ class ModuleStyle:
 
 
 _R: Wanted = (REPLICATED,)
-_NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "local",
-            "moe_identity_expert", "ep_router")  # fmt: skip
-NAMES: dict[str, ModuleStyle] = {
-    style.name: style
-    for style in (
-        ModuleStyle("colwise", "col", reads=_R),
-        ModuleStyle("colwise_rep", "col", reads=_R, gives=_R),
-        ModuleStyle("colwise_gather_output", "col", reads=_R, gives=_R),
-        ModuleStyle("local_colwise", "col"),
-        ModuleStyle("packed_colwise", "col"),
-        ModuleStyle("local_packed_colwise", "col"),
-        ModuleStyle("embedding_colwise", "col"),
-        ModuleStyle("rowwise", "row", gives=_R),
-        ModuleStyle("rowwise_rep", "row", gives=_R),
-        ModuleStyle("rowwise_split_input", "row", gives=_R),
-        ModuleStyle("local_rowwise", "row"),
-        ModuleStyle("packed_rowwise", "row"),
-        ModuleStyle("local_packed_rowwise", "row"),
-        ModuleStyle("embedding_rowwise", "row", gives=_R),
-        ModuleStyle("grouped_gemm", "experts"),
-        ModuleStyle("ep_dispatch_experts", gives=_R),
-        ModuleStyle("moe_tp_experts", gives=_R),
-        ModuleStyle("all_reduce", gives=_R),
-        ModuleStyle("gather", gives=_R),
-        *(ModuleStyle(name) for name in _NOTHING),
-    )
-}
+_WORDS = (
+    ("colwise", "col", _R, ()),
+    ("colwise_rep colwise_gather_output", "col", _R, _R),
+    ("local_colwise packed_colwise local_packed_colwise embedding_colwise", "col", (), ()),
+    ("rowwise rowwise_rep rowwise_split_input embedding_rowwise", "row", (), _R),
+    ("local_rowwise packed_rowwise local_packed_rowwise", "row", (), ()),
+    ("grouped_gemm", "experts", (), ()),
+    ("ep_dispatch_experts moe_tp_experts all_reduce gather", "", (), _R),
+    ("replicate replicated_with_grad_allreduce mla_kv_a_proj local_params local", "", (), ()),
+    ("moe_identity_expert ep_router", "", (), ()),
+)
+NAMES = {name: ModuleStyle(name, cut, reads, gives) for names, cut, reads, gives in _WORDS for name in names.split()}
 
 
 def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:
@@ -86,35 +62,35 @@ def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:
             "one of " + ", ".join(sorted([*NAMES, "sequence"])),
             "correct the name, or leave the module out: what is not named follows from the rest",
         )
-    if isinstance(given, ColwiseParallel):
+    if isinstance(given, parallel.ColwiseParallel):
         gives = _states(given.output_layouts, pattern)
         return ModuleStyle("ColwiseParallel", "col", _R, () if gives == (AxisState("S", -1),) else gives)
-    if isinstance(given, RowwiseParallel):
+    if isinstance(given, parallel.RowwiseParallel):
         return ModuleStyle("RowwiseParallel", "row", gives=_states(given.output_layouts, pattern))
-    if isinstance(given, SequenceParallel):
+    if isinstance(given, parallel.SequenceParallel):
         cut = _states(given.sequence_sharding, pattern)
         return ModuleStyle("SequenceParallel", reads=cut, gives=cut)
-    if isinstance(given, PrepareModuleInputOutput):
+    if isinstance(given, parallel.PrepareModuleInputOutput):
         into, out = given.prepare_module_input, given.prepare_module_output
         return ModuleStyle("PrepareModuleInputOutput", reads=_inputs(into, pattern), gives=_outputs(out, pattern))
-    if isinstance(given, PrepareModuleInput):
+    if isinstance(given, parallel.PrepareModuleInput):
         return ModuleStyle("PrepareModuleInput", reads=_inputs(given, pattern))
-    if isinstance(given, PrepareModuleOutput):
+    if isinstance(given, parallel.PrepareModuleOutput):
         return ModuleStyle("PrepareModuleOutput", gives=_outputs(given, pattern))
-    kind = type(given).__name__
+    is_style = isinstance(given, parallel.ParallelStyle)
     raise PlanError(
-        f"{kind} for {pattern!r}",
+        f"{type(given).__name__} for {pattern!r}",
         "colwise, rowwise or sequence, or ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, "
         "PrepareModuleOutput or PrepareModuleInputOutput of torch.distributed.tensor.parallel",
-        "write what this style does in terms of those" if isinstance(given, ParallelStyle) else "give one of them",
+        "write what this style does in terms of those" if is_style else "give one of them",
     )
 
 
-def _inputs(given: PrepareModuleInput, pattern: str) -> Wanted:
+def _inputs(given: parallel.PrepareModuleInput, pattern: str) -> Wanted:
     return _states([*(given.desired_input_layouts or ()), *given.desired_input_kwarg_layouts.values()], pattern)
 
 
-def _outputs(given: PrepareModuleOutput, pattern: str) -> Wanted:
+def _outputs(given: parallel.PrepareModuleOutput, pattern: str) -> Wanted:
     return _states(given.desired_output_layouts, pattern)
 
 

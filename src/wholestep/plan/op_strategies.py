@@ -51,15 +51,15 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
     return OpStrategy(f"{_PARTIAL} {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
 
-def ways(group: Group, parts: int, op: str = "sum") -> Iterator[OpStrategy]:
-    """All strategies of `group` on `parts` ranks, replicated first; `op` reduces the partial values that may pass."""
+def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
+    """All strategies of `group` on `parts` ranks, replicated first; partial values that may pass are to be summed."""
     yield whole(group)
     for factor in group.factors:
         if group.splits(factor, parts):
             yield cut(group, factor)
     for number, passing in enumerate(group.partial):
-        if op in passing.ops:
-            yield through(group, number, op)
+        if "sum" in passing.ops:
+            yield through(group, number, "sum")
 
 
 def named(group: Group, name: str) -> OpStrategy | None:

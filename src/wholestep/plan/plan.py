@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from ..errors import PlanError
 from ..graph.decompose import expand
@@ -186,7 +186,7 @@ class Plan:
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        return Plan(**decode(fields))
+        return Plan(**decode(fields, get_type_hints(Plan)))
 
 
 def _about(found: tuple[tuple[int, ...], str] | None) -> str:

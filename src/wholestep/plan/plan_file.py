@@ -1,160 +1,173 @@
-"""Plans as JSON, field by field, with errors that name the field."""
+"""Plans as JSON values by the types of their fields, and strategies, so that `compile(parallel=plan)` can apply a file.
+
+A file that named a user's class or function would run code from data when it is read: such strategies are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
 from ..errors import MeshError, PlanError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
+from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
-from ..layout import Layout
+from ..layout import AxisState, Layout
 from ..mesh import Mesh
-from ..precision import MixedPrecision
-from . import strategy_file
-from .decision import Decision, Objective, Options
+from .data_parallel import DataParallel, PerParameterStorage, StorageOption
+from .decision import Decision
+from .module_styles import ModuleStyle
+from .strategies import Strategies
+from .strategy import Pins, Strategy
+from .tensor_parallel import SolvedLayouts, TensorParallel
 
-_PLAIN = ("name", "owner", "key", "trainable", "optimizer")  # fields of an Input that are JSON values
+_STRATEGIES = (DataParallel, PerParameterStorage, TensorParallel, SolvedLayouts)
+_PLAIN = (str, int, float, bool, Role, Mesh)
+_KINDS = {kind.__name__: kind for kind in (*_STRATEGIES, ModuleStyle, AxisState, StorageOption, Pins)}
 
-if TYPE_CHECKING:
-    from .plan import Plan
 
-
-def encode(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values, with a table of its distinct layouts."""
+# -- plans -----------------------------------------------------------------------------------------------
+def encode(plan: object) -> dict[str, Any]:
+    """A plan as JSON values, with a table of its distinct layouts, which are named by number."""
     table: dict[Layout, int] = {}
 
-    def number(layout: Layout) -> int:
-        return table.setdefault(layout, len(table))
+    def value_of(given: Any) -> Any:
+        if isinstance(given, Layout):
+            return table.setdefault(given, len(table))
+        if isinstance(given, Mapping):
+            return {name: value_of(one) for name, one in cast(Mapping[str, Any], given).items()}
+        if isinstance(given, tuple):
+            return [value_of(one) for one in cast(tuple[Any, ...], given)]
+        if isinstance(given, Decision):
+            return [value_of(one) for one in vars(given).values()]
+        if isinstance(given, Input):
+            return value_of({**{k: v for k, v in vars(given).items() if k != "meta"}, **vars(given.meta)})
+        if isinstance(given, (Mesh, torch.dtype)):
+            return str(given).removeprefix("torch.")
+        if isinstance(given, Role):
+            return given.value
+        if isinstance(given, Hardware):
+            return to_json(given)
+        if isinstance(given, Strategies):
+            return encode_strategies(given)
+        return value_of(vars(given)) if is_dataclass(given) else given
 
-    inputs = [_encode_input(i) for i in plan.inputs]
-    rest = {name: number(layout) for name, layout in plan.storage.items()}
-    created = {name: number(layout) for name, layout in plan.created_storage.items()}
-    decisions = {
-        name: [
-            [number(x) for x in d.operands],
-            [number(x) for x in d.outputs],
-            d.why,
-            None if d.settle is None else number(d.settle),
-            list(d.because),
-            list(d.reads),
-            list(map(list, d.moves)),
-            d.gradient_of,
-        ]
-        for name, d in plan.decisions.items()
-    }
-    layouts = [[list(map(list, x.dims)), list(map(list, x.partial)), list(x.varies)] for x in table]
-    options = {**vars(plan.options), "again": list(plan.options.again)}
-    head = {"mesh": str(plan.mesh), "strategy": plan.strategy, "options": options, "notes": list(plan.notes)}
-    head |= {"objective": None if plan.objective is None else vars(plan.objective)}
-    head |= {"strategies": strategy_file.encode(plan.strategies)}
-    head |= {"mixed_precision": _encode_precision(plan.mixed_precision), "offload": plan.offload}
-    head |= {"hardware": to_json(plan.hardware)}
-    head |= {
-        "decomposed": list(plan.decomposed),
-        "axis_strategies": dict(plan.axis_strategies),
-        "input_nodes": dict(plan.input_nodes),
-    }
-    return {
-        **head,
-        "layouts": layouts,
-        "inputs": inputs,
-        "storage": rest,
-        "created_storage": created,
-        "decisions": decisions,
-    }
+    made = value_of(vars(plan))
+    return {**made, "layouts": [[x.dims, x.partial, x.varies] for x in table]}
 
 
-def _encode_precision(given: MixedPrecision | None) -> dict[str, str | None] | None:
-    return None if given is None else {k: v and str(v).removeprefix("torch.") for k, v in vars(given).items()}
+def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `encode`: the value of each field as its type in `kinds`.
+
+    Raises:
+        PlanError: a field is missing or cannot be read; names it.
+    """
+    data, made = dict[str, Any](objective=None, strategies=None) | {**data}, dict[str, Any]()
+    for name, kind in {"layouts": None, **kinds}.items():
+        if name not in data:
+            raise PlanError(
+                f"field {name!r} is missing", "every field that Plan.to_json writes", "write the plan again"
+            )
+        try:
+            if name == "layouts":
+                made[name] = [_dataclass(Layout, given, ()) for given in data[name]]
+            else:
+                made[name] = read(kind, data[name], made["layouts"])
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError) as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise PlanError(
+                f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again"
+            ) from error
+    del made["layouts"]
+    return made
 
 
-def _decode_precision(value: Mapping[str, str | None] | None) -> MixedPrecision | None:
-    return None if value is None else MixedPrecision(**{k: _dtype(v) for k, v in value.items()})
+def read(kind: Any, value: Any, layouts: Sequence[Layout] = ()) -> Any:
+    """A JSON value as the type `kind`.
+
+    Raises:
+        TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError: it is none.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):  # X | None
+        return None if value is None else read(args[0], value, layouts)
+    if origin is tuple:
+        several: Sequence[Any] = [args[0]] * len(value) if args[-1] is ... else args
+        return tuple(read(one, given, layouts) for one, given in zip(several, value, strict=True))
+    if origin is Mapping:
+        return {str(name): read(args[1], given, layouts) for name, given in dict[str, Any](value).items()}
+    if kind is Layout:
+        return cast(Layout, layouts[value])
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if kind is Input:
+        made = {name: value[name] for name in _hints(TensorMeta)}
+        return _dataclass(Input, {"meta": made} | {k: v for k, v in value.items() if k not in made}, layouts)
+    if kind is Hardware:
+        return from_json(value, "field 'hardware'")
+    if kind is Strategies:
+        return decode_strategies(value)
+    return kind(value) if kind in _PLAIN else _dataclass(kind, value, layouts)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+def _dataclass(kind: Any, value: Any, layouts: Sequence[Layout]) -> Any:
+    hints = _hints(kind)
+    given = cast(dict[str, Any], value if isinstance(value, dict) else dict(zip(hints, value, strict=True)))
+    return kind(**{name: read(hints[name], one, layouts) for name, one in given.items()})
 
 
-def _encode_input(given: Input) -> dict[str, Any]:
-    made, plain = given.meta, {name: getattr(given, name) for name in _PLAIN}
-    dtype = str(made.dtype).removeprefix("torch.")
-    meta = {"shape": list(made.shape), "stride": list(made.stride), "dtype": dtype, "device": made.device}
-    return {**plain, "role": given.role.value, **meta}
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
-def decode(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `encode`; PlanError names the field that cannot be read."""
-    mesh = _field(data, "mesh", lambda v: Mesh(str(v)))
-    layouts = _field(data, "layouts", lambda v: [_layout(x) for x in v])
-    return {
-        "mesh": mesh,
-        "strategy": _field(data, "strategy", str),
-        "inputs": _field(data, "inputs", lambda v: tuple(_decode_input(x) for x in v)),
-        "storage": _field(data, "storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
-        "created_storage": _field(data, "created_storage", lambda v: {str(k): layouts[i] for k, i in v.items()}),
-        "decisions": _field(data, "decisions", lambda v: {str(k): _decision(d, layouts) for k, d in v.items()}),
-        "options": _field(data, "options", _options),
-        "objective": _field({"objective": None, **data}, "objective", lambda v: None if v is None else Objective.of(v)),
-        "notes": _field(data, "notes", lambda v: tuple(map(str, v))),
-        "decomposed": _field(data, "decomposed", lambda v: tuple(map(str, v))),
-        "axis_strategies": _field(data, "axis_strategies", lambda v: {str(k): str(x) for k, x in v.items()}),
-        "input_nodes": _field(data, "input_nodes", lambda v: {str(k): str(x) for k, x in v.items()}),
-        "strategies": _field({"strategies": None, **data}, "strategies", strategy_file.decode),
-        "mixed_precision": _field(data, "mixed_precision", _decode_precision),
-        "offload": _field(data, "offload", bool),
-        "hardware": _field(data, "hardware", lambda v: from_json(v, "field 'hardware'")),
-    }
+# -- strategies --------------------------------------------------------------------------------------------
+def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
+    """One value for each strategy; None if one of them is user-defined, or has a function as its style."""
+    parts = strategies.parts if strategies else ()
+    own = all(type(part) in _STRATEGIES and isinstance(getattr(part, "style", ""), str) for part in parts)
+    return [_encoded(_with_styles(part)) for part in parts] if strategies and own else None
 
 
-def _field(data: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
-    if name not in data:
-        raise PlanError(f"field {name!r} is missing", "every field that Plan.to_json writes", "write the plan again")
-    try:
-        return read(data[name])
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PlanError(
-            f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again"
-        ) from error
+def decode_strategies(values: Sequence[Any] | None) -> Strategies | None:
+    """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`.
+
+    Raises:
+        TypeError, KeyError, ValueError: not what `encode_strategies` writes.
+    """
+    return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
 
 
-def _options(value: Mapping[str, Any]) -> Options:
-    fields: dict[str, Any] = {**value, "again": tuple(map(str, value.get("again", ())))}
-    return Options(**fields)
+def _with_styles(part: Strategy) -> Strategy:
+    if not isinstance(part, TensorParallel) or part.is_open:
+        return part
+    return replace(part, plan=dict(part.styles()))
 
 
-def _layout(value: Any) -> Layout:
-    dims, partial, varies = value
-    return Layout(
-        tuple(tuple(map(str, axes)) for axes in dims),
-        tuple((str(a), str(op)) for a, op in partial),
-        tuple(map(str, varies)),
-    )
+def _encoded(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"is": type(value).__name__, **{f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, Mapping):
+        return {"map": [[_encoded(k), _encoded(v)] for k, v in cast(Mapping[Any, Any], value).items()]}
+    if isinstance(value, (tuple, list)):
+        return [_encoded(v) for v in cast(Sequence[Any], value)]
+    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
 
 
-def _decision(
-    value: tuple[list[int], list[int], str, int | None, list[str], list[str], list[tuple[str, str]], str],
-    layouts: list[Layout],
-) -> Decision:
-    operands, outputs, why, settle, because, reads, moves, gradient_of = value
-    return Decision(
-        tuple(layouts[i] for i in operands),
-        tuple(layouts[i] for i in outputs),
-        str(why),
-        None if settle is None else layouts[settle],
-        tuple(map(str, because)),
-        tuple(map(str, reads)),
-        tuple((str(name), str(text)) for name, text in moves),
-        str(gradient_of),
-    )
-
-
-def _decode_input(value: Any) -> Input:
-    dtype = getattr(torch, value["dtype"])
-    meta = TensorMeta(tuple(value["shape"]), tuple(value["stride"]), dtype, value["device"])
-    return Input(role=Role(value["role"]), meta=meta, **{name: value[name] for name in _PLAIN})
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decoded(v) for v in cast(list[Any], value))
+    if not isinstance(value, dict):
+        return value
+    given = cast(dict[str, Any], value)
+    if "dtype" in given:
+        return getattr(torch, given["dtype"])
+    if "map" in given:
+        return {_decoded(k): _decoded(v) for k, v in given["map"]}
+    return _KINDS[given["is"]](**{k: _decoded(v) for k, v in given.items() if k != "is"})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import torch
 from torch.fx import Node
@@ -32,13 +33,11 @@ from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
-from .axis_order import in_order, reduced
 from .decision import Decision
-from .explain import cut_reason, moves, partial_reason, settled, whole_reason
+from .explain import moves, reason, settled
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
-from .partial_readers import reads, shrinks
-from .propagation_inputs import PropagationInputs, moving, rounding
+from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
 _KEEP_SHARDED = TUNING.keep_sharded_factor
@@ -138,8 +137,10 @@ class _Propagation:
                 continue
             rule = rule or find_rule(node)
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
-            takes, gives, reason = self._choose(node, axis, given, states, rule, cut)
-            because.append(f"{axis}: {reason}")
+            takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
+            if rule is not None:
+                takes, gives, said = _CallOnAxis(self, node, axis, given, states, rule, cut).chosen()
+            because.append(f"{axis}: {said}")
             wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
         self._inherit_targets(node, given)
@@ -175,7 +176,7 @@ class _Propagation:
         count = len(first) if isinstance(first, (list, tuple)) and first else 1
         operand_targets: dict[int, list[tuple[TensorMeta | None, Layout]]] = {}
         for j, n in enumerate(given):
-            known = self._target(n)
+            known = self.target(n)
             if known is not None:
                 operand_targets.setdefault(j % count, []).append((meta.tensor(n), known))
 
@@ -187,7 +188,7 @@ class _Propagation:
         if any(layout is not None for layout in found):
             self.targets[node] = found
 
-    def _target(self, node: Node) -> Layout | None:
+    def target(self, node: Node) -> Layout | None:
         return self.targets.get(node, (None,))[0]
 
     def _reduced(self, node: Node, decision: Decision) -> Decision:
@@ -197,9 +198,9 @@ class _Propagation:
         made = decision.outputs[0]
         if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
-        target = reduced(made, self._target(node) or self._like_siblings(node, made))
-        reason = settled(meta.tensors(node)[0], made, target, self.situation.mesh, self.situation.hardware)
-        return replace(decision, settle=target, because=(*decision.because, reason))
+        target = reduced(made, self.target(node) or self._like_siblings(node, made))
+        said = settled(meta.tensors(node)[0], made, target, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=target, because=(*decision.because, said))
 
     def _like_siblings(self, node: Node, made: Layout) -> Layout:
         """The layout a partial value is reduced to: sharded as another operand of its readers is, else whole."""
@@ -213,145 +214,17 @@ class _Propagation:
 
     def _pinned(self, node: Node, decision: Decision) -> Decision:
         """Reshard the result to the layout that the strategy pins."""
-        layout = decision.outputs[0]
+        layout = before = decision.outputs[0]
         for axis, state in self.situation.pins.results[node.name].items():
             layout = layout.put(axis, state)
-        if layout == decision.outputs[0]:
+        if layout == before:
             return decision
-        made, before = meta.tensors(node)[0], decision.outputs[0]
-        reason = settled(made, before, layout, self.situation.mesh, self.situation.hardware)
-        return replace(decision, settle=layout, because=(*decision.because, f"pinned: {reason}"))
+        said = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {said}"))
 
-    # -- choosing one axis ---------------------------------------------------------------
     def _active(self) -> Iterator[str]:
         return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
 
-    def _choose(
-        self,
-        node: Node,
-        axis: str,
-        given: Sequence[Node],
-        states: Sequence[AxisState],
-        rule: BoundRule | None,
-        cut: dict[tuple[int, str], int],
-    ) -> tuple[list[AxisState], dict[int, AxisState], str]:
-        """States of operands and outputs along one axis, and the reason; `cut`: parts of each factor so far."""
-        takes, gives, why = [REPLICATED] * len(given), dict[int, AxisState](), ""
-        if rule is None:
-            return takes, gives, "whole: the op has no rule"
-        for i in rule.by_shape:
-            takes[i] = states[i]
-        parts = self.situation.mesh.axis_size(axis)
-        for number, group in enumerate(rule.groups):
-            best = self._pinned_way(node, axis, number, group, states, cut)
-            best = best or self._cheapest(node, axis, given, states, rule, number, cut)
-            if best.factor:
-                cut[number, best.factor] = parts * cut.get((number, best.factor), 1)
-            for i, state in best.takes.items():
-                takes[i] = states[i] if i in rule.by_shape and state.kind != "S" and states[i].kind == "P" else state
-            gives |= best.gives
-            why = why or _reason(best, group, given, states)
-        return takes, gives, why
-
-    def _pinned_way(
-        self, node: Node, axis: str, number: int, group: Group, states: Sequence[AxisState],
-        cut: Mapping[tuple[int, str], int],
-    ) -> OpStrategy | None:  # fmt: skip
-        """The op strategy that is pinned; None if none is, or if it is not possible."""
-        names = self.situation.pins.ways.get(node.name, {}).get(axis, ())
-        way = named(group, names[number]) if number < len(names) else None
-        if way is None or any(_lost(states[i], s) for i, s in way.takes.items()):
-            return None
-        parts = self.situation.mesh.axis_size(axis) * cut.get((number, way.factor), 1)
-        return way if not way.factor or group.splits(way.factor, parts) else None
-
-    def _cheapest(
-        self, node: Node, axis: str, given: Sequence[Node], states: Sequence[AxisState], rule: BoundRule, number: int,
-        cut: Mapping[tuple[int, str], int],
-    ) -> OpStrategy:  # fmt: skip
-        """The op strategy with the cheapest resharding of operands."""
-        group, moves, parts = rule.groups[number], node in self.batch_dependent, self.situation.mesh.axis_size(axis)
-        possible = [
-            o
-            for o in self._options(group, given, states, axis, moves)
-            if all(self._allowed(given[i], states[i], s, axis) for i, s in o.takes.items() if i not in rule.by_shape)
-            and (not o.factor or group.splits(o.factor, parts * cut.get((number, o.factor), 1)))
-        ]
-        return min(possible, key=lambda o: (moves and o.whole, self._price(o, given, states, axis, rule, node)))
-
-    def _price(
-        self,
-        option: OpStrategy,
-        given: Sequence[Node],
-        states: Sequence[AxisState],
-        axis: str,
-        rule: BoundRule,
-        node: Node,
-    ) -> float:
-        """Microseconds to reshard the operands, and to reduce results that the forward and backward read later."""
-        total = 0.0
-        for i, want in option.takes.items():
-            if i not in rule.by_shape:
-                stored = node in self.batch_dependent and given[i] not in self.batch_dependent
-                if stored and axis in self.situation.storage:
-                    continue  # sharded in storage only: gathered in any case
-                total += self._cost(given[i], states[i], want, axis) * (_KEEP_SHARDED if stored else 1.0)
-        stored = node not in self.batch_dependent and axis in self.situation.storage
-        if option.factor and (not stored or any(user in self.batch_dependent for user in node.users)):
-            made, end = meta.tensors(node), REPLICATED if stored else AxisState("S", 0)
-            for o, state in option.gives.items():
-                found = made[o]
-                if state.kind == "P" and found is not None and found.shape:
-                    total += self._cost_of(found, state, end, axis)
-        return total
-
-    def _options(
-        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
-    ) -> Iterator[OpStrategy]:
-        """Op strategies of a group along one axis, least communication first: partial, sharded by a factor, whole."""
-        for number, passing in enumerate(group.partial):
-            ops = {states[i].op for i in passing.operands if states[i].kind == "P"}
-            stored = frozenset(i for i in group.operands if moves and given[i] not in self.batch_dependent)
-            free = all(_is_free(states[i], i, passing, stored) for i in group.operands)
-            if len(ops) == 1 and ops <= passing.ops and free:
-                yield through(group, number, ops.pop())
-        for factor in self._factors(group, given, states, axis, moves):
-            yield cut_by(group, factor)
-        yield whole(group)
-
-    def _factors(
-        self, group: Group, given: Sequence[Node], states: Sequence[AxisState], axis: str, moves: bool
-    ) -> list[str]:
-        """Factors along which an operand is sharded, or its reduced gradient will be."""
-        found: dict[str, None] = {}
-        for i in group.operands:
-            if moves and given[i] not in self.batch_dependent and axis in self.situation.storage:
-                continue
-            target = self._target(given[i])
-            state = target.state(axis) if states[i].kind == "P" and target else states[i]
-            factor = group.factors_at(i, state.dim) if state.kind == "S" else None
-            if factor:
-                found[factor] = None
-        return list(found)
-
-    def _allowed(self, node: Node, have: AxisState, want: AxisState, axis: str) -> bool:
-        """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
-        if have.kind != "P" or want.kind == "P":
-            return True
-        target = self._target(node)
-        return target is None or want in (target.state(axis), REPLICATED)
-
-    def _cost(self, node: Node, have: AxisState, want: AxisState, axis: str) -> float:
-        if have == want:
-            return 0.0
-        return self._cost_of(meta.tensor(node) or TensorMeta((), (), torch.float32, "cpu"), have, want, axis)
-
-    def _cost_of(self, made: TensorMeta, have: AxisState, want: AxisState, axis: str) -> float:
-        plain, mesh, hardware = replicated(len(made.shape)), self.situation.mesh, self.situation.hardware
-        before, after = plain.put(axis, have), plain.put(axis, want)
-        return reshard(before, after, made.shape, made.dtype.itemsize, mesh, hardware).cost_us
-
-    # -- the end -----------------------------------------------------------------------------
     def check_updates(self) -> None:
         """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
         inputs = {i.name: i for i in self.situation.graph.inputs}
@@ -370,10 +243,114 @@ class _Propagation:
                 )
 
 
-def _reason(option: OpStrategy, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
-    if option.factor:
-        return cut_reason(group, option.factor, given, states)
-    return whole_reason(group) if option.whole else partial_reason(given, option.takes)
+# -- choosing along one axis ---------------------------------------------------------------------------
+@dataclass
+class _CallOnAxis:
+    """Chooses an op strategy for each group of a call's rule along one axis; `cut`: parts of each factor so far."""
+
+    run: _Propagation
+    node: Node
+    axis: str
+    given: Sequence[Node]
+    states: Sequence[AxisState]
+    rule: BoundRule
+    cut: dict[tuple[int, str], int]
+
+    def __post_init__(self) -> None:
+        self.batch_dependent, self.parts = self.run.batch_dependent, self.run.situation.mesh.axis_size(self.axis)
+        self.moves = self.node in self.batch_dependent
+        self.only_stores = self.axis in self.run.situation.storage
+
+    def chosen(self) -> tuple[list[AxisState], dict[int, AxisState], str]:
+        """States of operands and outputs, and the reason."""
+        takes = [s if i in self.rule.by_shape else REPLICATED for i, s in enumerate(self.states)]
+        gives, why = dict[int, AxisState](), ""
+        for number, group in enumerate(self.rule.groups):
+            best = self._pinned(number, group) or self._cheapest(number, group)
+            if best.factor:
+                self.cut[number, best.factor] = self.parts * self.cut.get((number, best.factor), 1)
+            for i, state in best.takes.items():
+                stays = i in self.rule.by_shape and state.kind != "S" and self.states[i].kind == "P"
+                takes[i] = self.states[i] if stays else state
+            gives |= best.gives
+            why = why or reason(best, group, self.given, self.states)
+        return takes, gives, why
+
+    def _splits(self, number: int, group: Group, factor: str) -> bool:
+        return not factor or group.splits(factor, self.parts * self.cut.get((number, factor), 1))
+
+    def _pinned(self, number: int, group: Group) -> OpStrategy | None:
+        """The op strategy that is pinned; None if none is, or if it is not possible."""
+        names = self.run.situation.pins.ways.get(self.node.name, {}).get(self.axis, ())
+        found = named(group, names[number]) if number < len(names) else None
+        if found is None or any(_lost(self.states[i], s) for i, s in found.takes.items()):
+            return None
+        return found if self._splits(number, group, found.factor) else None
+
+    def _cheapest(self, number: int, group: Group) -> OpStrategy:
+        """The op strategy with the cheapest resharding of operands."""
+        possible = [
+            o
+            for o in self._options(group)
+            if all(self._allowed(i, s) for i, s in o.takes.items() if i not in self.rule.by_shape)
+            and self._splits(number, group, o.factor)
+        ]
+        return min(possible, key=lambda o: (self.moves and o.whole, self._price(o)))
+
+    def _price(self, option: OpStrategy) -> float:
+        """Microseconds to reshard the operands, and to reduce results that the forward and backward read later."""
+        total = 0.0
+        for i, want in option.takes.items():
+            stored = self.moves and self.given[i] not in self.batch_dependent
+            if i in self.rule.by_shape or self.states[i] == want or (stored and self.only_stores):
+                continue  # sharded in storage only: gathered in any case
+            made = meta.tensor(self.given[i]) or TensorMeta((), (), torch.float32, "cpu")
+            total += self._cost(made, self.states[i], want) * (_KEEP_SHARDED if stored else 1.0)
+        stored = self.only_stores and not self.moves
+        if option.factor and (not stored or any(user in self.batch_dependent for user in self.node.users)):
+            made, end = meta.tensors(self.node), REPLICATED if stored else AxisState("S", 0)
+            for o, state in option.gives.items():
+                found = made[o]
+                if state.kind == "P" and found is not None and found.shape:
+                    total += self._cost(found, state, end)
+        return total
+
+    def _cost(self, made: TensorMeta, have: AxisState, want: AxisState) -> float:
+        plain, inputs = replicated(len(made.shape)), self.run.situation
+        before, after = plain.put(self.axis, have), plain.put(self.axis, want)
+        return reshard(before, after, made.shape, made.dtype.itemsize, inputs.mesh, inputs.hardware).cost_us
+
+    def _options(self, group: Group) -> Iterator[OpStrategy]:
+        """Op strategies of a group along one axis, least communication first: partial, sharded by a factor, whole."""
+        for number, passing in enumerate(group.partial):
+            ops = {self.states[i].op for i in passing.operands if self.states[i].kind == "P"}
+            stored = frozenset(i for i in group.operands if self.moves and self.given[i] not in self.batch_dependent)
+            free = all(_is_free(self.states[i], i, passing, stored) for i in group.operands)
+            if len(ops) == 1 and ops <= passing.ops and free:
+                yield through(group, number, ops.pop())
+        for factor in self._factors(group):
+            yield cut_by(group, factor)
+        yield whole(group)
+
+    def _factors(self, group: Group) -> list[str]:
+        """Factors along which an operand is sharded, or its reduced gradient will be."""
+        found: dict[str, None] = {}
+        for i in group.operands:
+            if self.moves and self.only_stores and self.given[i] not in self.batch_dependent:
+                continue
+            target = self.run.target(self.given[i])
+            state = target.state(self.axis) if self.states[i].kind == "P" and target else self.states[i]
+            factor = group.factors_at(i, state.dim) if state.kind == "S" else None
+            if factor:
+                found[factor] = None
+        return list(found)
+
+    def _allowed(self, operand: int, want: AxisState) -> bool:
+        """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
+        if self.states[operand].kind != "P" or want.kind == "P":
+            return True
+        target = self.run.target(self.given[operand])
+        return target is None or want in (target.state(self.axis), REPLICATED)
 
 
 def would_gather(situation: PropagationInputs, decisions: Mapping[str, Decision]) -> list[Node]:
@@ -403,3 +380,37 @@ def _is_free(state: AxisState, operand: int, through: PassThrough, stored: froze
 def _lost(have: AxisState, want: AxisState) -> bool:
     """True if `want` is partial and `have` cannot become that: it is sharded, or partial by another op."""
     return want.kind == "P" and have.kind != "R" and have != want
+
+
+# -- layouts that several axes share -----------------------------------------------------------------
+def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool]) -> list[str]:
+    """`axes` in an order that agrees with layouts that shard one dim over several, outermost first.
+
+    `moves`: which of `have` depend on the batch; these decide where layouts disagree.
+    """
+    pairs: dict[tuple[str, str], None] = {}
+    for wanted in (True, False):
+        for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
+            for outer, inner in (p for dim in layout.dims for p in combinations(dim, 2)):
+                if (inner, outer) not in pairs:
+                    pairs[outer, inner] = None
+    remaining, out = list(axes), list[str]()
+    while remaining:
+        outermost = [a for a in remaining if not any((b, a) in pairs for b in remaining)]
+        out.append((outermost or remaining)[0])
+        remaining.remove(out[-1])
+    return out
+
+
+def reduced(partial: Layout, home: Layout) -> Layout:
+    """`partial` with its partial axes, and axes that shard a dim outside of these, in the state that `home` has."""
+    out, whole = partial, [a for a, _ in partial.partial]
+    for axes in home.dims:
+        inner = max((i for i, a in enumerate(axes) if a in whole), default=-1)
+        for axis in axes[: inner + 1]:
+            if partial.state(axis).kind in ("P", "R"):
+                out = out.put(axis, home.state(axis))
+    for axis in whole:
+        if home.state(axis).kind != "S":
+            out = out.put(axis, REPLICATED)
+    return out

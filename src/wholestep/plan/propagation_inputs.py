@@ -1,8 +1,8 @@
-"""The inputs of propagation, and the nodes of a step that depend on the batch."""
+"""The inputs of propagation, the nodes of a step that depend on the batch, and the readers of a partial value."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,14 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.op_kinds import CHEAP, PRODUCTS, is_pointwise
+from ..graph.nodes import operands
+from ..graph.op_kinds import CHEAP, PRODUCTS, VIEWS, is_pointwise
 from ..graph.ops import GRAD_READY
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
+from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from .strategy import Pins
 
@@ -99,3 +101,40 @@ def per_rank_buffers(graph: TrainGraph) -> frozenset[str]:
 def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
     """The layout of a value that differs between ranks along `axes`."""
     return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))
+
+
+def reads(user: Node, node: Node) -> bool:
+    """True if `user` reads values of `node`, not only its shape."""
+    rule = find_rule(user) if user.op == "call_function" else None
+    return rule is None or any(n is node and i not in rule.by_shape for i, n in enumerate(operands(user)))
+
+
+def shrinks(node: Node) -> bool:
+    """True if all readers of `node` are linear in it, and their results together are smaller than `node`.
+
+    Example: the expert weights chosen for tokens are far larger than their products with the tokens.
+    """
+    made, total = meta.tensor(node), 0
+    for user, given in _readers(node):
+        if not _passes(user, given):
+            return False
+        total += sum(found.numel for found in meta.tensors(user) if found)
+    return made is not None and 0 < total < made.numel
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The nodes that read the values of `node`, each with the view that it reads."""
+    for user in node.users:
+        if user.op == "call_function" and user.target in VIEWS:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _passes(user: Node, given: Node) -> bool:
+    """True if `user` passes partial values of `given` alone through."""
+    rule = find_rule(user) if user.op == "call_function" else None
+    if rule is None:
+        return False
+    places = frozenset(i for i, n in enumerate(operands(user)) if n is given)
+    return any(through.operands == places for group in rule.groups for through in group.partial)

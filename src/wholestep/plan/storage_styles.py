@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ..mesh import Mesh
 
 Store: TypeAlias = "Callable[[Input, Layout, Mesh, tuple[str, ...]], tuple[Layout, Layout]]"
-"""From a parameter, its layout, the mesh and data-parallel axes to the layouts of the parameter and its state."""
+"""From a parameter, the layout that other strategies give it, the mesh and the data-parallel axes to the layouts of the
+parameter and of its optimizer state.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,7 @@ class StorageStyle:
     """A data-parallel style.
 
     Args:
-        name: as in `DataParallel(style=name)`.
-        store: from a parameter, the layout that other strategies give it, the mesh and the data-parallel axes to the
-            layout of the parameter and the layout of its optimizer state (to which its gradient is reduced).
+        store: a parameter's gradient is reduced to the layout of its optimizer state.
         means: the style in a few words.
         shards_state: most state is sharded; False: gradients are all-reduced and every rank does the whole update.
         shards_gradients: the gradient of each micro-batch is reduce-scattered at once, and accumulates as a shard.

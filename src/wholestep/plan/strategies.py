@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
@@ -12,7 +12,10 @@ from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .decision import Decision
 from .storage_styles import STYLES
-from .strategy import BatchCut, Pins, Resting, States, Strategy
+from .strategy import BatchCut, Pins, Resting, Strategy
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,11 @@ class Strategies:
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""
-        results, reads = dict[str, States](), dict[tuple[str, str], States]()
-        ways, expanded = dict[str, Mapping[str, tuple[str, ...]]](), dict[str, None]()
-        for part in self.parts:
-            pins = part.pins(graph, mesh)
-            ways |= {name: {**ways.get(name, {}), **asked} for name, asked in pins.ways.items()}
-            expanded |= dict.fromkeys(pins.decomposed)
-            results |= {name: {**results.get(name, {}), **states} for name, states in pins.results.items()}
-            reads |= {edge: {**reads.get(edge, {}), **states} for edge, states in pins.reads.items()}
-        return Pins(results, reads, ways, tuple(expanded))
+        pins = [part.pins(graph, mesh) for part in self.parts]
+        decomposed = tuple(dict.fromkeys(name for one in pins for name in one.decomposed))
+        return Pins(
+            _merged(p.results for p in pins), _merged(p.reads for p in pins), _merged(p.ways for p in pins), decomposed
+        )
 
     @property
     def shares_batches(self) -> bool:
@@ -91,6 +90,13 @@ class Strategies:
     def describe(self, mesh: Mesh) -> str:
         """All strategies in one line, for the head of a plan."""
         return "; ".join(part.describe(mesh) for part in self.parts)
+
+
+def _merged(several: Iterable[Mapping[K, Mapping[str, V]]]) -> dict[K, Mapping[str, V]]:
+    found: dict[K, Mapping[str, V]] = {}
+    for one in several:
+        found |= {key: {**found.get(key, {}), **by_axis} for key, by_axis in one.items()}
+    return found
 
 
 def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:

@@ -1,12 +1,13 @@
-"""Tensor and sequence parallelism: shards parameters of named modules; propagation lays out everything else."""
+"""Tensor and sequence parallelism along one axis: styles of named modules, or layouts that are solved for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from math import gcd
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -15,10 +16,11 @@ from torch.fx import Node
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
+from ..graph.nodes import node_at
+from ..graph.op_kinds import arithmetic
 from ..hardware.hardware import Hardware
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
-from .attention_heads import check_heads
 from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .module_map import Modules
@@ -26,9 +28,35 @@ from .module_styles import ModuleStyle, Wanted, style_of
 from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 
+aten = torch.ops.aten
+_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+class _OneAxis:
+    """Uses one axis, which shards `input_dim` of the batch where that is given."""
+
+    axis: str
+    input_dim: BatchDim | None
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        mesh.axis_size(self.axis)
+        return (self.axis,)
+
+    @property
+    def shares_batches(self) -> bool:
+        return self.input_dim is not None
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
+        return None if dim is None else BatchCut(dim, (self.axis,))
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        pass
+
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(_OneAxis):
     """Shards layers over the ranks of one axis, which compute one result together, by default on the same batch.
 
     `plan` maps globs of module paths (one for each name between dots, as "layers.*.attn.wq") to styles: `"colwise"`,
@@ -114,15 +142,6 @@ class TensorParallel:
             return {}
         return {pattern: style_of(given, pattern, self.sequence_dim) for pattern, given in self.plan.items()}
 
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The one axis used.
-
-        Raises:
-            MeshError: it does not exist.
-        """
-        mesh.axis_size(self.axis)
-        return (self.axis,)
-
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Shards the parameters of named modules, and their optimizer state with them."""
         modules, out = Modules(graph), dict(before)
@@ -150,16 +169,6 @@ class TensorParallel:
             for node, state in _paired(list(given), style.reads):
                 reads |= {(reader.name, node.name): {self.axis: state} for reader in given[node]}
         return Pins(results, reads)
-
-    @property
-    def shares_batches(self) -> bool:
-        """True if `input_dim` is set."""
-        return self.input_dim is not None
-
-    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """Shards dim `input_dim`, if it is set."""
-        dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
-        return None if dim is None else BatchCut(dim, (self.axis,))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Check that the axis divides attention heads evenly.
@@ -207,13 +216,15 @@ def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int 
         return 0 if ndim else None
     if ndim < 2:
         return 0 if ndim and style.cut == "col" else None
-    if modules.is_embedding(name, path):
+    readers = [u.target for u in modules.uses(name, path)]
+    if aten.embedding.default in readers:
         return 1 if style.cut == "col" else 0
-    if modules.is_convolution(name, path):
-        return 0 if style.cut == "col" else 1
+    if any((found := arithmetic(target)) and found.kind == "convolution" for target in readers):
+        return 0 if style.cut == "col" else 1  # [out, in, ...]
     if name.rpartition(".")[2].endswith("bias"):
         return ndim - 1 if style.cut == "col" else None
-    in_out = ndim == 2 and modules.is_in_out(name, path)
+    # stored as [in, out]: the readers do not transpose it, as they do for `Linear`
+    in_out = ndim == 2 and bool(readers) and not any(target in _TRANSPOSES for target in readers)
     return ndim - 1 if (style.cut == "col") == in_out else ndim - 2
 
 
@@ -239,11 +250,98 @@ def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
 
 
 def _unmatched(missing: list[str], modules: Modules) -> PlanError:
-    pattern = missing[0]
-    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
     more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
     return PlanError(
-        f"the pattern {pattern!r} of a tensor-parallel plan names no module{more}",
-        f"modules of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{more}",
+        f"modules of the step, as {modules.near(missing[0])}",
         "correct the pattern: one glob for each name between dots",
     )
+
+
+# -- layouts that are solved for -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class SolvedLayouts(_OneAxis):
+    """Tensor parallelism along `axis` by the solution of an integer program. Tensors that it does not name follow by
+    propagation. It holds for the graph that was solved, and for the same graph with fewer equal layers.
+
+    `params`: the state of each parameter between steps along the axis. `solution` describes the integer program.
+    """
+
+    axis: str
+    params: Mapping[str, AxisState]
+    found: Pins = field(repr=False, default_factory=Pins)
+    solution: str = ""
+    input_dim: BatchDim | None = None
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Storage layouts of the parameters that the step has, and of their optimizer state."""
+        out = dict(before)
+        for name in self.params.keys() & before.keys():
+            have, state = before[name], self.params[name]
+            out[name] = Resting(have.param.put(self.axis, state), have.state.put(self.axis, state))
+        return out
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """The pins of the solution."""
+        return self.found if mesh.axis_size(self.axis) > 1 else Pins()
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        return f"tensor parallel on {self.axis}, layouts solved for"
+
+
+# -- attention heads -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Split:
+    """A hidden dim that a view splits into heads; `maker` is the module that computed it."""
+
+    node: Node
+    maker: str
+    heads: int
+    width: int
+
+
+def check_heads(graph: TrainGraph, mesh: Mesh, axis: str, decisions: Mapping[str, Decision]) -> None:
+    """Raise PlanError naming every module whose heads do not divide over `axis`."""
+    parts = mesh.axis_size(axis)
+    found = [s for node in graph.graph.nodes if (s := _split(node, axis, decisions)) is not None]
+    bad = [s for s in found if s.heads % parts]
+    if not bad:
+        return
+    first = bad[0]
+    where = meta.module_path(first.node)
+    same_module = [s for s in found if meta.module_path(s.node) == where]
+    heads = ", ".join(f"{s.maker} makes {s.heads} heads of {s.width}" for s in same_module)
+    fits = gcd(*(s.heads for s in found))
+    sizes = [str(n) for n in range(1, fits + 1) if fits % n == 0]
+    more = len({meta.module_path(s.node) for s in bad}) - 1
+    others = f" (and {more} more modules)" if more else ""
+    raise PlanError(
+        f"{where or 'the step'}{others}: {heads}; they do not divide over {axis}={parts}",
+        f"an axis whose size divides all head counts: {', '.join(sizes)}",
+        "choose another size, or leave those projections out of the plan",
+        meta.source_line(first.node),
+    )
+
+
+def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split | None:
+    """The heads into which a forward view splits a dim that is sharded along `axis`."""
+    if node.op != "call_function" or node.target not in _VIEWS or meta.is_backward(node):
+        return None
+    given = node_at(node, 0)
+    maker = decisions.get(given.name)
+    have, made = meta.tensor(given), meta.tensor(node)
+    if maker is None or not maker.given or have is None or made is None:
+        return None
+    state = maker.given[0].state(axis)
+    if state.kind != "S":
+        return None
+    before, after = have.shape, made.shape
+    lead = state.dim
+    same_front = before[:lead] == after[:lead]
+    rest = len(before) - lead - 1
+    inner = after[lead : len(after) - rest]
+    same_back = not rest or before[-rest:] == after[len(after) - rest :]
+    if not (same_front and same_back) or sum(size > 1 for size in inner) < 2 or inner[0] == 1:
+        return None  # dims of size one are no heads
+    return _Split(node, meta.module_path(given) or f"%{given.name}", inner[0], before[lead] // inner[0])

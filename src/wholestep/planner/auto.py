@@ -17,22 +17,18 @@ from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
-from ..plan.solved_layouts import SolvedLayouts
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
-from ..plan.tensor_parallel import TensorParallel
+from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
-from .constraints import Constraints, Pinned, Whole, check_form, constraints_of
-from .evaluate import Evaluator, Watch
+from .constraints import Pinned, Whole, check_form, constraints_of
+from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
-from .ilp_candidates import IlpCandidates
+from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
 from .search import Search
-from .search_report import explained
-from .search_result import SearchResult
-from .solve_meshes import MeshSolver
-from .symmetrize import Symmetrizer
+from .search_result import SearchResult, Watch, explained, unwatched
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -144,26 +140,34 @@ class Auto:
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         hardware = hardware or self.hardware or Hardware.default()
         passes = tuple(pipeline(hardware) if passes is None else passes)
+        watch = watch or unwatched
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
-        asked = constraints_of(graph, on, self.pinned, self.whole) or Constraints()
+        asked = constraints_of(graph, on, self.pinned, self.whole)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
         folded = fold_step(graph, hardware, placed, asked.marks(graph))
         evaluator = Evaluator(graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked)
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
 
-        def programs(on: Mesh, free: str | None) -> IlpCandidates:
-            return replace(auto._programs(graph, on, hardware, asked, placed, free), symmetrize=symmetrize)
+        def programs(on: Mesh, free: str | None = None) -> IlpCandidates:
+            """The programs of one mesh: along the axis of `tensor` where the mesh has it, or else along `free`."""
+            axis = free if auto.tensor is None else auto.tensor.axis if auto.tensor.axis in on.names else None
+            tensor = auto.tensor if auto.tensor is not None and auto.tensor.is_open and axis else None
+            tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
+            return IlpCandidates(
+                graph, on, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, asked,
+                symmetrize=symmetrize,
+            )  # fmt: skip
 
         def rough(on: Mesh, recomputes: bool) -> IlpCandidates:
-            return replace(programs(on, None), recomputes=recomputes, rough=True)
+            return replace(programs(on), recomputes=recomputes, rough=True)
 
-        solved = auto._solved(mesh, same_batches, programs, watch)
+        layouts, solved, program = auto._solved(mesh, same_batches, programs, watch)
         solver = MeshSolver(rough, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
-        chosen = auto.candidates(mesh, same_batches, hardware, solved.layouts)
-        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved.candidates]
+        chosen = auto.candidates(mesh, same_batches, hardware, layouts)
+        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved]
         found = Search(evaluator).run(chosen, solver if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
-        return replace(found, solved=solved.program or solver.program(found.best.mesh))
+        return replace(found, solved=program or solver.program(found.best.mesh))
 
     def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
@@ -187,57 +191,38 @@ class Auto:
             return [row for one in self.meshes(mesh.size, hardware) for row in self._open(one)]
         tensor = self.tensor.axis if self.tensor else "tp"
         exact, symmetric = layouts
-        found = templates(mesh, exact or self.tensor, tensor, base=self.data, alone=not same_batches)
-        if symmetric is not None:
-            others = templates(mesh, symmetric, tensor, base=self.data, alone=not same_batches)
-            found = [replace(t, symmetric=e.strategies if isinstance(e.strategies, tuple) else None)
-                     for t, e in zip(found, others, strict=True)]  # fmt: skip
+        found = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric)
         return [(mesh, template) for template in found if self._allows(template)]
 
     def _solved(
-        self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates],
-        watch: Watch | None,
-    ) -> _Solved:  # fmt: skip
-        """Solutions on `mesh`; none where its axes are to be chosen."""
+        self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates], watch: Watch
+    ) -> tuple[tuple[SolvedLayouts | None, SolvedLayouts | None], Candidates, IlpResult | None]:
+        """Layouts beside which any style may be used, candidates, and the first program; none where the axes of `mesh`
+        are to be chosen.
+        """
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
         if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
-            return _Solved()
-        if watch is not None:
-            watch("solve for layouts")
-        programs = programs_on(mesh, None if same_batches else _compute_axis(mesh))
+            return (None, None), [], None
+        watch("solve for layouts")
+        # the axis that is solved for by default; none where it would be the only one
+        free = None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
+        programs = programs_on(mesh, None if same_batches else free)
         found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
         if self.solve and programs.tensor is not None and not same_batches:
             found += replace(programs, tensor=None).templates()
         made = next((t.solved for t in found if t.solved is not None), None)
-        return _Solved(programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made)
-
-    def _programs(
-        self,
-        graph: TrainGraph,
-        mesh: Mesh,
-        hardware: Hardware,
-        asked: Constraints,
-        placed: Mapping[str, Layout] | None,
-        free: str | None = None,
-    ) -> IlpCandidates:
-        """The programs of one mesh: along the axis of `tensor` where the mesh has it, or else along `free`."""
-        given = self.tensor
-        axis = free if given is None else given.axis if given.axis in mesh.names else None
-        tensor = given if given is not None and given.is_open and axis else None
-        tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
-        return IlpCandidates(graph, mesh, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, asked)
+        return programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made
 
     def _open(self, mesh: Mesh) -> Candidates:
         """Templates on one of several meshes: they use all of its axes, and `hybrid` exactly the meshes with groups."""
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
-        grouped = "shard" in mesh.names
         found = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
-        return [(mesh, t) for t in found if self._allows(t) and _is_grouped(t) == grouped]
+        grouped = {style.name for style in STYLES.values() if style.grouped}
+        return [(mesh, t) for t in found if self._allows(t) and (_style(t) in grouped) == ("shard" in mesh.names)]
 
     def _allows(self, template: Template) -> bool:
-        style = template.key.style if template.key else None
-        return self.styles is None or style is None or style in self.styles
+        return self.styles is None or _style(template) is None or _style(template) in self.styles
 
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
@@ -266,20 +251,5 @@ class Auto:
         return Strategies((data, self.tensor) if others else (self.tensor,))
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """Layouts beside which any style may be used (`IlpCandidates.layouts`), candidates, and the first program."""
-
-    layouts: tuple[SolvedLayouts | None, SolvedLayouts | None] = (None, None)
-    candidates: Candidates = field(default_factory=list[tuple[Mesh, Template]])
-    program: IlpResult | None = None
-
-
-def _compute_axis(mesh: Mesh) -> str | None:
-    """The axis that is solved for by default; None where it would be the only one."""
-    return None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
-
-
-def _is_grouped(template: Template) -> bool:
-    key = template.key
-    return key is not None and key.style is not None and STYLES[key.style].grouped
+def _style(template: Template) -> str | None:
+    return template.key.style if template.key else None

@@ -13,8 +13,7 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
 from .auto import Auto
-from .evaluate import Watch
-from .search_result import Candidate, SearchResult
+from .search_result import Candidate, SearchResult, Watch, unwatched
 
 ENOUGH = TUNING.doubling_gain
 """Sizes are doubled as long as that saves this part of the time for a sequence."""
@@ -63,13 +62,17 @@ def search_batches(
     rows: list[BatchSize] = []
     best: tuple[float, int, SearchResult, TrainGraph] | None = None
     refused: BudgetError | None = None
+
+    def told(size: int, name: str) -> None:
+        (watch or unwatched)(f"batch {size}: {name}")
+
     for size in _checked(sizes) if sizes is not None else _doubled(rows):
         if refused is not None:
             rows.append(BatchSize(size, why=f"not looked at: no plan fits for {rows[-1].batch} already"))
             continue
         graph = capture(size)
         try:
-            found = auto.search(graph, mesh, hardware=hardware, watch=_told(watch, size))
+            found = auto.search(graph, mesh, hardware=hardware, watch=lambda name, size=size: told(size, name))
         except BudgetError as error:
             refused = error
             rows.append(BatchSize(size, why=error.found))
@@ -114,7 +117,3 @@ def _checked(sizes: Sequence[int]) -> list[int]:
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise PlanError(f"sizes of batches {list(sizes)}", "numbers of at least 1", "correct them")
     return sorted(set(sizes))
-
-
-def _told(watch: Watch | None, size: int) -> Watch | None:
-    return None if watch is None else lambda name: watch(f"batch {size}: {name}")

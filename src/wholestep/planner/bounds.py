@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from ..backend.pipeline import pipeline
 from ..cost.compute import flops, node_us
@@ -17,6 +18,7 @@ from ..graph.nodes import is_collective
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import run_passes
+from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 
@@ -102,29 +104,22 @@ def rough_estimate_us(
     """Microseconds of a step from its parameters alone: half of the shorter of compute (`computing_us` on one rank)
     and communication is exposed. It decides the order in which candidates are tried, never which one wins.
     """
-    together = [a for a in strategies.axes(mesh) if strategies.data is None or a not in strategies.data.axes(mesh)]
-    ranks = 1
-    for axis in together:
-        ranks *= mesh.axis_size(axis)
+    data = strategies.data.axes(mesh) if strategies.data else ()
+    ranks = prod(mesh.axis_size(axis) for axis in strategies.axes(mesh) if axis not in data)
     computed = computing_us / ranks
     whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
-    sent = sum(hardware.collective_us(*one) for one in _data_parallel_collectives(mesh, strategies, whole))
+    collectives = _collectives(mesh, strategies.data, whole) if strategies.data else ()
+    sent = sum(hardware.collective_us(kind, size, mesh, axis) for kind, size, axis in collectives)
     return max(computed, sent) + 0.5 * min(computed, sent)
 
 
-def _data_parallel_collectives(mesh: Mesh, strategies: Strategies, size: float) -> list[tuple[str, float, Mesh, str]]:
+def _collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[str, float, str]]:
     """The collectives of a data-parallel step, one of each kind along each axis."""
-    data = strategies.data
-    axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1] if data is not None else []
-    if data is None or not axes:
-        return []
-    if not data.kind.shards_state:
-        return [("all_reduce", size, mesh, axis) for axis in axes]
-    sharded = axes[-1:] if data.kind.grouped else axes
-    kinds = ["reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])]
-    found = list[tuple[str, float, Mesh, str]]()
+    axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1]
+    sharded = axes[-1:] if data.kind.grouped else axes if data.kind.shards_state else []
     for axis in reversed(sharded):
-        found += [(kind, size, mesh, axis) for kind in kinds]
+        for kind in ("reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])):
+            yield kind, size, axis
         size /= mesh.axis_size(axis)
-    rest = axes[:-1] if data.kind.grouped else []
-    return [*found, *(("all_reduce", size, mesh, axis) for axis in rest)]
+    for axis in axes[: len(axes) - len(sharded)]:
+        yield "all_reduce", size, axis

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
 from ..errors import WholestepError
 from ..hardware.hardware import Hardware
@@ -51,14 +50,8 @@ class TemplateKey:
 
 @dataclass(frozen=True)
 class Template:
-    """A strategy to try. `strategies` is an error where the model allows none.
-
-    Args:
-        name: unique on a mesh.
-        strategies: what is planned.
-        key: which of `templates` it is; None for a solution of an integer program.
-        solved: the result of the integer program.
-        symmetric: nearly the same strategies, equal in all equal layers, where `strategies` are not.
+    """A strategy to try. `name` is unique on a mesh, `strategies` an error where the model allows none, `key` None for
+    integer programs. `symmetric` is nearly the same, equal in all equal layers.
     """
 
     name: str
@@ -69,23 +62,18 @@ class Template:
 
 
 def templates(
-    mesh: Mesh,
-    tensor: Strategy | WholestepError | None = None,
-    tensor_axis: str = "tp",
-    semantics: Literal["per_rank", "global"] = "per_rank",
-    base: DataParallel | None = None,
-    alone: bool = True,
-) -> list[Template]:
+    mesh: Mesh, tensor: Strategy | WholestepError | None = None, tensor_axis: str = "tp",
+    base: DataParallel | None = None, alone: bool = True, symmetric: Strategy | None = None,
+) -> list[Template]:  # fmt: skip
     """Every data-parallel style on all axes, and on the axes that `tensor` leaves, beside it.
 
     `base` gives the options of data parallelism that a template does not set. Without `alone`, templates that do not
-    use `tensor` are left out.
+    use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers.
 
     Raises:
         MeshError: `tensor` is given, and the mesh has no `tensor_axis`.
     """
-    base = replace(base or DataParallel(), semantics=base.semantics if base else semantics)
-    alone = alone or tensor is None
+    base, alone = base or DataParallel(), alone or tensor is None
     found = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []
     if tensor is None:
         return found
@@ -94,10 +82,11 @@ def templates(
     only = TemplateKey(None, tensor_axis=tensor_axis)
     if isinstance(tensor, WholestepError):
         return [*found, Template(str(only), tensor, only)]
-    if not others:
-        return [*found, Template(str(only), (tensor,), only)]
-    beside = ((replace(key, tensor_axis=tensor_axis), data) for key, data in _styles(others, base))
-    return [*found, *(Template(str(key), (data, tensor), key) for key, data in beside)]
+    beside = [((data,), replace(key, tensor_axis=tensor_axis)) for key, data in _styles(others, base)]
+    for data, key in beside if others else [((), only)]:
+        alike = (*data, symmetric) if symmetric is not None else None
+        found.append(Template(str(key), (*data, tensor), key, symmetric=alike))
+    return found
 
 
 def _styles(axes: tuple[str, ...], base: DataParallel) -> Iterator[tuple[TemplateKey, DataParallel]]:

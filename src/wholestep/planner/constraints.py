@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch.distributed.tensor import Replicate, Shard
@@ -14,9 +14,8 @@ from ..errors import ConstraintError, PlanError, WholestepError
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
-from ..plan.data_parallel import DataParallel, stored
+from ..plan.data_parallel import STORAGE_OPTIONS, DataParallel, PerParameterStorage, StorageOption, storage_of, stored
 from ..plan.decision import Decision
-from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption, storage_of
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.tensor_parallel import TensorParallel
@@ -69,8 +68,8 @@ class Constraints:
         for given in graph.inputs if asked else ():
             mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.whole}
             if given.role is Role.PARAM and mine:
-                ways = [s for s in STORAGE_OPTIONS if not s.is_hybrid or len(axes) > 1]
-                found[given.name] = tuple(s for s in ways if _keeps(given, s, mesh, tuple(axes), mine))
+                options = [s for s in STORAGE_OPTIONS if not s.kind.grouped or len(axes) > 1]
+                found[given.name] = tuple(s for s in options if _keeps(given, s, mesh, tuple(axes), mine))
                 if not found[given.name]:
                     raise _no_storage(given, mine)
         return found
@@ -89,7 +88,7 @@ class Constraints:
         storage = {name: _nearest(own, options) for name, options in allowed.items() if own not in options}
         if not storage:
             return template
-        mixed = PerParameterStorage(**{f.name: getattr(data, f.name) for f in fields(data)}, storage=storage)
+        mixed = PerParameterStorage(**vars(data), storage=storage)
         return replace(template, strategies=tuple(mixed if part is data else part for part in parts))
 
     def check(self, planned: Plan, complete: bool = False) -> None:
@@ -100,25 +99,42 @@ class Constraints:
         """
         if not self.axes:
             return
+        parts, owned = defaultdict[str, list[Decision]](list), _owned(planned)
+        for name, decision in planned.decisions.items():
+            parts[name.partition("__")[0]].append(decision)
+
+        def calls(name: str) -> list[Decision]:
+            return [planned.decisions[name]] if name in planned.decisions else parts.get(name, [])
+
+        def made(name: str) -> Layout | None:
+            """The storage layout of a parameter, or the result of an operation (of its last op if decomposed)."""
+            return planned.storage.get(name) or next((one.given[0] for one in calls(name)[::-1]), None)
+
+        def held(name: str, computes: bool) -> list[Layout]:
+            """Storage layouts of a parameter, its state and its gradient; with `computes`, those of a call too."""
+            found = [layout for one in calls(name) for layout in (*one.operands, *one.given)] if computes else []
+            return [planned.storage[name], *owned[name], *found] if name in planned.storage else found
+
         data = planned.strategies.data if planned.strategies else None
-        stored, found = data.axes(planned.mesh) if data is not None else (), _Finished(planned)
+        stored = data.axes(planned.mesh) if data is not None else ()
         for axis, asked in self.axes.items():
             if axis not in planned.mesh.names or planned.mesh.axis_size(axis) == 1:
                 continue
             for name, (state, pattern) in asked.states.items():
-                layout = found.made(name)
+                layout = made(name)
                 if layout is None and complete:
-                    raise _lost(pattern, name)
+                    found = f"{pattern!r} asks for a layout of {name}, which the plan does not have"
+                    raise PlanError(found, "a plan of this step")
                 if layout is not None and layout.state(axis) != state:
                     raise _broken(pattern, name, axis, state_text(state), layout.state(axis))
             for name, pattern in asked.whole.items():
-                for layout in found.held(name, calls=axis not in stored):
+                for layout in held(name, computes=axis not in stored):
                     if layout.state(axis).kind == "S":
                         raise _broken(pattern, name, axis, "whole", layout.state(axis))
 
 
-def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, whole: Whole) -> Constraints | None:
-    """The constraints on `graph`; None without any.
+def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, whole: Whole) -> Constraints:
+    """The constraints on `graph`.
 
     Raises:
         PlanError: a pattern names nothing, no mesh has an axis, a dim does not exist, or two constraints contradict.
@@ -143,7 +159,7 @@ def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, wh
         )
         for axis in dict.fromkeys(axis for _, axis in asked)
     }
-    return Constraints(found, pinned, whole) if found else None
+    return Constraints(found, pinned, whole)
 
 
 def check_form(pinned: object, whole: object) -> None:
@@ -192,53 +208,22 @@ def _nearest(own: StorageOption, options: Sequence[StorageOption]) -> StorageOpt
 
     def difference(option: StorageOption) -> tuple[bool, bool, bool, bool, bool]:
         return (
-            option != own, option.replicates_state, option.replicates_parameter, option.regathers != own.regathers,
-            not option.is_hybrid,
+            option != own, not option.kind.shards_state, not option.kind.gathers_parameters,
+            option.regathers != own.regathers, not option.kind.grouped,
         )  # fmt: skip
 
     return min(options, key=difference)
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """The layouts of a finished plan by the names of constraints."""
-
-    plan: Plan
-    parts: dict[str, list[Decision]] = field(default_factory=dict[str, list[Decision]])
-
-    def __post_init__(self) -> None:
-        for name, one in self.plan.decisions.items():
-            self.parts.setdefault(name.partition("__")[0], []).append(one)
-
-    def made(self, name: str) -> Layout | None:
-        """The storage layout of a parameter, or the result of an operation; of its last op where it is decomposed."""
-        if name in self.plan.storage:
-            return self.plan.storage[name]
-        calls = self._calls(name)
-        return calls[-1].given[0] if calls else None
-
-    def held(self, name: str, calls: bool) -> Iterator[Layout]:
-        """Storage layouts of a parameter, its state and its gradient; with `calls`, those of a call too."""
-        if name in self.plan.storage:
-            yield self.plan.storage[name]
-            yield from self._owned.get(name, ())
-        for one in self._calls(name) if calls else ():
-            yield from (*one.operands, *one.given)
-
-    def _calls(self, name: str) -> list[Decision]:
-        return [self.plan.decisions[name]] if name in self.plan.decisions else self.parts.get(name, [])
-
-    @cached_property
-    def _owned(self) -> dict[str, list[Layout]]:
-        """Layouts of the state and the gradient of each parameter, where they have its shape."""
-        shapes = {i.name: i.meta.shape for i in self.plan.inputs}
-        found: dict[str, list[Layout]] = {}
-        for given in self.plan.inputs:
-            if given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
-                found.setdefault(given.owner, []).append(self.plan.storage[given.name])
-        for key, layout in self.plan.created_storage.items():
-            found.setdefault(key.rpartition("/")[0], []).append(layout)
-        return found
+def _owned(plan: Plan) -> dict[str, list[Layout]]:
+    """Layouts of the state and the gradient of each parameter, where they have its shape."""
+    shapes, found = {i.name: i.meta.shape for i in plan.inputs}, defaultdict[str, list[Layout]](list)
+    for given in plan.inputs:
+        if given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
+            found[given.owner].append(plan.storage[given.name])
+    for key, layout in plan.created_storage.items():
+        found[key.rpartition("/")[0]].append(layout)
+    return found
 
 
 def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError:
@@ -256,18 +241,8 @@ def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError
 
 
 def _broken(pattern: str, name: str, axis: str, wanted: str, found: AxisState) -> ConstraintError:
-    there = (
-        "another value on each rank"
-        if found.kind == "V"
-        else "a part of a sum"
-        if found.kind == "P"
-        else state_text(found)
-    )
+    there = {"V": "another value on each rank", "P": "a part of a sum"}.get(found.kind) or state_text(found)
     return ConstraintError(
         f"{pattern!r} is to be {wanted} over {axis}: {name} is {there}", "a plan that keeps every constraint",
         "drop the constraint, or give a strategy that can keep it",
     )  # fmt: skip
-
-
-def _lost(pattern: str, name: str) -> PlanError:
-    return PlanError(f"{pattern!r} asks for a layout of {name}, which the plan does not have", "a plan of this step")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from types import MappingProxyType
 
 from ..cost.memory import peak_memory
 from ..errors import PlanError, WholestepError
@@ -20,33 +19,23 @@ from ..passes.fit_memory import FitMemory
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import compose
-from .bounds import LowerBound, costs_of, lower_bound, rough_estimate_us
+from .bounds import Costs, LowerBound, costs_of, lower_bound
 from .candidates import Template, batches
 from .constraints import Constraints
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
 from .resolve import plan_strategies
-from .search_result import INFINITE, Candidate, Status, first_line
+from .search_result import Candidate, Status, Watch, first_line, unwatched
 
-Watch = Callable[[str], None]
 Made = Sequence[tuple[Plan, LocalGraph]]
 """Plans and programs: of the whole step, or of the two folded ones."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates candidates for one step.
-
-    Args:
-        graph: the step.
-        machine: the hardware.
-        budget_bytes: bytes of a rank, at most.
-        passes: the pipeline that programs go through.
-        recompute: tensors may be rematerialized to fit the budget.
-        placed: layouts of inputs that are placed already.
-        watch: called with the name of each candidate that is planned.
-        folded: the step with fewer equal layers; None to plan all layers always.
-        constraints: the user's; a plan that breaks one is refused.
+    """Evaluates candidates for one step, whose programs go through `passes`. `recompute`: tensors may be rematerialized
+    to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always. A plan
+    that breaks one of the user's `constraints` is refused.
     """
 
     graph: TrainGraph
@@ -55,7 +44,7 @@ class Evaluator:
     passes: tuple[Pass, ...]
     recompute: bool = True
     placed: Mapping[str, Layout] | None = None
-    watch: Watch | None = None
+    watch: Watch = unwatched
     folded: FoldedStep | None = None
     constraints: Constraints = field(default_factory=Constraints)
 
@@ -81,12 +70,6 @@ class Evaluator:
         """True for more bytes than the budget, times `tolerance`."""
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
 
-    def estimate_us(self, row: Candidate, computing_us: float) -> float:
-        """A rough estimate for a batch: candidates are tried in this order."""
-        if row.strategies is None:
-            return INFINITE
-        return rough_estimate_us(self.graph, row.mesh, row.strategies, self.hardware, computing_us) / row.batches
-
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
         """The plan and the program on `graph`, the step or a folded one.
 
@@ -95,20 +78,18 @@ class Evaluator:
         """
         strategies = row.strategies if graph is self.graph else row.symmetric
         assert strategies is not None, "it has a plan"
-        if self.watch is not None and doing:
+        if doing:
             self.watch(f"{doing}{row.name}")
         planned = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
         self.constraints.check(planned)
         return planned, partition(graph, planned)
 
-    def made(
-        self, row: Candidate, blocks: tuple[int, int] | None,
-        known: Mapping[int, tuple[Plan, LocalGraph]] = MappingProxyType({}),
-    ) -> Made:  # fmt: skip
-        """Plans and programs of the steps with so many equal layers, or of the whole step; some may be `known`."""
+    def made(self, row: Candidate, blocks: tuple[int, int] | None, known: Made = ()) -> Made:
+        """Plans and programs of the steps with so many equal layers, or of the whole; the `FEWEST` may be `known`."""
         if not self.folded or not blocks:
             return [self.planned(row, self.graph)]
-        return [known.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
+        few = dict(zip(FEWEST, known, strict=False))
+        return [few.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
 
     def bounded(self, row: Candidate, made: Made) -> Candidate:
         """With its lower bound."""
@@ -119,14 +100,12 @@ class Evaluator:
     def simulated(self, row: Candidate, made: Made) -> Candidate:
         """With its costs: of the whole step, or extrapolated."""
         if self.folded and row.blocks:
-            found = self.folded.priced(row.blocks, made, self.passes)
-            return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+            return _with_costs(row, self.folded.priced(row.blocks, made, self.passes))
         return self.priced(row, made[0][0], run_passes(made[0][1], self.passes))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
-        found = costs_of(program, planned, self.hardware)
-        return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+        return _with_costs(row, costs_of(program, planned, self.hardware))
 
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:
@@ -137,7 +116,7 @@ class Evaluator:
         """The same on the folded steps."""
         assert self.folded is not None, "the candidate was simulated with few layers"
         assert row.blocks is not None, "the candidate was simulated with few layers"
-        if self.watch is not None and doing:
+        if doing:
             self.watch(f"{doing}{row.name}")
         (_, few), (_, more) = self.made(row, row.blocks)
         return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))
@@ -169,3 +148,7 @@ class Evaluator:
                 peak = peak_memory(self.fitting(row).run(local, found)).size_bytes
                 return replace(row, needs_bytes=max(peak, ceil(least.peak_bytes)))
         return replace(row, needs_bytes=self.fitting(row).least(local)[1])
+
+
+def _with_costs(row: Candidate, found: Costs) -> Candidate:
+    return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)

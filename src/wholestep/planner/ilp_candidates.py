@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypeVar
 
 from ..errors import WholestepError
+from ..graph.folding.repeats import Repeats
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
-from ..plan.data_parallel import DataParallel
-from ..plan.per_parameter_storage import STORAGE_OPTIONS, PerParameterStorage, StorageOption
-from ..plan.solved_layouts import SolvedLayouts
+from ..plan.data_parallel import STORAGE_OPTIONS, DataParallel, PerParameterStorage, StorageOption
 from ..plan.storage_styles import reduced_once
 from ..plan.strategies import Strategies
 from ..plan.strategy import Strategy
-from ..plan.tensor_parallel import TensorParallel
+from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..tuning import TUNING
 from .candidates import Template
 from .constraints import Constraints
-from .ilp.build_problem import ProblemSpec
+from .ilp.build_problem import ProblemSpec, problem_spec
 from .ilp.prices import Prices
 from .ilp.solve import IlpResult, solve_layouts
-from .ilp.tensor_auto import problem_spec
+from .search_result import INFINITE, Candidate, Status, Watch, unwatched
 
 _CLOSE_GAP, _ROUGH_GAP = TUNING.close_gap, TUNING.rough_gap
 """The optimality gaps of the solver."""
 _BUDGET_PARTS = TUNING.solved_budgets
 """Parts of the budget that are solved for: the model does not count temporaries of single ops."""
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,11 @@ class IlpCandidates:
     """Solves for layouts along the axis of `tensor`, if given, and for the storage of each parameter over other axes.
 
     Args:
-        graph: the step.
-        mesh: the mesh.
-        machine: the hardware.
-        data: options of data parallelism.
-        tensor: the axis that is solved for, and its constraints.
         styles: the styles that parameters without a constraint may have; all if None.
-        budget_bytes: bytes of a rank, at most.
-        placed: layouts of inputs that are placed already.
-        constraints: the user's.
         recomputes: activations may be recomputed, so that their bytes are not counted.
         rough: solve to a larger gap, and use symmetrized solutions only.
-        symmetrize: makes equal layers of a solution equal. Otherwise a candidate has both solutions: the symmetrized
-            one is used where layers are folded.
+        symmetrize: makes equal layers of a solution equal. Unless `rough`, a candidate has both solutions: the
+            symmetrized one is used where layers are folded.
     """
 
     graph: TrainGraph
@@ -74,7 +67,7 @@ class IlpCandidates:
     def storages(self) -> tuple[StorageOption, ...]:
         """The storage options of parameters without a constraint."""
         named = None if self.styles is None else {reduced_once(style) for style in self.styles}
-        options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.is_hybrid)
+        options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.kind.grouped)
         return tuple(s for s in options if named is None or s.style in named) if self.axes else ()
 
     def templates(self) -> list[Template]:
@@ -125,7 +118,7 @@ class IlpCandidates:
     def _distinct(self, found: Sequence[IlpResult]) -> Iterator[IlpResult]:
         seen: list[tuple[object, ...]] = []
         for one in found:
-            mark = (one.found.params, one.found.storage, one.found.pins)
+            mark = (one.params, one.storage, one.pins)
             if mark not in seen:
                 seen.append(mark)
                 yield one
@@ -139,13 +132,101 @@ class IlpCandidates:
     def _strategies(self, made: IlpResult) -> tuple[Strategy, ...]:
         parts: list[Strategy] = []
         if self.axes:
-            options = {f.name: getattr(self.data, f.name) for f in fields(self.data)}
-            options |= {"style": "fully_shard", "axis": self.axes, "reshard_after_forward": False}
-            parts.append(PerParameterStorage(**options, storage=made.found.storage, solution=str(made)))
+            data = replace(self.data, style="fully_shard", axis=self.axes, reshard_after_forward=False)
+            parts.append(PerParameterStorage(**vars(data), storage=made.storage, solution=str(made)))
         if self.tensor is not None:
             parts.append(self._layouts(made))
         return tuple(parts)
 
     def _layouts(self, made: IlpResult) -> SolvedLayouts:
         assert self.tensor is not None, "only an axis that is solved for has layouts"
-        return SolvedLayouts(self.tensor.axis, made.found.params, made.found.pins, str(made), self.tensor.input_dim)
+        return made.layouts(self.tensor.axis, self.tensor.input_dim)
+
+
+# -- equal layers ----------------------------------------------------------------------------------
+@dataclass
+class Symmetrizer:
+    """Gives every equal layer the layouts of the layer in the middle. The first and the last layer may have had others,
+    as their neighbours differ; the loss is small for a deep step, and it is simulated.
+    """
+
+    graph: TrainGraph
+    repeats: Repeats
+    slots: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    middle: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        params = {node: given.name for given, node in self.graph.placeholders()}
+        for node, (block, slot) in self.repeats.places.items():
+            name = params.get(node, node.name)
+            self.slots.setdefault(slot, []).append(name)
+            if block == self.repeats.count // 2:
+                self.middle[name] = slot
+        self.inside = {name for names in self.slots.values() for name in names}
+
+    def __call__(self, made: IlpResult) -> IlpResult:
+        """The symmetrized solution."""
+        pins, expanded = made.pins, tuple(self._names(made.pins.decomposed))
+        pins = replace(pins, results=self._spread(pins.results), ways=self._spread(pins.ways), decomposed=expanded)
+        return replace(made, pins=pins, params=self._spread(made.params), storage=self._spread(made.storage))
+
+    def _spread(self, given: Mapping[str, V]) -> dict[str, V]:
+        out: dict[str, V] = {}
+        for name, value in given.items():
+            out |= dict.fromkeys(self._names([name]), value)
+        return out
+
+    def _names(self, given: Iterable[str]) -> dict[str, None]:
+        """The names outside of equal layers, and the equals of the names in the middle layer."""
+        out: dict[str, None] = {}
+        for name in given:
+            base, dashes, part = (name, "", "") if name in self.inside else name.partition("__")
+            if base in self.middle:
+                out |= dict.fromkeys(f"{one}{dashes}{part}" for one in self.slots[self.middle[base]])
+            elif base not in self.inside:
+                out[name] = None
+        return out
+
+
+# -- several meshes --------------------------------------------------------------------------------
+@dataclass
+class MeshSolver:
+    """Solves on the `count` best meshes, once the outcomes of their templates are known.
+
+    `programs` gives the program of a mesh; its second argument is true where activations may be recomputed: with
+    `recompute`, and where no template fits the budget as it is.
+    """
+
+    programs: Callable[[Mesh, bool], IlpCandidates]
+    count: int
+    recompute: bool = True
+    watch: Watch = unwatched
+    solved: dict[Mesh, IlpResult] = field(default_factory=dict[Mesh, IlpResult])
+
+    def __call__(self, rows: Sequence[Candidate]) -> list[tuple[Mesh, Template]]:
+        """Further candidates, on the best meshes of `rows`."""
+        found: list[tuple[Mesh, Template]] = []
+        recomputes = self.recompute and not any(row.status in (Status.SLOWER, Status.BOUNDED) for row in rows)
+        for mesh in best_meshes(rows, self.count):
+            self.watch(f"solve for layouts on {mesh}")
+            made = self.programs(mesh, recomputes).templates()
+            first = next((t.solved for t in made if t.solved is not None), None)
+            self.solved |= {mesh: first} if first is not None else {}
+            found += [(mesh, template) for template in made]
+        return found
+
+    def program(self, best: Mesh) -> IlpResult | None:
+        """The program of the winner's mesh, or else of the most promising mesh."""
+        return self.solved.get(best) or next(iter(self.solved.values()), None)
+
+
+def best_meshes(rows: Sequence[Candidate], count: int) -> list[Mesh]:
+    """The meshes with the shortest step for a batch, by simulation or by a bound; meshes on which a candidate fits the
+    budget first.
+    """
+    best: dict[Mesh, tuple[bool, float]] = {}
+    for row in rows:
+        if row.status in (Status.CHOSEN, Status.SLOWER, Status.BOUNDED, Status.OVER_AT_PEAK):
+            key = row.status is Status.OVER_AT_PEAK, row.batch_s if row.batch_s < INFINITE else row.bound_s
+            best[row.mesh] = min(best.get(row.mesh, key), key)
+    return sorted(best, key=lambda mesh: best[mesh])[:count]

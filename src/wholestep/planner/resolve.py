@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..errors import PlanError
 from ..graph.gc_control import collector_paused
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -13,7 +14,9 @@ from ..plan.make_plan import make_plan
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Chooser, Strategy
-from .ilp.tensor_auto import with_auto_solved
+from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
+from .ilp.build_problem import problem_spec
+from .ilp.solve import solve_layouts
 
 
 @collector_paused()
@@ -61,4 +64,28 @@ def plan_strategies(
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
     strategies.axes(mesh)
-    return make_plan(graph, mesh, with_auto_solved(strategies, graph, mesh, placed), placed, hardware)
+    return make_plan(graph, mesh, _with_auto_solved(strategies, graph, mesh, placed), placed, hardware)
+
+
+def _with_auto_solved(
+    strategies: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None
+) -> Strategies:
+    """`strategies` with `SolvedLayouts` in place of `TensorParallel("auto")`; what is placed already stays."""
+    parts = (
+        _solved(part, strategies, graph, mesh, placed or {}) if isinstance(part, TensorParallel) and part.is_open
+        else part for part in strategies.parts
+    )  # fmt: skip
+    return Strategies(tuple(parts))
+
+
+def _solved(
+    tensor: TensorParallel, beside: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]
+) -> SolvedLayouts:
+    if mesh.axis_size(tensor.axis) == 1:
+        return SolvedLayouts(tensor.axis, {}, input_dim=tensor.input_dim)
+    made = solve_layouts(graph, problem_spec(tensor, beside, graph, mesh, placed))
+    if not made:
+        raise PlanError(
+            "the solver found no layouts for this step", "some within its limit of nodes", "give a plan by module"
+        )
+    return made[0].layouts(tensor.axis, tensor.input_dim)

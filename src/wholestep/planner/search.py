@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..cost.compute import peak_us
 from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
@@ -11,7 +12,7 @@ from ..graph.text import human
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..tuning import TUNING
-from .bounds import fingerprint
+from .bounds import fingerprint, rough_estimate_us
 from .candidates import Template, TemplateKey
 from .evaluate import Evaluator
 from .folded_memory import FoldedFit, FoldedFitting
@@ -37,9 +38,7 @@ class Search:
     best: Candidate | None = None
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
-    bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(
-        default_factory=dict[tuple[Mesh, TemplateKey | str], float]
-    )
+    bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
         """The best of `candidates`, and of the further ones that `more` makes from their outcomes.
@@ -68,9 +67,16 @@ class Search:
 
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
         """Tries candidates, the most promising first."""
-        rows = [self.evaluator.candidate(mesh, template) for mesh, template in candidates]
-        computing_us = peak_us(self.evaluator.graph.graph, self.evaluator.hardware)
-        for i in sorted(range(len(rows)), key=lambda i: self.evaluator.estimate_us(rows[i], computing_us)):
+        graph, hardware = self.evaluator.graph, self.evaluator.hardware
+        rows, computing_us = [self.evaluator.candidate(*one) for one in candidates], peak_us(graph.graph, hardware)
+
+        def estimate_us(i: int) -> float:
+            row = rows[i]
+            if row.strategies is None:
+                return INFINITE
+            return rough_estimate_us(graph, row.mesh, row.strategies, hardware, computing_us) / row.batches
+
+        for i in sorted(range(len(rows)), key=estimate_us):
             if rows[i].status is Status.SLOWER:
                 rows[i] = self._try(rows[i])
         return rows
@@ -115,8 +121,7 @@ class Search:
         of another candidate.
         """
         evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
-        if evaluator.watch is not None:
-            evaluator.watch(f"{doing}{row.name}")
+        evaluator.watch(f"{doing}{row.name}")
         try:
             made = evaluator.made(row, FEWEST if folded else None)
         except WholestepError as error:
@@ -133,7 +138,7 @@ class Search:
             return replace(row, status=Status.SAME, why=self.programs[mark])
         self.programs[mark] = row.name
         if folded not in (None, FEWEST):
-            made = evaluator.made(row, folded, known=dict(zip(FEWEST, made, strict=True)))
+            made = evaluator.made(row, folded, known=made)
         row = evaluator.simulated(row, made)
         if evaluator.is_over(row.needs_bytes):
             return replace(row, status=Status.OVER_AT_PEAK)

@@ -1,12 +1,16 @@
-"""Candidates of a search with their status, and the result of the search."""
+"""Candidates of a search with their status, and the result: why each won or lost, as notes and as a table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..errors import WholestepError
+from ..graph.text import human, table
+from ..graph.text import seconds as shown_seconds
 from ..mesh import Mesh
+from ..plan.decision import Objective
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from .bounds import Costs
@@ -15,22 +19,18 @@ from .folded_step import FoldedStep
 from .ilp.solve import IlpResult
 
 INFINITE = float("inf")
+Watch = Callable[[str], None]
 
 
 class Status(StrEnum):
     """The outcome of a candidate."""
 
     CHOSEN = "chosen"
-    SLOWER = "slower"
-    """Simulated, and slower than the winner."""
-    BOUNDED = "bounded"
-    """Its lower bound is above the winner's time."""
-    SAME = "same"
-    """The same program as another candidate."""
-    OVER_AT_REST = "rest"
-    """The bytes that it stores between steps are over the budget."""
-    OVER_AT_PEAK = "peak"
-    """Its peak is over the budget."""
+    SLOWER = "slower"  # simulated, and slower than the winner
+    BOUNDED = "bounded"  # its lower bound is above the winner's time
+    SAME = "same"  # the same program as another candidate
+    OVER_AT_REST = "rest"  # the bytes that it stores between steps are over the budget
+    OVER_AT_PEAK = "peak"  # its peak is over the budget
     NO_PLAN = "no plan"
 
 
@@ -43,15 +43,12 @@ class Candidate:
 
     Args:
         name: unique on `mesh`.
-        mesh: the mesh that it is planned on.
         strategies: what is planned; None where there is no plan.
         key: the template; None for a solution of an integer program.
         batches: captured batches that one step trains on.
-        status: the outcome.
         batch_s: seconds for each captured batch, infinite where not simulated.
         bound_s: a lower bound of `batch_s`.
         needs_bytes: a lower bound of the peak, the peak once it is simulated.
-        costs: of the simulated program.
         rematerialized: tensors that are recomputed or re-gathered to fit the budget.
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.
@@ -124,3 +121,99 @@ def first_line(error: WholestepError) -> str:
     """The finding of an error, and what was needed."""
     found = error.found.splitlines()[0]
     return f"{found}; needed: {error.needed}" if error.needed else found
+
+
+def unwatched(name: str) -> None:
+    """For a search that nobody watches."""
+
+
+# -- report ------------------------------------------------------------------------------------------
+_SHOWN = {Status.OVER_AT_PEAK: "does not fit", Status.SLOWER: ""}
+
+
+def explained(found: SearchResult) -> Plan:
+    """The winner's plan with its objective and, as notes, why each other candidate lost."""
+    best = found.best
+    model = (found.solved.solution.step_us / 1e6, found.solved.solution.bound_us / 1e6) if found.solved else (0.0, 0.0)
+    objective = Objective(
+        best.batch_s, found.bound_s, best.needs_bytes, found.budget_bytes, best.rematerialized, *model
+    )
+    return replace(found.plan, objective=objective).with_notes(*notes(found))
+
+
+def notes(found: SearchResult) -> tuple[str, ...]:
+    """One line for the winner and one for each other candidate."""
+    best = found.best
+    several = len({row.mesh for row in found.rows}) > 1
+    few = f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
+    head = (
+        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{few}, "
+        f"{found.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} at most on a "
+        f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
+        f"less than {shown_seconds(found.bound_s)}"
+    )
+    lines = [head, *([f"solved: {found.solved}"] if found.solved else [])]
+    lines += [f"{_name(row, several)}: {_lost(row, found)}" for row in found.rows if row.status is not Status.CHOSEN]
+    if found.extrapolated:
+        lines.append(_extrapolated(found))
+    if best.rematerialized:
+        lines.append(
+            f"{len(best.rematerialized)} tensors are rematerialized in the backward to fit: compile with "
+            f"memory_bytes={found.budget_bytes}, or run Recompute"
+        )
+    return tuple(lines)
+
+
+def show(found: SearchResult) -> str:
+    """The simulated candidates as a table, the winner first; below it the others, with the reason."""
+    head = ("candidate", "mesh", "stored", "peak", "exposed", "per batch", "at least", "")
+    cells = [head, *(_cells(row) for row in found.rows if row.costs is not None)]
+    left = [f"{row.name} on {row.mesh}: {_lost(row, found)}" for row in found.rows if row.costs is None]
+    return "\n".join([*table(cells), *left, *([_extrapolated(found)] if found.extrapolated else [])])
+
+
+def _extrapolated(found: SearchResult) -> str:
+    return f"about: extrapolated from steps with few of {found.folded}; the others, simulated, are of all layers"
+
+
+def _cells(row: Candidate) -> tuple[str, ...]:
+    found = row.costs
+    assert found is not None, "only rows with costs have cells"
+    again, about = (
+        f", {len(row.rematerialized)} tensors rematerialized" if row.rematerialized else "",
+        "about " if row.blocks else "",
+    )
+    return (
+        row.name, str(row.mesh), human(found.rest_bytes), about + human(found.peak_bytes),
+        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", about + shown_seconds(row.batch_s),
+        shown_seconds(row.bound_s), _SHOWN.get(row.status, row.status.value) + again,
+    )  # fmt: skip
+
+
+def _lost(row: Candidate, found: SearchResult) -> str:
+    best, budget = found.best, found.budget_bytes or 0
+    if row.status is Status.NO_PLAN:
+        return f"no plan: {row.why}"
+    if row.status is Status.SAME:
+        return f"the same program as {row.why}"
+    if row.status is Status.OVER_AT_REST:
+        return f"keeps {human(row.needs_bytes)} between steps, {human(row.needs_bytes - budget)} too much"
+    if row.status is Status.OVER_AT_PEAK:
+        return f"holds {_about(row)}{human(row.needs_bytes)} at most, {human(row.needs_bytes - budget)} too much"
+    if row.status is Status.BOUNDED:
+        return f"takes {shown_seconds(row.bound_s)} for a batch at least"
+    if row.batch_s > best.batch_s:
+        return f"{_batch(row)}, {row.batch_s / best.batch_s - 1:.1%} more"
+    return f"{_batch(row)} too, and no fewer bytes"
+
+
+def _batch(row: Candidate) -> str:
+    return f"{_about(row)}{shown_seconds(row.batch_s)} for a batch"
+
+
+def _about(row: Candidate) -> str:
+    return "about " if row.blocks and row.batch_s < float("inf") else ""
+
+
+def _name(row: Candidate, several: bool) -> str:
+    return f"{row.name} on mesh {row.mesh}" if several else row.name

@@ -13,15 +13,14 @@ from ..capture.capture import Capture
 from ..distributed.launch import World
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
+from ..plan.data_parallel import PerParameterStorage
 from ..plan.decision import Objective
-from ..plan.per_parameter_storage import PerParameterStorage
 from ..plan.plan import Plan
-from ..plan.solved_layouts import SolvedLayouts
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
-from ..plan.tensor_parallel import TensorParallel
+from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..planner.auto import Auto, Candidates
-from ..planner.search_report import explained
+from ..planner.search_result import explained
 from ..tuning import TUNING
 from .finalize import Finalizer
 from .placement import placed

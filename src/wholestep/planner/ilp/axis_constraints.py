@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import cast
 
 from torch.distributed.tensor import Replicate, Shard
@@ -115,10 +114,9 @@ def _matching(modules: Modules, pattern: str) -> list[str]:
     found = modules.matching(pattern)
     if found:
         return found
-    near = get_close_matches(pattern, modules.paths, n=3, cutoff=0.3)
     raise PlanError(
         f"the pattern {pattern!r} names no module and no parameter",
-        f"those of the step, as {', '.join(map(repr, near or modules.paths[:3]))}",
+        f"those of the step, as {modules.near(pattern)}",
         "correct the pattern: one glob for each name between dots",
     )
 

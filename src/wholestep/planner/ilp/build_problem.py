@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ... import _torch
 from ...cost.compute import node_us
@@ -14,20 +19,24 @@ from ...graph.graph import Input, Role, TrainGraph
 from ...graph.nodes import node_at, operands
 from ...graph.op_kinds import VIEWS
 from ...graph.ops import GRAD_READY
-from ...layout import REPLICATED, AxisState
-from ...plan.per_parameter_storage import REPLICATE, StorageOption
+from ...hardware.hardware import Hardware
+from ...layout import REPLICATED, AxisState, Layout
+from ...mesh import Mesh
+from ...plan.data_parallel import REPLICATE, StorageOption, storage_of
 from ...plan.propagation_inputs import moving
+from ...plan.strategies import Strategies
 from ...plan.strategy import Pins, States
+from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
-from .axis_constraints import AxisConstraints
-from .node_classes import node_classes, without_numbers
+from .axis_constraints import AxisConstraints, axis_constraints
 from .op_options import GroupOptions, in_phase, op_options, states_of
-from .prices import Move, Prices
+from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
-from .storage_loads import ParameterBytes, storage_load, update_parts
 
 _SMALL = TUNING.smallest_sharded_vector_bytes
+_ROUNDS = TUNING.class_rounds
+_NUMBER = re.compile(r"\d+")
 _UNCONSTRAINED = AxisConstraints().mark("")
 
 
@@ -53,18 +62,25 @@ class ProblemSpec:
     allowed: Mapping[str, tuple[StorageOption, ...]] = field(default_factory=dict[str, tuple[StorageOption, ...]])
     recomputes: bool = False
 
-    def storages_of(self, param: str) -> tuple[StorageOption, ...]:
-        """The storage options of one parameter."""
-        return self.allowed.get(param, self.storages)
 
-
-@dataclass(frozen=True)
-class ChosenLayouts:
-    """Pins of nodes along the axis, and the state and storage option of each parameter."""
-
-    pins: Pins
-    params: Mapping[str, AxisState]
-    storage: Mapping[str, StorageOption]
+def problem_spec(
+    tensor: TensorParallel, beside: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]
+) -> ProblemSpec:
+    """The problem of the axis of `tensor`; the strategies on other axes are given."""
+    data = beside.data
+    axes = tuple(a for a in data.axes(mesh) if mesh.axis_size(a) > 1) if data is not None else ()
+    shares = data is not None and data.semantics == "global"
+    share = 1 / prod(mesh.axis_size(a) for a in axes) if shares else 1.0
+    rest: dict[str, AxisState] = {}
+    for given in graph.inputs:
+        if given.role is Role.PARAM and given.name in placed:
+            rest[given.name] = placed[given.name].state(tensor.axis)
+        elif given.role is Role.BATCH:
+            cut = tensor.batch_cut(mesh, given.name, len(given.meta.shape))
+            rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
+    storages = (storage_of(data),) if data is not None and axes else ()
+    prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
+    return ProblemSpec(prices, axes, storages, rest, axis_constraints(graph, tensor.pinned, tensor.whole))
 
 
 @dataclass
@@ -76,9 +92,7 @@ class ProblemBuilder:
     graph: TrainGraph
     spec: ProblemSpec
     choices: list[OneOf] = field(default_factory=list[OneOf])
-    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(
-        default_factory=dict[int, list[tuple[int, GroupOptions]]]
-    )
+    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(default_factory=dict[int, Any])
     of_param: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -102,10 +116,10 @@ class ProblemBuilder:
         constants alone are replicated and left out.
         """
         self.grads = [n for n in self.graph.graph.nodes if n.target is GRAD_READY]
-        after = set(self.grads)
+        after = dict.fromkeys(self.grads)  # in order: the sum of their times is the same in every run
         for node in self.graph.graph.nodes:
             if any(n in after for n in node.all_input_nodes):
-                after.add(node)
+                after[node] = None
         held = sum(i.meta.size_bytes for i in self.graph.inputs if i.role in (Role.PARAM, Role.STATE))
         spent = sum(node_us(n, self.spec.prices.hardware) for n in after if n not in self.moving)
         self.update_us = spent / max(held, 1)  # for each byte of a parameter and its state
@@ -123,12 +137,8 @@ class ProblemBuilder:
         return found | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
-        return (
-            without_numbers(param),
-            tuple(map(str, self._states(param))),
-            self.spec.constraints.mark(param),
-            self.spec.allowed.get(param),
-        )
+        mark, allowed = self.spec.constraints.mark(param), self.spec.allowed.get(param)
+        return without_numbers(param), tuple(map(str, self._states(param))), mark, allowed
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis in which a parameter may be stored."""
@@ -183,10 +193,12 @@ class ProblemBuilder:
             size = prices.local(given.meta, state).size_bytes
             share = size / max(given.meta.size_bytes, 1)
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
-            sizes = ParameterBytes(size, state_bytes, size if grads else 0.0)
+            grad_bytes = size if grads else 0.0
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in spec.storages_of(given.name) or (None,):
-                load = storage_load(storage or REPLICATE, sizes, prices.hardware, prices.mesh, spec.axes)
+            for storage in spec.allowed.get(given.name, spec.storages) or (None,):
+                load = storage_load(
+                    storage or REPLICATE, size, state_bytes, grad_bytes, prices.hardware, prices.mesh, spec.axes
+                )
                 load = replace(load, kept=0.0) if spec.recomputes else load
                 parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
@@ -253,9 +265,11 @@ class ProblemBuilder:
         prices, moves = self.spec.prices, node in self.moving
         given = [o.gives[output] for o in self.choices[maker].options]
         taken = [o.takes[need.at] for need in needs for o in self.choices[need.taker].options]
-        bulk = not moves or all(self.choices[n.taker].name in self._param_names for n in needs)
+        names = {param.name for param in self.params.values()}
+        bulk = not moves or all(self.choices[n.taker].name in names for n in needs)
         later = meta.is_backward(node) or all(need.later for need in needs)
-        loads = {pair: _load(move, later, bulk) for pair, move in prices.moves(made, given, taken, bulk=bulk)}
+        pairs = product(dict.fromkeys(given), dict.fromkeys(taken))
+        loads = {p: _load(move, later, bulk) for p in pairs if (move := prices.move(made, *p, bulk=bulk)) is not None}
         early = moves and not meta.is_backward(node) and not self.spec.recomputes
         kept = {s: prices.local(made, s).size_bytes * prices.share for s in dict.fromkeys(taken)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
@@ -264,13 +278,9 @@ class ProblemBuilder:
             return None
         return ValueEdge(maker, output, needs, loads, count, kept, memory, made.size_bytes)
 
-    @property
-    def _param_names(self) -> frozenset[str]:
-        return frozenset(node.name for node in self.params.values())
-
     # -- layouts ---------------------------------------------------------------------------
-    def layouts(self, picked: Sequence[int]) -> ChosenLayouts:
-        """The layouts of nodes and parameters under an assignment."""
+    def layouts(self, picked: Sequence[int]) -> tuple[Pins, dict[str, AxisState], dict[str, StorageOption]]:
+        """Pins of nodes, and the state and storage option of each parameter, under an assignment."""
         axis = self.spec.prices.axis
         results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
@@ -283,7 +293,7 @@ class ProblemBuilder:
                 results[node.name] = {axis: chosen[0].gives[0]}
         params = {name: options[choice].gives[0] for name, choice in self.of_param.items()}
         stored = ((name, options[choice].storage) for name, choice in self.of_param.items())
-        return ChosenLayouts(Pins(results, {}, ways), params, {name: option for name, option in stored if option})
+        return Pins(results, {}, ways), params, {name: option for name, option in stored if option}
 
 
 def _load(move: Move, later: bool, hidden: bool) -> StepLoad:
@@ -296,3 +306,50 @@ def _root(node: Node) -> Node:
     while node.op == "call_function" and node.target in VIEWS and node_at(node, 0).op == "call_function":
         node = node_at(node, 0)
     return node
+
+
+# -- classes of equal nodes ----------------------------------------------------------------------------------
+def node_classes(nodes: Sequence[Node], marks: Mapping[Node, Hashable]) -> dict[Node, int]:
+    """The class of each node, numbered by first appearance. Nodes with different `marks` are never equal.
+
+    Classes are refined in rounds. The first round compares op, arguments, shapes and module path without numbers; each
+    further round also the classes of operands and readers. After a few rounds a class is one place in a layer, and
+    layers but the first and the last few share classes. Nodes of one class share a choice: a class that is too coarse
+    may cost time, never correctness.
+    """
+    inside = set(nodes)
+    given = {node: [n for n in operands(node) if n in inside] for node in nodes}
+    readers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+    for node in nodes:
+        for place, one in enumerate(given[node]):
+            readers[one].append((node, place))
+    found = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
+    for _ in range(_ROUNDS):
+        found = _numbered({
+            node: (
+                found[node], tuple(found[n] for n in given[node]),
+                tuple(sorted((found[n], place) for n, place in readers[node])),
+            )
+            for node in nodes
+        })  # fmt: skip
+    return found
+
+
+def without_numbers(name: str) -> str:
+    """`name` with `*` for each number: the same in every layer."""
+    return _NUMBER.sub("*", name)
+
+
+def _about(node: Node) -> Hashable:
+    made = tuple(m and (m.shape, m.stride, m.dtype) for m in meta.tensors(node))
+    if node.op != "call_function":
+        return node.op, made
+    if node.target is GRAD_READY:  # it names its parameter
+        return node.target, made
+    args = repr(map_arg((node.args, node.kwargs), lambda _: "%"))
+    return node.target, args, made, meta.is_backward(node), without_numbers(meta.module_path(node))
+
+
+def _numbered(keys: Mapping[Node, Hashable]) -> dict[Node, int]:
+    table: dict[Hashable, int] = {}
+    return {node: table.setdefault(key, len(table)) for node, key in keys.items()}

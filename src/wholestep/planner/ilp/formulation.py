@@ -1,4 +1,4 @@
-"""A layout problem as a mixed-integer linear program.
+"""A layout problem as a mixed-integer linear program, solved with HiGHS.
 
 Sets
 
@@ -41,7 +41,6 @@ Constraints, each with the method of `Formulation` that adds it
                        sum_{i: t_i(q) = b} x_ci for each need q in the backward (`any_of`)
     longest_stream     T_p >= S_rp                                                 for each r, p
     budget             rest + kept + sum_m h_m <= B  and  rest + made <= B         where a budget is given
-    exclude            sum_c x_{c, i(c)} <= |C| - 1                                for each excluded assignment i
 
 Only x is integral: with integral x, flow has one solution, and all other variables are at their lower bounds. Where a
 value is given, or needed, in a single state, f is the x of the other side and no variable is made.
@@ -52,46 +51,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from ...layout import AxisState
-from .problem import BESIDE, PHASES, Problem, StepLoad, ValueEdge
+from .problem import BESIDE, PHASES, Problem, StepLoad, ValueEdge, evaluate
 
 INFINITE = float("inf")
 _GIB = float(1 << 30)
 Terms = dict[int, float]
 
 
-@dataclass
-class LinearProgram:
-    """Columns (cost, upper bound, integrality; lower bounds are 0) and rows of a program to minimize. `constant` is
-    part of the objective.
+class Formulation:
+    """The program of one problem, to be minimized; `x[c][i]` is the column of option i of choice c.
+
+    A column has a cost, an upper bound (the lower one is 0) and is integral or not. A row is low <= sum of terms <=
+    high. `constant` is part of the objective.
     """
 
-    costs: list[float] = field(default_factory=list[float])
-    upper: list[float] = field(default_factory=list[float])
-    integral: list[bool] = field(default_factory=list[bool])
-    rows: list[tuple[float, float, Terms]] = field(default_factory=list[tuple[float, float, Terms]])
-    constant: float = 0.0
-
-    def column(self, cost: float = 0.0, upper: float = INFINITE, integral: bool = False) -> int:
-        """Add a column; returns its number."""
-        self.costs.append(cost)
-        self.upper.append(upper)
-        self.integral.append(integral)
-        return len(self.costs) - 1
-
-    def row(self, low: float, high: float, terms: Terms) -> None:
-        """Add `low` <= sum of `terms` <= `high`."""
-        self.rows.append((low, high, terms))
-
-
-class Formulation:
-    """The program of one problem; `x[c][i]` is the column of option i of choice c."""
-
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.program = problem, LinearProgram()
-        self.x = [[self.program.column(0.0, 1.0, True) for _ in choice.options] for choice in problem.choices]
+        self.problem, self.constant = problem, 0.0
+        self.costs, self.upper, self.integral = list[float](), list[float](), list[bool]()
+        self.rows: list[tuple[float, float, Terms]] = []
+        self.x = [[self.column(0.0, 1.0, True) for _ in choice.options] for choice in problem.choices]
         self.streams: list[tuple[Terms, Terms, Terms]] = [
             (defaultdict(float), defaultdict(float), defaultdict(float)) for _ in PHASES
         ]
@@ -105,10 +88,17 @@ class Formulation:
         self.longest_stream()
         self.budget()
 
+    def column(self, cost: float = 0.0, upper: float = INFINITE, integral: bool = False) -> int:
+        """Add a column; returns its number."""
+        self.costs.append(cost)
+        self.upper.append(upper)
+        self.integral.append(integral)
+        return len(self.costs) - 1
+
     def one_option(self) -> None:
         """Each choice has exactly one option."""
         for choice, columns in zip(self.problem.choices, self.x, strict=True):
-            self.program.row(1.0, 1.0, dict.fromkeys(columns, 1.0))
+            self.rows.append((1.0, 1.0, dict.fromkeys(columns, 1.0)))
             for option, column in zip(choice.options, columns, strict=True):
                 self._add({column: 1.0}, option.load * choice.count)
 
@@ -117,7 +107,7 @@ class Formulation:
         sums = [
             (total, us / 1e3)
             for phase, totals in enumerate(self.streams)
-            for total, us in zip(totals, load.streams(phase, self.problem.exposed), strict=True)
+            for total, us in zip(totals, load.streams(phase), strict=True)
         ]
         sums += [(self.rest, load.rest / _GIB), (self.kept, load.kept / _GIB), (self.made, load.made / _GIB)]
         for total, amount in sums:
@@ -156,22 +146,22 @@ class Formulation:
             return {(g, w): taken[w] for g, w in pairs}
         if len(taken) == 1 and len(pairs) == len(given):
             return {(g, w): given[g] for g, w in pairs}
-        flow = {pair: self.program.column() for pair in pairs}
+        flow = {pair: self.column() for pair in pairs}
         for g, terms in given.items():
             into = {flow[pair]: 1.0 for pair in pairs if pair[0] == g}
-            self.program.row(0.0, 0.0, {**into, **dict.fromkeys(terms, -1.0)})
+            self.rows.append((0.0, 0.0, {**into, **dict.fromkeys(terms, -1.0)}))
         for w, terms in taken.items():
             out = {flow[pair]: 1.0 for pair in pairs if pair[1] == w}
-            self.program.row(0.0, 0.0, {**out, **dict.fromkeys(terms, -1.0)})
+            self.rows.append((0.0, 0.0, {**out, **dict.fromkeys(terms, -1.0)}))
         return {pair: {column: 1.0} for pair, column in flow.items()}
 
     def any_of(self, several: list[Terms]) -> Terms:
         """At least the largest of `several`: 1 where one of them is."""
         if len(several) == 1:
             return several[0]
-        column = self.program.column()
+        column = self.column()
         for terms in several:
-            self.program.row(-INFINITE, 0.0, {**terms, column: -1.0})
+            self.rows.append((-INFINITE, 0.0, {**terms, column: -1.0}))
         return {column: 1.0}
 
     def kept_memory(self, value: ValueEdge, late: Mapping[AxisState, list[Terms]]) -> None:
@@ -183,20 +173,20 @@ class Formulation:
                 held[column] += size * factor
         if held and self.problem.budget_bytes is not None:
             if value.memory not in self.memory:
-                self.memory[value.memory] = self.program.column()
+                self.memory[value.memory] = self.column()
                 self.kept[self.memory[value.memory]] += 1.0
-            self.program.row(-INFINITE, 0.0, {**held, self.memory[value.memory]: -1.0})
+            self.rows.append((-INFINITE, 0.0, {**held, self.memory[value.memory]: -1.0}))
 
     def longest_stream(self) -> None:
         """The objective, and T of each phase is at least each stream."""
         for phase, totals in enumerate(self.streams):
-            longest = self.program.column(1.0)
-            fixed = self.problem.fixed.streams(phase, self.problem.exposed)
+            longest = self.column(1.0)
+            fixed = self.problem.fixed.streams(phase)
             for terms, us in zip(totals, fixed, strict=True):
-                self.program.row(-INFINITE, -us / 1e3, {**terms, longest: -1.0})
-                self.program.constant += BESIDE * us / 1e3
+                self.rows.append((-INFINITE, -us / 1e3, {**terms, longest: -1.0}))
+                self.constant += BESIDE * us / 1e3
                 for column, ms in terms.items():
-                    self.program.costs[column] += BESIDE * ms
+                    self.costs[column] += BESIDE * ms
 
     def budget(self) -> None:
         """Peak bytes at the end of the forward, and before the update."""
@@ -207,8 +197,74 @@ class Formulation:
             both = defaultdict(float, self.rest)
             for column, size in terms.items():
                 both[column] += size
-            self.program.row(-INFINITE, (self.problem.budget_bytes - fixed.rest - amount) / _GIB, both)
+            self.rows.append((-INFINITE, (self.problem.budget_bytes - fixed.rest - amount) / _GIB, both))
 
-    def exclude(self, picked: tuple[int, ...]) -> None:
-        """Leave out one assignment."""
-        self.program.row(-INFINITE, len(picked) - 1, {self.x[c][i]: 1.0 for c, i in enumerate(picked)})
+
+@dataclass(frozen=True)
+class Solution:
+    """The number of the option of each choice, the load of these options, the lower bound that HiGHS proved, and the
+    number of variables.
+    """
+
+    picked: tuple[int, ...]
+    load: StepLoad
+    bound_us: float
+    variables: int
+
+    @property
+    def step_us(self) -> float:
+        """The objective in microseconds."""
+        return self.load.step_us
+
+    @property
+    def gap(self) -> float:
+        """The part of the objective that is above the bound."""
+        return max(0.0, 1 - self.bound_us / self.step_us) if self.step_us else 0.0
+
+
+def solve(problem: Problem, gap: float = 0.005) -> Solution | None:
+    """The shortest step within the budget, to `gap`; None where there is none.
+
+    The search ends after a number of nodes, the same on every machine, or else after a minute.
+    """
+    made = Formulation(problem)
+    found = _run(made, gap)
+    if found is None:
+        return None
+    values, bound_ms = found
+    picked = tuple(max(range(len(row)), key=lambda i: values[row[i]]) for row in made.x)
+    load = evaluate(problem, picked)
+    assert load is not None, "the program allows feasible assignments only"
+    return Solution(picked, load, min(bound_ms * 1e3, load.step_us), len(made.costs))
+
+
+def _run(program: Formulation, gap: float) -> tuple[list[float], float] | None:
+    """The value of each column, and the bound; None where there is no solution."""
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.costs), len(program.rows)
+    lp.offset_ = program.constant
+    lp.col_cost_ = np.array(program.costs)
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(program.costs)), np.array(program.upper)
+    lp.row_lower_ = np.array([low for low, _, _ in program.rows])
+    lp.row_upper_ = np.array([high for _, high, _ in program.rows])
+    kinds = highspy.HighsVarType
+    lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in program.integral]
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for _, _, terms in program.rows)])
+    lp.a_matrix_.index_ = np.array([column for _, _, terms in program.rows for column in terms])
+    lp.a_matrix_.value_ = np.array([factor for _, _, terms in program.rows for factor in terms.values()])
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False, "threads": 1, "random_seed": 1, "mip_rel_gap": gap, "mip_max_nodes": 2000,
+        "time_limit": 60.0,
+    }  # fmt: skip
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != 2:
+        return None
+    return list(highs.getSolution().col_value), float(info.mip_dual_bound)

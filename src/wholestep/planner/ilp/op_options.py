@@ -12,7 +12,7 @@ from ...graph import meta
 from ...graph.meta import TensorMeta
 from ...graph.nodes import operands
 from ...layout import REPLICATED, AxisState
-from ...plan.op_strategies import OpStrategy, ways
+from ...plan.op_strategies import OpStrategy, op_strategies
 from ...rules.find_rule import find_rule
 from ...rules.rule import BoundRule, Group
 from .prices import Prices
@@ -29,13 +29,10 @@ class GroupOptions:
 
 
 def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[GroupOptions]:
-    """The options of each group; an op without a rule has one option, replicated.
+    """The options of each group of a call; an op without a rule has one option, replicated.
 
-    Args:
-        node: a call.
-        prices: cost model along the axis.
-        later: the call is in the backward.
-        may_reduce: a partial result may be reduced where it is made, as several ops read it.
+    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced where it is made, as several ops
+    read it.
     """
     rule = find_rule(node) if prices.parts > 1 else None
     count, outputs = len(operands(node)), range(len(meta.tensors(node)))
@@ -59,14 +56,12 @@ def _options(
     node: Node, rule: BoundRule, group: Group, prices: Prices, later: bool, may_reduce: bool,
     ungrouped: tuple[frozenset[int], frozenset[int]],
 ) -> Iterator[Option]:  # fmt: skip
-    for way in _candidates(node, group, prices):
-        takes = {
-            **dict.fromkeys(ungrouped[0], REPLICATED),
-            **{i: s for i, s in way.takes.items() if i not in rule.by_shape},
-        }
-        gives = {**dict.fromkeys(ungrouped[1], REPLICATED), **way.gives}
-        us = prices.op_us(node, way.takes, way.gives) * (1 / len(rule.groups))
-        yield Option(gives, takes, StepLoad(in_phase(us, later)), way.name)
+    for option in _candidates(node, group, prices):
+        takes = {i: s for i, s in option.takes.items() if i not in rule.by_shape}
+        takes = dict.fromkeys(ungrouped[0], REPLICATED) | takes
+        gives = dict.fromkeys(ungrouped[1], REPLICATED) | {**option.gives}
+        us = prices.op_us(node, option.takes, option.gives) * (1 / len(rule.groups))
+        yield Option(gives, takes, StepLoad(in_phase(us, later)), option.name)
         made = meta.tensor(node)
         if not may_reduce or made is None or gives[0].kind != "P":
             continue
@@ -74,21 +69,21 @@ def _options(
             move = prices.move(made, gives[0], state)
             if move is not None:
                 load = StepLoad(in_phase(us + move.copied_us, later), in_phase(move.sent_us, later))
-                yield Option({0: state}, takes, load, way.name, reduced=True)
+                yield Option({0: state}, takes, load, option.name, reduced=True)
 
 
 def _candidates(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy]:
     """The op strategies under which every rank has rows, and no product of replicated tensors stays partial."""
     given, heavy = operands(node), flops(node) > 0
-    for way in ways(group, prices.parts):
-        if way.factor and any(
+    for option in op_strategies(group, prices.parts):
+        if option.factor and any(
             s.kind == "S" and found.shape[s.dim] < prices.parts
-            for i, s in way.takes.items() if (found := meta.tensor(given[i])) is not None
+            for i, s in option.takes.items() if (found := meta.tensor(given[i])) is not None
         ):  # fmt: skip
             continue
-        if heavy and any(s.kind == "P" for s in way.takes.values()):
+        if heavy and any(s.kind == "P" for s in option.takes.values()):
             continue
-        yield way
+        yield option
 
 
 def states_of(made: TensorMeta, parts: int) -> list[AxisState]:

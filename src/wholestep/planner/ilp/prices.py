@@ -1,9 +1,12 @@
-"""Cost model of the layout problem: an op on the shard of one rank, and a reshard from one state to another."""
+"""Cost model of the layout problem: an op on the shard of one rank, a reshard from one state to another, and the
+collectives, copies and bytes of storing one parameter by a storage option.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -16,8 +19,11 @@ from ...hardware.hardware import Hardware
 from ...hardware.work import Work
 from ...layout import REPLICATED, AxisState
 from ...mesh import Mesh
+from ...plan.data_parallel import StorageOption
+from .problem import StepLoad
 
 States = Mapping[int, AxisState]
+_FORWARD, _BACKWARD, _UPDATE = range(3)
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,9 @@ class Prices:
 
     def op_us(self, node: Node, takes: States, gives: States) -> float:
         """One op on shards; operands and outputs without a state are replicated."""
-        if not (takes or gives) or not self._whole_us(node):
-            return self._whole_us(node) * self.share
+        whole_us = node_us(node, self.hardware)
+        if not (takes or gives) or not whole_us:
+            return whole_us * self.share
         given = operands(node)
         places = iter([self._stand_in(n, takes.get(i, REPLICATED)) for i, n in enumerate(given)])
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(places))
@@ -65,9 +72,6 @@ class Prices:
         meta.set_tensors(new, [m and self.local(m, gives.get(i, REPLICATED)) for i, m in enumerate(made)])
         return node_us(new, self.hardware) * self.share
 
-    def _whole_us(self, node: Node) -> float:
-        return node_us(node, self.hardware)
-
     def _stand_in(self, node: Node, state: AxisState) -> Node:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
@@ -75,48 +79,31 @@ class Prices:
         return new
 
     # -- reshards ----------------------------------------------------------------------------
-    def moves(
-        self, made: TensorMeta, given: Sequence[AxisState], wanted: Sequence[AxisState], bulk: bool = False
-    ) -> Iterator[tuple[tuple[AxisState, AxisState], Move]]:
-        """The reshard of each feasible pair of states. `bulk`: collectives are bucketed."""
-        for have in dict.fromkeys(given):
-            for want in dict.fromkeys(wanted):
-                found = self.move(made, have, want, bulk)
-                if found is not None:
-                    yield (have, want), found
-
     def move(self, made: TensorMeta, have: AxisState, want: AxisState, bulk: bool = False) -> Move | None:
         """The reshard from `have` to `want` as `partition` does it; None where it is infeasible.
 
         Collectives need contiguous tensors: partial results and shards of any dim but the first are copied. Bucketed
         collectives copy into the bucket or out of it.
         """
-        size = made.size_bytes * self.share
-        send, local = self.bulk_us if bulk else self.sent_us, size / self.parts
+        size, hardware = made.size_bytes * self.share, self.hardware
+        local = size / self.parts
+
+        def send(kind: str, size: float) -> float:
+            return (bulk_us if bulk else _sent_us)(hardware, kind, size, self.mesh, self.axis)
+
         if have == want:
             return Move()
         if have.kind == "R":
-            return Move(copied_us=self._copy_us(size)) if want.kind == "P" else Move()
+            return Move(copied_us=copy_us(hardware, size)) if want.kind == "P" else Move()
         if want.kind == "P":
             return None
         if have.kind == "P":
             reduces = want.kind == "R" or have.op not in ("sum", "avg")
-            return Move(send("all_reduce" if reduces else "reduce_scatter", size), self._copy_us(size))
+            return Move(send("all_reduce" if reduces else "reduce_scatter", size), copy_us(hardware, size))
         if want.kind == "R":
-            copied = self._copy_us(size) if bulk else self._copy_us(local) if have.dim else 0.0
+            copied = copy_us(hardware, size) if bulk else copy_us(hardware, local) if have.dim else 0.0
             return Move(send("all_gather", size), copied)
-        return Move(send("all_to_all", local), self._copy_us(local) * (2 if want.dim else 1))
-
-    def sent_us(self, kind: str, size: float) -> float:
-        """One collective of `size` bytes."""
-        return _sent_us(self.hardware, kind, size, self.mesh, self.axis)
-
-    def bulk_us(self, kind: str, size: float, axis: str | None = None) -> float:
-        """The same for a part of a bucket."""
-        return bulk_us(self.hardware, kind, size, self.mesh, axis or self.axis)
-
-    def _copy_us(self, size: float) -> float:
-        return copy_us(self.hardware, size)
+        return Move(send("all_to_all", local), copy_us(hardware, local) * (2 if want.dim else 1))
 
 
 def copy_us(hardware: Hardware, size: float) -> float:
@@ -135,3 +122,47 @@ def bulk_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) -
 def _sent_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) -> float:
     """Microseconds of a collective that nothing overlaps."""
     return hardware.collective_us(kind, size, mesh, axis) + sum(hardware.host_us(kind, size, mesh, axis))
+
+
+# -- storage ---------------------------------------------------------------------------------------
+def storage_load(
+    option: StorageOption, param: float, state: float, grad: float, hardware: Hardware, mesh: Mesh, axes: Sequence[str]
+) -> StepLoad:
+    """What a parameter stored over `axes` adds to the step of a rank; its tensor-parallel axis is not counted. `param`,
+    `state` and `grad` are bytes of it, its optimizer state and its gradient.
+    """
+    inside, across = (axes[-1:], axes[:-1]) if option.kind.grouped else (axes, ())
+    ranks = prod(mesh.axis_size(a) for a in inside)
+    sent = [0.0, 0.0, 0.0]
+    if not option.kind.shards_state:
+        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad, mesh, a) for a in inside)
+    elif grad:
+        sent[_BACKWARD] += _staged_us(hardware, "reduce_scatter", grad, mesh, inside)
+        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad / ranks, mesh, a) for a in across)
+    if option.kind.shards_state and not option.kind.gathers_parameters and grad:
+        sent[_UPDATE] += _staged_us(hardware, "all_gather", param, mesh, inside)
+    if option.kind.gathers_parameters:
+        gathered = _staged_us(hardware, "all_gather", param, mesh, inside)
+        sent[_FORWARD] += gathered
+        sent[_BACKWARD] += gathered if option.regathers else 0.0
+    state_share = ranks if option.kind.shards_state else 1
+    rest = param / (ranks if option.kind.gathers_parameters else 1) + state / state_share
+    kept = param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
+    copied = copy_us(hardware, param) if any(sent) else 0.0
+    spent = (copied if sent[0] else 0.0, copied, copied if sent[2] else 0.0)
+    return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=grad / state_share)
+
+
+def update_parts(option: StorageOption, mesh: Mesh, axes: Sequence[str]) -> int:
+    """The number of ranks that share the update of a parameter."""
+    over = axes[-1:] if option.kind.grouped else axes
+    return prod(mesh.axis_size(a) for a in over) if option.kind.shards_state else 1
+
+
+def _staged_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
+    """A hierarchical collective, one stage an axis, the last axis first: each stage leaves a part for the next."""
+    total = 0.0
+    for axis in reversed(axes):
+        total += bulk_us(hardware, kind, size, mesh, axis)
+        size /= mesh.axis_size(axis)
+    return total

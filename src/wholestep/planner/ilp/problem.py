@@ -7,10 +7,12 @@ one assignment without a solver, and tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import add
 
 from ...layout import AxisState
-from ...plan.per_parameter_storage import StorageOption
+from ...plan.data_parallel import StorageOption
 from ...tuning import TUNING
 
 PHASES = ("forward", "backward", "update")
@@ -18,7 +20,7 @@ EXPOSED = TUNING.exposed_share
 """The part of overlapped communication that counts as exposed: the order of ops, which decides it, is not modelled."""
 BESIDE = TUNING.sum_of_streams_share
 """The weight of each stream in the objective, so that of two plans with equal longest streams the lighter one wins."""
-Phases = tuple[float, float, float]
+Phases = tuple[float, ...]
 _NONE: Phases = (0.0, 0.0, 0.0)
 
 
@@ -26,14 +28,9 @@ _NONE: Phases = (0.0, 0.0, 0.0)
 class StepLoad:
     """Microseconds by phase, and bytes, that one decision adds to a step of one rank.
 
-    Args:
-        computes: compute time.
-        waits: time in which the solved axis communicates and the rank waits.
-        beside: time in which the solved axis communicates while the rank computes.
-        stored: time in which the data-parallel axes communicate.
-        rest: bytes held during the whole step.
-        kept: bytes held from the forward to the backward.
-        made: bytes held from the backward to the update.
+    The solved axis communicates while the rank waits (`waits`) or computes (`beside`), the data-parallel axes for
+    `stored`. Bytes are held during the whole step (`rest`), from the forward to the backward (`kept`), or from the
+    backward to the update (`made`).
     """
 
     computes: Phases = _NONE
@@ -44,36 +41,32 @@ class StepLoad:
     kept: float = 0.0
     made: float = 0.0
 
+    @property
+    def _us(self) -> tuple[Phases, ...]:
+        return self.computes, self.waits, self.beside, self.stored
+
     def __add__(self, other: StepLoad) -> StepLoad:
-        return StepLoad(
-            _sum(self.computes, other.computes), _sum(self.waits, other.waits), _sum(self.beside, other.beside),
-            _sum(self.stored, other.stored), self.rest + other.rest, self.kept + other.kept, self.made + other.made,
-        )  # fmt: skip
+        us = (tuple(map(add, a, b)) for a, b in zip(self._us, other._us, strict=True))
+        return StepLoad(*us, rest=self.rest + other.rest, kept=self.kept + other.kept, made=self.made + other.made)
 
     def __mul__(self, times: float) -> StepLoad:
-        return StepLoad(
-            _times(self.computes, times), _times(self.waits, times), _times(self.beside, times),
-            _times(self.stored, times), self.rest * times, self.kept * times, self.made * times,
-        )  # fmt: skip
+        us = (tuple(one * times for one in phases) for phases in self._us)
+        return StepLoad(*us, rest=self.rest * times, kept=self.kept * times, made=self.made * times)
 
     @property
     def is_nothing(self) -> bool:
         """True where it adds nothing."""
-        return not any((*self.computes, *self.waits, *self.beside, *self.stored, self.rest, self.kept, self.made))
+        return not any((*chain(*self._us), self.rest, self.kept, self.made))
 
-    def streams(self, phase: int, exposed: float) -> tuple[float, float, float]:
+    def streams(self, phase: int) -> tuple[float, float, float]:
         """Microseconds of the three streams in one phase: compute, the solved axis, the data-parallel axes."""
-        hidden = self.beside[phase] + self.stored[phase]
-        return (
-            self.computes[phase] + self.waits[phase] + exposed * hidden,
-            self.waits[phase] + self.beside[phase],
-            self.stored[phase],
-        )
+        waits, beside, stored = self.waits[phase], self.beside[phase], self.stored[phase]
+        return self.computes[phase] + waits + EXPOSED * (beside + stored), waits + beside, stored
 
-    def step_us(self, exposed: float = EXPOSED) -> float:
+    @property
+    def step_us(self) -> float:
         """The objective: microseconds of a step with this load."""
-        streams = [self.streams(phase, exposed) for phase in range(len(PHASES))]
-        return sum(max(three) + BESIDE * sum(three) for three in streams)
+        return sum(max(three) + BESIDE * sum(three) for three in map(self.streams, range(len(PHASES))))
 
     @property
     def peak_bytes(self) -> float:
@@ -122,13 +115,9 @@ class Need:
 class ValueEdge:
     """Output `output` of choice `maker`, read by `needs`.
 
-    Args:
-        moves: the load of resharding it from one state to another, once for all needs of one state; a pair that is
-            missing is infeasible.
-        count: how many equal values there are.
-        kept: bytes that the forward holds for the backward in a state, where some need is `later`.
-        memory: values with the same number share memory: only the largest counts.
-        size: bytes of the global value.
+    `moves`: the load of resharding it from one state to another, once for all needs of one state; missing pairs are
+    infeasible. `count`: how many equal values there are. `kept`: bytes that the forward holds for the backward in a
+    state, where some need is `later`. Of values with the same `memory` only the largest counts. `size`: global bytes.
     """
 
     maker: int
@@ -149,7 +138,6 @@ class Problem:
     values: tuple[ValueEdge, ...]
     budget_bytes: float | None = None
     fixed: StepLoad = NOTHING
-    exposed: float = EXPOSED
 
 
 def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
@@ -177,9 +165,84 @@ def fits(problem: Problem, load: StepLoad) -> bool:
     return problem.budget_bytes is None or load.peak_bytes <= problem.budget_bytes * (1 + 1e-9)
 
 
-def _sum(one: Phases, other: Phases) -> Phases:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+# -- presolve ------------------------------------------------------------------------------------------
+_Chain = tuple[OneOf, list[dict[int, int]]]
+"""A merged choice, and the original options that each of its options merges, by number of the original choice."""
 
 
-def _times(one: Phases, times: float) -> Phases:
-    return one[0] * times, one[1] * times, one[2] * times
+@dataclass(frozen=True)
+class Presolved:
+    """A smaller problem. `parts` gives, for each option of each of its choices, the options that it merges, by number
+    of the original choice.
+    """
+
+    problem: Problem
+    parts: tuple[tuple[dict[int, int], ...], ...]
+
+    def original(self, picked: tuple[int, ...]) -> tuple[int, ...]:
+        """The options of all original choices, from those of the smaller problem."""
+        found: dict[int, int] = {}
+        for choice, option in enumerate(picked):
+            found |= self.parts[choice][option]
+        return tuple(found[number] for number in range(len(found)))
+
+
+def presolve(problem: Problem) -> Presolved:
+    """`problem` with chains of choices as one choice.
+
+    A choice with one operand, which no other choice reads, is merged into the choice that makes the operand. A reshard
+    inside such a chain moves to its end. Only links with results no larger than the operand are merged, so that no
+    reshard sends more.
+    """
+    chains = {n: (c, [{n: i} for i in range(len(c.options))]) for n, c in enumerate(problem.choices)}
+    values, into = list(problem.values), {n: n for n in chains}
+    made: dict[int, list[int]] = {}
+    for i, value in enumerate(values):
+        made.setdefault(value.maker, []).append(i)
+    for at in range(len(values)):
+        value = values[at]
+        taker = value.needs[0].taker
+        maker = _root(into, value.maker)
+        if len(value.needs) > 1 or taker == maker or len(made.get(value.maker, ())) > 1 or into[taker] != taker:
+            continue
+        chain = _merged(chains[maker], chains[taker], value, [values[i] for i in made.get(taker, ())])
+        if chain is not None:
+            chains[maker] = chain
+            into[taker] = maker
+            del chains[taker]
+            values[at] = replace(value, needs=())
+    numbers = {old: new for new, old in enumerate(sorted(chains))}
+    of = tuple(numbers[_root(into, n)] for n in range(len(problem.choices)))
+    kept = [_renumbered(v, of) for v in values if v.needs]
+    choices, parts = zip(*(chains[n] for n in sorted(chains)), strict=True)
+    return Presolved(replace(problem, choices=choices, values=tuple(kept)), tuple(map(tuple, parts)))
+
+
+def _merged(maker: _Chain, taker: _Chain, value: ValueEdge, made: list[ValueEdge]) -> _Chain | None:
+    """Both as one choice; None where the merge could lose a better assignment."""
+    (before, before_of), (after, after_of), at = maker, taker, value.needs[0].at
+    apart = before.count != after.count or (value.needs[0].later and value.kept)
+    if apart or any(set(o.takes) != {at} for o in after.options) or any(v.size > value.size for v in made):
+        return None
+    if not {o.gives[value.output] for o in before.options} <= {o.takes[at] for o in after.options}:
+        return None
+    options: list[Option] = []
+    made_of: list[dict[int, int]] = []
+    for first, one in zip(before_of, before.options, strict=True):
+        for second, other in zip(after_of, after.options, strict=True):
+            move = value.moves.get((one.gives[value.output], other.takes[at]))
+            if move is not None and move.is_nothing:
+                options.append(Option(other.gives, one.takes, one.load + other.load))
+                made_of.append(first | second)
+    return replace(before, options=tuple(options)), made_of
+
+
+def _root(into: dict[int, int], number: int) -> int:
+    while into[number] != number:
+        number = into[number]
+    return number
+
+
+def _renumbered(value: ValueEdge, of: tuple[int, ...]) -> ValueEdge:
+    needs = tuple(replace(need, taker=of[need.taker]) for need in value.needs)
+    return replace(value, maker=of[value.maker], needs=needs)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
-from .build_problem import ChosenLayouts, ProblemBuilder, ProblemSpec
-from .highs import Solution, solve
-from .presolve import Presolved, presolve
-from .problem import fits
+from ...layout import AxisState
+from ...plan.data_parallel import BatchDim, StorageOption
+from ...plan.strategy import Pins
+from ...plan.tensor_parallel import SolvedLayouts
+from .build_problem import ProblemBuilder, ProblemSpec
+from .formulation import Solution, solve
+from .problem import Presolved, fits, presolve
 
 aten = torch.ops.aten
 _DECOMPOSED = {
@@ -24,12 +27,18 @@ _DECOMPOSED = {
 
 @dataclass(frozen=True)
 class IlpResult:
-    """Layouts, the solution of the program that they are from, and how many choices stand for how many nodes."""
+    """Pins of ops, the state and storage option of each parameter, and how many choices stand for how many nodes."""
 
-    found: ChosenLayouts
+    pins: Pins
+    params: Mapping[str, AxisState]
+    storage: Mapping[str, StorageOption]
     solution: Solution
     choices: int
     nodes: int
+
+    def layouts(self, axis: str, input_dim: BatchDim | None) -> SolvedLayouts:
+        """The layouts along `axis` as a strategy."""
+        return SolvedLayouts(axis, self.params, self.pins, str(self), input_dim)
 
     def __str__(self) -> str:
         made = self.solution
@@ -67,8 +76,8 @@ def decomposable(graph: TrainGraph) -> list[str]:
 
 def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
     """The ops of `names` whose decomposition has partial values inside."""
-    partial = set(solved.found.pins.results)
-    parts = {name: [n for n in solved.found.pins.ways if n.startswith(f"{name}__")] for name in names}
+    partial = set(solved.pins.results)
+    parts = {name: [n for n in solved.pins.ways if n.startswith(f"{name}__")] for name in names}
     return [name for name in names if any(part in partial for part in parts[name])]
 
 
@@ -95,8 +104,8 @@ class _LayoutProgram:
         made = solve(problem, gap)
         if made is None:
             return None
-        found = self.builder.layouts(self.presolved.original(made.picked))
-        found = replace(found, pins=replace(found.pins, decomposed=self.names))
-        nodes = len(self.builder.calls) + len(self.builder.params)
-        self.known.append((budget, IlpResult(found, made, len(self.presolved.problem.choices), nodes)))
-        return self.known[-1][1]
+        pins, params, storage = self.builder.layouts(self.presolved.original(made.picked))
+        pins, nodes = replace(pins, decomposed=self.names), len(self.builder.calls) + len(self.builder.params)
+        found = IlpResult(pins, params, storage, made, len(self.presolved.problem.choices), nodes)
+        self.known.append((budget, found))
+        return found
