@@ -10,13 +10,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
 from tests.catalogue import CASES
+from tests.interpret import run_all
 from tests.simulate import index_of
 from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
-from wholestep.graph.interpret import run_all
 from wholestep.graph.nodes import is_collective, is_wait, node_at, operands
 from wholestep.graph.verify import check_local_graph
 from wholestep.hardware.hardware import Hardware
