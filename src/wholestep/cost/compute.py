@@ -46,10 +46,10 @@ def _moved(node: Node) -> int:
     """Bytes read plus written."""
     given = operands(node)
     if node.target in WRITES_A_PART:
-        return 2 * sum(map(_bytes, {*given[1:]}))
+        return 2 * sum(map(meta.size_bytes, {*given[1:]}))
     if node.target in READS_A_PART:
-        return sum(map(_bytes, {*given[1:]})) + 2 * _bytes(node)
-    return sum(map(_bytes, {*given})) + _bytes(node)
+        return sum(map(meta.size_bytes, {*given[1:]})) + 2 * meta.size_bytes(node)
+    return sum(map(meta.size_bytes, {*given})) + meta.size_bytes(node)
 
 
 def _is_free(node: Node) -> bool:
@@ -121,7 +121,3 @@ def _is_causal(node: Node) -> bool:
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:
     return [s.shape for n in operands(node) if (s := meta.tensor(n)) is not None]
-
-
-def _bytes(node: Node) -> int:
-    return sum(m.size_bytes for m in meta.tensors(node) if m is not None)

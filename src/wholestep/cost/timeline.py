@@ -11,12 +11,12 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role
+from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import Clock, SimulationResult, arrivals_after, kind_of, result_of, run_all, start
+from .simulation import Clock, SimulationResult, kind_of, result_of, steady_start
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -108,10 +108,7 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    clock = start(local, hardware, {})
-    if any(given.role is Role.CARRY for given in local.inputs):
-        run_all(clock, local.graph.nodes)
-        clock = start(local, hardware, arrivals_after(local, clock))
+    clock = steady_start(local, hardware)
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
@@ -156,7 +153,7 @@ def phase(node: Node) -> str:
 
 def _bytes(node: Node) -> int:
     """Bytes of the results of a node; of a collective, of the larger of result and operand."""
-    made = sum(one.size_bytes for one in meta.tensors(node) if one is not None)
+    made = meta.size_bytes(node)
     return max(made, _bytes(node_at(node, 0))) if is_collective(node) else made
 
 

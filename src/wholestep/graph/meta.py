@@ -15,8 +15,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..layout import Layout
-
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -151,6 +149,18 @@ def tensor(node: Node) -> TensorMeta | None:
     return found[0] if len(found) == 1 else None
 
 
+def one_tensor(node: Node) -> TensorMeta:
+    """Return the TensorMeta of a node with one tensor output."""
+    found = tensor(node)
+    assert found is not None, f"%{node.name} is one tensor"
+    return found
+
+
+def size_bytes(node: Node) -> int:
+    """Return the bytes of all outputs of `node`."""
+    return sum(made.size_bytes for made in tensors(node) if made is not None)
+
+
 def traced_stride(node: Node) -> tuple[int, ...] | None:
     """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of its rows.
 
@@ -258,16 +268,6 @@ def picked(item: Node) -> slice:
 def flat_length(item: Any) -> int:
     """Return the number of flat outputs of one item of a recorded value."""
     return len(_opened(item))
-
-
-def set_layouts(node: Node, layouts: Sequence[Layout]) -> None:
-    """Record the layout of each output."""
-    node.meta["wholestep_layouts"] = tuple(layouts)
-
-
-def layouts(node: Node) -> tuple[Layout, ...]:
-    """Return the layouts recorded by `set_layouts`, or ()."""
-    return node.meta.get("wholestep_layouts", ())
 
 
 def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:

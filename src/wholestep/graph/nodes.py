@@ -99,6 +99,16 @@ def redirect(moved: Mapping[Node, Node]) -> None:
         reader.args, reader.kwargs = map_arg(reader.args, final), map_arg(reader.kwargs, final)
 
 
+def add_call(graph: Graph, target: Any, args: Any, made: meta.TensorMeta, like: Node, name: str = "") -> Node:
+    """A call whose result is the tensor `made`, with the origin (module, source line) of `like`."""
+    name = name or str(getattr(target, "__name__", target)).split(".")[0]
+    node = graph.create_node("call_function", target, args, name=name)
+    meta.copy(like, node)
+    meta.set_value(node, None)
+    meta.set_tensors(node, (made,))
+    return node
+
+
 def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
     """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time."""
     node = graph.create_node(op, target, name=name)

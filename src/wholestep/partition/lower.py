@@ -105,8 +105,7 @@ class _Lowering:
             self._broadcast(node, new)
 
     def _broadcast(self, node: Node, new: Node) -> None:
-        made = meta.tensor(new)
-        assert made is not None, "a buffer is one tensor"
+        made = meta.one_tensor(new)
         for axis in self.plan.mesh.axes:
             if axis.size > 1:
                 begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), made, new)
@@ -260,26 +259,22 @@ class _Lowering:
         return found
 
     def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
-        whole = meta.tensor(node)
-        assert whole is not None, f"%{node.name} is one tensor"
+        whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
         other = self._reduce_dtype(whole) if reduces and whole.shape else None
         if other is None:
             return self.emit.start(path, at, whole)[1]
-        local = meta.tensor(at)
-        assert local is not None, "a gradient is one tensor"
-        cast = self._cast(at, other, replace(local, dtype=other))
+        cast = self._cast(at, other)
         finish = self.emit.start(path, cast, replace(whole, dtype=other))[1]
 
         def finish_and_cast_back() -> Node:
-            made = finish()
-            return self._cast(made, whole.dtype, replace(meta.tensor(made) or local, dtype=whole.dtype))
+            return self._cast(finish(), whole.dtype)
 
         return finish_and_cast_back
 
-    def _cast(self, node: Node, dtype: torch.dtype, made: TensorMeta) -> Node:
-        new = self.emit.call(aten._to_copy.default, (node,), made, node)
+    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
+        new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from torch.fx import Node
 
@@ -27,6 +28,8 @@ class InPlace(ABC):
 
     `run_passes` copies once for a run of such passes: a copy of a deep step takes as long as a pass.
     """
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A changed copy."""

@@ -130,11 +130,9 @@ class _Work:
 
     def _carry(self, number: int, node: Node) -> Input:
         """The next call's input for the result of `node`."""
-        made = meta.tensor(node)
-        assert made is not None, f"%{node.name} is one tensor"
         axis = str(node.args[-1]) if is_collective(node) else ""
         key = str(node.args[1]) if node.target is SCATTER else ""
-        return Input(f"carried/{number}", Role.CARRY, made, owner=axis, key=key)
+        return Input(f"carried/{number}", Role.CARRY, meta.one_tensor(node), owner=axis, key=key)
 
 
 class _Writer:

@@ -6,7 +6,6 @@ Shards are copied to the device before they are gathered, reduced gradients to t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -14,7 +13,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import is_collective, is_wait
+from ..graph.nodes import add_call, is_collective, is_wait
 from ..partition.rank_ops import to_device, to_host
 from .base import InPlace, batch_dependent
 
@@ -27,8 +26,6 @@ class Offload(InPlace):
 
     Where the device is the CPU, `to_host` and `to_device` return their operand.
     """
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Insert copies between host and device into `local`."""
@@ -96,9 +93,6 @@ class _Work:
         if given not in self.moved:
             with self.graph.inserting_before(reader):
                 args = (given,) if host else (given, self.device)
-                new = self.graph.call_function(to_host if host else to_device, args)
-            meta.copy(given, new)
-            meta.set_value(new, None)
-            meta.set_tensors(new, meta.tensors(given))
+                new = add_call(self.graph, to_host if host else to_device, args, meta.one_tensor(given), given)
             self.moved[given], self.host[new] = new, host
         return self.moved[given]

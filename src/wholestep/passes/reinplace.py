@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -16,12 +16,11 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
-from ..graph.nodes import is_collective, is_mutating, is_wait, operands, redirect
+from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS
-from ..partition.collectives import contiguous
 from ..partition.rank_ops import MAY_ALIAS
 from .base import InPlace
-from .bucket import GATHER, add_call, in_rows, part_of_gather, rows_of_gather
+from .bucket import GATHER, in_rows, part_of_gather, rows_of_gather
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
@@ -35,6 +34,8 @@ class Reinplace(InPlace):
 
     Takes a functional LocalGraph; the outputs of the result are the step's results and the state that it creates.
     """
+
+    must_precede: ClassVar[tuple[str, ...]] = ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Let the ops of `local` write in place."""
@@ -122,7 +123,7 @@ class _Work:
         if self.last_use.get(self.root[stored], -1) >= self.index[node]:
             return
         parts = cast(int, node.args[3])
-        rows = contiguous([parts, made.numel // parts], made)
+        rows = meta.contiguous([parts, made.numel // parts], made)
         with self.graph.inserting_before(node):
             target = add_call(self.graph, in_rows, (stored, parts), rows, node)
             source = add_call(self.graph, rows_of_gather, node.args, rows, node)

@@ -105,8 +105,8 @@ class _Search:
 
     def _score(self, value: SavedTensor, target: int, before: int) -> tuple[float, _Trial | None]:
         """Added microseconds per byte (summed over calls) of excess that dropping `value` removes; None if none is."""
-        trial = _Trial(self)
-        trial.drop(value)
+        trial = _Trial(self, value, {*self.dropped, id(value.storage)})
+        trial.drop()
         gained = before - self.excess(trial.after(), target)
         return (max(trial.us, _LEAST_US) / gained, trial) if gained > 0 else (float("inf"), None)
 
@@ -127,16 +127,16 @@ class _Trial:
     """The change by dropping one more value; `commit` applies it."""
 
     base: _Search
+    value: SavedTensor
+    dropped: set[int]
     us: float = 0.0
-    value: SavedTensor | None = None
     spans: dict[_Spot, Span] = field(default_factory=dict[_Spot, Span])
     copies: dict[tuple[Node, int], int] = field(default_factory=dict[tuple[Node, int], int])
     leaning: list[tuple[int, Node, int, int]] = field(default_factory=list[tuple[int, Node, int, int]])
     sizes: dict[_Spot, int] = field(default_factory=dict[_Spot, int])
 
-    def drop(self, value: SavedTensor) -> None:
-        self.value = value
-        key = (id(value.storage), -1)
+    def drop(self) -> None:
+        value, key = self.value, (id(self.value.storage), -1)
         self.spans[key], self.sizes[key] = (value.storage.first, value.last_read), value.storage.size_bytes
         for segment, reads in value.reads.items():
             for at, member in reads:
@@ -155,7 +155,7 @@ class _Trial:
             if twin is not None:
                 for storage in saved.of.get(twin, ()):
                     self._extend(storage, -1, at)
-            elif self._is_alive(node, segment):
+            elif saved.is_alive(node, segment, self.dropped):
                 for storage in saved.of.get(node, ()):
                     self._extend(storage, -1, at)
                     self.leaning.append((id(storage), node, segment, at))
@@ -173,15 +173,6 @@ class _Trial:
             self.us += self.base.cost_us(node)
         self.copies[key] = at
         return [(given, at) for given in operands(node)]
-
-    def _is_alive(self, node: Node, segment: int) -> bool:
-        saved = self.base.saved
-        if not saved.repeatable(node):
-            return True
-        held = saved.of.get(node, ())
-        if len(held) != 1 or id(held[0]) in self.base.dropped:
-            return False
-        return saved.last_segment[id(held[0])] >= segment and (self.value is None or held[0] is not self.value.storage)
 
     def _extend(self, storage: Storage, segment: int, at: int) -> None:
         """Let the lifetime of `storage` in `segment` include call `at`."""
@@ -210,10 +201,9 @@ class _Trial:
         return self.base.held + np.cumsum(steps[:-1])
 
     def commit(self) -> None:
-        assert self.value is not None, "something was dropped"
         self.base.held = self.after()
         self.base.us += self.us
-        self.base.dropped.add(id(self.value.storage))
+        self.base.dropped = self.dropped
         self.base.spans |= self.spans
         self.base.copies |= self.copies
         for storage, node, segment, at in self.leaning:

@@ -122,12 +122,5 @@ class _Work:
         self.copies[node, segment] = new
 
     def _is_alive(self, node: Node, segment: int) -> bool:
-        known = self._origins.get(node)
-        if known is None:  # recomputed itself
-            return False
-        held = self.saved.of.get(known, ())
-        if not self.saved.repeatable(known):
-            return True
-        if len(held) != 1 or id(held[0]) in self.dropped:
-            return False
-        return self.saved.last_segment[id(held[0])] >= segment
+        known = self._origins.get(node)  # None for a node that is recomputed itself
+        return known is not None and self.saved.is_alive(known, segment, self.dropped)

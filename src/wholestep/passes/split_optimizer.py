@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from torch.fx import Graph, Node
 
@@ -30,8 +30,6 @@ class SplitOptimizer(InPlace):
     """
 
     by: frozenset[str] | None = None
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     @property
     def must_follow(self) -> tuple[str, ...]:
