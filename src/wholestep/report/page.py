@@ -16,9 +16,7 @@ from ..partition.lower import partition
 from ..passes.base import run_passes
 from ..plan.plan import Plan
 from .compare import PlanRow
-from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
-from .tables import by_op, sent, verdicts
-from .tree import tree
+from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, title, tree, verdicts
 from .what_if import WhatIf
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -115,13 +113,12 @@ def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> L
 
 
 def _head(plan: Plan, local: LocalGraph, made: Timeline) -> dict[str, Any]:
-    totals = local.collectives().values()
-    step = made.simulated.step_us
+    totals, took = local.collectives().values(), made.simulated
     return {
-        "step_us": step,
-        "exposed_us": made.simulated.exposed_us,
-        "exposed": made.simulated.exposed_us / step if step else 0.0,
-        "mfu": made.simulated.mfu,
+        "step_us": took.step_us,
+        "exposed_us": took.exposed_us,
+        "exposed": took.exposed_us / took.step_us if took.step_us else 0.0,
+        "mfu": took.mfu,
         "param_bytes": plan.stored_bytes("param"),
         "state_bytes": plan.stored_bytes("state"),
         "sent_bytes": sum(total.bytes for total in totals),
