@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import output_files
+from .target import check_outputs
 
 if TYPE_CHECKING:
     from wholestep.hardware.calibration import FitError
@@ -45,7 +45,7 @@ def calibrate(
         typer.echo(f"wholestep calibrate: no device {kind!r}\n  needed: cpu, or cuda with a GPU", err=True)
         raise typer.Exit(2)
     if os.environ.get("RANK", "0") == "0":
-        output_files.check(out=out)
+        check_outputs(out=out)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     starts_group = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
