@@ -26,7 +26,7 @@ from wholestep.cache.key import Key, UnknownValueError, digest, text_of
 from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import copy_graph
-from wholestep.hardware.measured import CollectiveCost
+from wholestep.hardware.curves import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.decision import Objective
 from wholestep.plan.solved_layouts import SolvedLayouts

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.launch import World
+from ..hardware.curves import CollectiveCost
 from ..hardware.hardware import Hardware
-from ..hardware.measured import CollectiveCost
 from ..tuning import TUNING
 from .measure_link import measure_link
 

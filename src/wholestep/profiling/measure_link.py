@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend.gloo.buffers import Buffers
 from ..distributed.launch import World
-from ..hardware.measured import CollectiveCost, sent_bytes
+from ..hardware.curves import CollectiveCost, sent_bytes
 from ..tuning import TUNING
 
 _FEW, _LEAST = TUNING.link_few_bytes, TUNING.link_many_bytes

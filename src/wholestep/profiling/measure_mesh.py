@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..backend.gloo.exchange import add_parts, exchanges, funcol, gather, swap
 from ..errors import MeshError
-from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
-from ..hardware.curve_fit import TimeSample
+from ..hardware.calibration import Measurements, TimedCollective, TimedProduct, TimeSample
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 wait = torch.ops._c10d_functional.wait_tensor.default

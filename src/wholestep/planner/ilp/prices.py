@@ -12,8 +12,8 @@ from ...cost.compute import node_us
 from ...graph import meta
 from ...graph.meta import TensorMeta
 from ...graph.nodes import operands
+from ...hardware.device import Work
 from ...hardware.hardware import Hardware
-from ...hardware.work import Work
 from ...layout import REPLICATED, AxisState
 from ...mesh import Mesh
 
