@@ -13,7 +13,7 @@ from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.report.compare import costs
 from wholestep.report.page import page
-from wholestep.report.what_if import WhatIfCase, other_sizes, resized, show, what_if
+from wholestep.report.what_if import WhatIfCase, other_sizes, show, what_if
 
 H100 = ws.Hardware.preset("dgx-h100")
 
@@ -65,8 +65,6 @@ def test_sizes_beside_a_mesh() -> None:
         "one=1,dp=2,tp=2",
     ]
     assert [str(case.mesh) for case in other_sizes(ws.Mesh("dp=1"))] == ["dp=2"]
-    with pytest.raises(ws.MeshError, match="has no axis 'tp'"):
-        resized(ws.Mesh("dp=4"), "tp", 2)
 
 
 STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..cost.simulation import kind_of
-from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, phase
+from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, phase, title
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Role
 from ..graph.nodes import is_collective, is_wait, node_at
@@ -29,9 +29,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass
 class TrafficRow:
-    """Collectives of one kind, axis, phase and module path, in which numbers are `*`.
-
-    `sent_bytes`: that a rank sends. `us`: time on the link. `waited_us`: the part for which the rank waits.
+    """Collectives of one kind, axis, phase and module path, in which numbers are `*`. `sent_bytes`: that a rank sends.
+    `us`: time on the link. `waited_us`: the part for which the rank waits.
     """
 
     kind: str
@@ -168,11 +167,6 @@ def lanes(made: Timeline) -> dict[str, Any]:
         for stream, spans in drawn.items()
     ]
     return {"step": round(made.simulated.step_us, 3), "lanes": found, "words": list(words)}
-
-
-def title(stream: str) -> str:
-    """The name of a stream on the page."""
-    return stream if stream in (COMPUTE, WAIT) else f"axis {stream}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import MeshError, PlanError
+from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
@@ -19,9 +19,8 @@ _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "b
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """One change to a plan: another mesh, machine or step.
-
-    `batch_parts`: the batch of `graph` in batches of the plan: 2 if it is twice as large.
+    """One change to a plan: another mesh, machine or step. `batch_parts`: the batch of `graph` in batches of the plan:
+    2 if it is twice as large.
     """
 
     name: str
@@ -67,19 +66,13 @@ def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[W
 def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     """Twice and half as many ranks on the first axis larger than one."""
     axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
-    sizes = {"twice the ranks": 2 * axis.size, "half the ranks": axis.size // 2}
-    return [WhatIfCase(f"{k} on {axis.name}", resized(mesh, axis.name, size)) for k, size in sizes.items() if size]
-
-
-def resized(mesh: Mesh, axis: str, size: int) -> Mesh:
-    """`mesh` with another size of one axis.
-
-    Raises:
-        MeshError: it has no such axis.
-    """
-    if axis not in mesh.names:
-        raise MeshError(f"mesh {mesh} has no axis {axis!r}", f"one of {', '.join(mesh.names)}", "correct the name")
-    return Mesh(",".join(f"{one.name}={size if one.name == axis else one.size}" for one in mesh.axes))
+    found: list[WhatIfCase] = []
+    for name, size in (("twice the ranks", 2 * axis.size), ("half the ranks", axis.size // 2)):
+        if size:
+            sizes = {one.name: one.size for one in mesh.axes} | {axis.name: size}
+            other = Mesh(",".join(f"{key}={value}" for key, value in sizes.items()))
+            found.append(WhatIfCase(f"{name} on {axis.name}", other))
+    return found
 
 
 def show(rows: Sequence[WhatIf]) -> str:
