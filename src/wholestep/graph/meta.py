@@ -6,7 +6,7 @@ import linecache
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
@@ -162,10 +162,7 @@ def size_bytes(node: Node) -> int:
 
 
 def traced_stride(node: Node) -> tuple[int, ...] | None:
-    """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of its rows.
-
-    A shard of rows has the traced strides if each row is a separate range of memory.
-    """
+    """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of separate rows."""
     traced, local = value(node), tensor(node)
     if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
@@ -248,7 +245,7 @@ def last_user_frame(stack: str) -> str:
     return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
 
 
-def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
+def set_tensors(node: Node, made: Iterable[TensorMeta | None]) -> None:
     """Record the TensorMeta of each flat output of `node`."""
     node.meta["wholestep_tensors"] = tuple(made)
 

@@ -73,10 +73,7 @@ def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
 
 
 def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
-    """Append a copy of `node` to `graph`, with its name and metadata, reading `twin(operand)` for each operand.
-
-    Like `Graph.node_copy`, in a third of the time.
-    """
+    """Append a copy of `node` to `graph` that reads `twin(operand)`. `Graph.node_copy` takes three times as long."""
     args, kwargs = map_arg(node.args, twin), map_arg(node.kwargs, twin)
     new = add_node(graph, node.op, node.target, args, kwargs, node.name)
     meta.copy(node, new)
@@ -84,10 +81,8 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
 
 
 def redirect(moved: Mapping[Node, Node]) -> None:
-    """Replace all uses of each key of `moved` by its value, transitively.
-
-    Like `Node.replace_all_uses_with` for each key, which visits all operands of a reader per replacement: quadratic
-    for the thousands of operands of an output or a foreach optimizer.
+    """Replace all uses of each key of `moved` by its value, transitively. `Node.replace_all_uses_with` visits all
+    operands of a reader per replacement: quadratic for the thousands of an output or a foreach optimizer.
     """
 
     def final(node: Node) -> Node:

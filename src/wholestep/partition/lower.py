@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from math import prod
 from typing import Any
 
@@ -38,6 +39,7 @@ aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
 _ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
 _Key = tuple[Node, Layout, int]
+_Finish = Callable[[], Node]
 
 
 @collector_paused()
@@ -68,10 +70,8 @@ class _Lowering:
     graph: Graph = field(default_factory=Graph)
     at: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
-    started: dict[tuple[Node, int], Callable[[], Node]] = field(
-        default_factory=dict[tuple[Node, int], Callable[[], Node]]
-    )
-    moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
+    started: dict[tuple[Node, int], _Finish] = field(default_factory=dict[tuple[Node, int], _Finish])
+    moved: dict[_Key, _Finish] = field(default_factory=dict[_Key, _Finish])
     ordered: dict[tuple[Node, bool], Node] = field(default_factory=dict[tuple[Node, bool], Node])
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class _Lowering:
             self._start_reductions(node)
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
-        segment = region if node in self.regions.on_demand else self.regions.at(node)
+        segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
         given = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
             found = zip(operands(node), given, decision.operands, strict=True)
@@ -150,9 +150,7 @@ class _Lowering:
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
-        made = [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
-        meta.set_tensors(new, made)
-        return new
+        return self._with_outputs(new, node)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
         layouts = (*decision.operands, *decision.outputs)
@@ -184,10 +182,12 @@ class _Lowering:
         new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
         meta.copy(node, new)
         meta.set_strided(new, meta.is_strided(made))
+        return self._with_outputs(new, node)
+
+    def _with_outputs(self, new: Node, node: Node) -> Node:
+        """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
-        meta.set_tensors(
-            new, [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)]
-        )
+        meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
         return new
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
