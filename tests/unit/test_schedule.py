@@ -20,8 +20,8 @@ from wholestep.graph.graph import Role
 from wholestep.graph.meta import one_tensor
 from wholestep.graph.nodes import add_call, is_collective, is_wait, node_at, operands
 from wholestep.graph.verify import check_local_graph
+from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
-from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, join_rows
 from wholestep.passes.bucket_sizes import SizeBuckets, even_bytes, resized
@@ -160,22 +160,6 @@ def test_what_tensor_parallel_cuts_is_gathered_again_over_the_other_axis() -> No
 
 def lengths(optimizers: list[torch.fx.Node]) -> list[int]:
     return [len(list(node.args[0])) for node in optimizers]  # type: ignore[call-overload]
-
-
-def test_splitting_by_gradients_makes_two() -> None:
-    local = layers(3, 8)
-    waits = [n.name for n in local.graph.nodes if is_wait(n)]
-    two = ws.run_passes(local, [SplitOptimizer(frozenset(waits[:2]))])
-    fused = [n for n in two.graph.nodes if "_fused_adam" in str(n.target)]
-    assert sorted(lengths(fused)) == [2, 4]
-
-
-@pytest.mark.parametrize("side", ["none", "all"])
-def test_splitting_needs_two_sides(side: str) -> None:
-    local = layers(2, 8)
-    waits = frozenset(n.name for n in local.graph.nodes if is_wait(n)) if side == "all" else frozenset[str]()
-    with pytest.raises(ValueError, match="leaves one of two optimizers empty"):
-        SplitOptimizer(waits)(local)
 
 
 def slow_hardware(flops_per_us: float = 2000, link_bytes_per_us: float = 400) -> Hardware:

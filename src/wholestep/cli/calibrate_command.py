@@ -22,8 +22,7 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("hardware.json"),
     name: Annotated[str, typer.Option("--name", help="Name of the machine.")] = "calibrated",
     largest: Annotated[
-        float,
-        typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0),
+        float, typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda if available.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a collective may take.", min=1)] = 300,

@@ -31,8 +31,7 @@ Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
 _Model = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
+    str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
 ]
 
 _Batch = Annotated[
@@ -105,9 +104,10 @@ def plan(
     first = None if sizes is None else min(sizes, default=1)
     given = {"batch": first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     check_given(target, hf)
-    _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    timed = hardware is None or bool(auto or compare or explain or html or trace or what_if)
-    _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
+    single = {"style": style, "explain": explain, "program": show or None}
+    _check_effects(hf, given, compare, single, auto, style, {"memory": memory, "pin": pin, "whole": whole})
+    if hardware is not None and not (auto or compare or explain or html or trace or what_if):
+        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
@@ -143,22 +143,16 @@ def plan(
             planning.draw(shown, done, described, html, trace, cases)
 
 
-def _check_together(hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
-    unused = [name for name, value in given.items() if value is not None]
-    if hf is None and unused:
-        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
-    about_one = [name for name, value in single.items() if value]
-    if compare and about_one:
-        refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
-
-
-def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
+def _check_effects(
+    hf: str | None, model: dict[str, Any], compare: bool, single: dict[str, Any], auto: bool, style: Style | None,
+    chosen_by: dict[str, Any],
+) -> None:  # fmt: skip
     """Refuse options that would have no effect, or that contradict each other."""
+    if hf is None and (unused := [name for name, value in model.items() if value is not None]):
+        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
+    if compare and (about_one := [name for name, value in single.items() if value]):
+        refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    unused = [name for name, value in chosen_by.items() if value]
-    if unused and not auto:
+    if not auto and (unused := [name for name, value in chosen_by.items() if value]):
         refuse(f"--{unused[0]} without --auto: it has no effect")
-    if not timed:
-        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")

@@ -145,9 +145,8 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
 def tensor_parallel(
     target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: ws.Hardware
 ) -> Strategy | ws.WholestepError | None:
-    """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose.
-
-    An error, which is not raised, if the model has no plan.
+    """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose. An error,
+    which is not raised, if the model has no plan.
     """
     if list(tp) == ["auto"]:
         return ws.TensorParallel("auto", axis=axis, hardware=hardware)

@@ -77,7 +77,6 @@ class Bucket(InPlace):
 
     def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
         """Groups of collectives to merge, in program order, each a list of its stages: hierarchical ones if `several`.
-
         Adds the collectives that are too large to merge to `done`.
         """
         open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
@@ -135,9 +134,8 @@ def _ahead(node: Node) -> bool:
 
 
 def stages_from(node: Node) -> list[Node]:
-    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum.
-
-    A later stage is the only reader of the stage before.
+    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum. A later
+    stage is the only reader of the stage before.
     """
     stages = [node]
     while (after := _next_stage(stages[-1])) is not None:
@@ -209,7 +207,6 @@ def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tupl
 
 def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int]) -> list[Node]:
     """Replace `group` by one collective for each stage, whose last result is cut at the former waits; returns these.
-
     `fixed`: shapes are the same on all ranks. `place`: positions of the waits.
     """
     firsts, stages = [one[0] for one in group], group[0]

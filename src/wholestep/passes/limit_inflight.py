@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,25 +37,23 @@ class LimitInflight(InPlace):
         assert local.sizes is not None, "SizeBuckets came before"
         sizes, graph = local.sizes, local.graph
         pending: dict[Any, dict[Node, int]] = defaultdict(dict)  # by axis, bytes that each reduce-scatter reads
+        held = 0
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if is_wait(node):
                 for along_axis in pending.values():
-                    along_axis.pop(node_at(node, 0), None)
+                    held -= along_axis.pop(node_at(node, 0), 0)
             elif node.target is SCATTER:
                 given = node_at(node, 0)
                 size_bytes = meta.size_bytes(given)
                 same_axis = pending[node.args[-1]]
-                while len(same_axis) >= sizes.in_flight and size_bytes + _total(pending) > sizes.in_flight_bytes:
+                while len(same_axis) >= sizes.in_flight and size_bytes + held > sizes.in_flight_bytes:
                     oldest = next(iter(same_axis))
-                    del same_axis[oldest]
+                    held -= same_axis.pop(oldest)
                     unmoved = not is_wait(given)  # `place` is out of date for waits
                     start = given if unmoved and place[given] > place[oldest] else node
                     for wait in list(oldest.users):
                         start.prepend(wait)
                 same_axis[node] = size_bytes
+                held += size_bytes
         return local
-
-
-def _total(pending: Mapping[Any, Mapping[Node, int]]) -> int:
-    return sum(sum(along_axis.values()) for along_axis in pending.values())

@@ -54,7 +54,6 @@ class Overlap(InPlace):
 @dataclass(frozen=True)
 class SameOrder:
     """Gives all ranks the order of collectives that `ask` returns for a program; without `ask` nothing changes.
-
     `Overlap` may order collectives differently on ranks whose batches differ in size: they would deadlock.
     """
 

@@ -1,8 +1,4 @@
-"""Turns functional ops whose operand dies into in-place ops, and writes new state into the storage of the old.
-
-Bitwise the same, except that sums over tensors whose strides the trace does not fix may run in another order.
-State that cannot be updated in place is copied at the end: a parameter always keeps its storage.
-"""
+"""Turns functional ops whose operand dies into in-place ops, and writes new state into the storage of the old."""
 
 from __future__ import annotations
 
@@ -33,6 +29,8 @@ class Reinplace(InPlace):
     """Updates parameters and state in place, and lets other ops overwrite operands that nothing reads afterwards.
 
     Takes a functional LocalGraph; the outputs of the result are the step's results and the state that it creates.
+    State that cannot be updated in place is copied at the end: a parameter always keeps its storage. Bitwise the same,
+    except that sums over tensors whose strides the trace does not fix may run in another order.
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ()
@@ -65,7 +63,6 @@ class _Work:
             for given in operands(node):
                 self._use(given, _END if node.op == "output" else self._until(node))
 
-    # -- aliases ------------------------------------------------------------------------
     def _join(self, node: Node) -> None:
         source = _aliased(node)
         root = self.root[source] if source is not None else node
@@ -97,7 +94,6 @@ class _Work:
             self.members[new].append(node)
         self.last_use[new] = max(self.last_use.get(new, -1), self.last_use.pop(old, -1))
 
-    # -- nodes ---------------------------------------------------------------------------
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if node.target is part_of_gather:
@@ -184,7 +180,6 @@ class _Work:
                 self.graph.erase_node(inner)
             self.graph.erase_node(user)
 
-    # -- the end --------------------------------------------------------------------------
     def finish(self) -> tuple[Output, ...]:
         """Copy updates that are not in their storage; keep results and created state as outputs."""
         placeholders = {i.name: n for i, n in self.local.placeholders()}

@@ -23,7 +23,6 @@ from ..tuning import TUNING
 from .saved_tensors import SavedTensor, SavedTensors
 
 _STAGES = TUNING.remat_stages
-_LEAST_US = TUNING.remat_least_us
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Span = tuple[int, int]
 _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recomputed; -1 for the original
@@ -31,20 +30,16 @@ _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recom
 
 @dataclass(frozen=True)
 class RematChoice:
-    """Names of values to rematerialize, the time that adds, and the expected peak."""
+    """Names of values to rematerialize, and the expected peak."""
 
     names: tuple[str, ...]
-    added_us: float
     peak_bytes: int
 
 
 def choices(
-    saved: SavedTensors,
-    held: Sequence[int],
-    hardware: Hardware,
-    wire_price: float = 1.0,
+    saved: SavedTensors, held: Sequence[int], hardware: Hardware, wire_price: float = 1.0,
     times: Mapping[Node, int] | None = None,
-) -> list[RematChoice]:
+) -> list[RematChoice]:  # fmt: skip
     """The frontier, cheapest choice first; `held` is the live bytes at each call of the unchanged step.
 
     A gather costs `wire_price` of the time for which it occupies the link. `times`: how many equal calls a call of a
@@ -68,7 +63,6 @@ class _Search:
     wire_price: float
     held: Array
     times: Mapping[Node, int]
-    us: float = 0.0
     names: list[str] = field(default_factory=list[str])
     dropped: set[int] = field(default_factory=set[int])
     spans: dict[_Spot, Span] = field(default_factory=dict[_Spot, Span])
@@ -76,7 +70,7 @@ class _Search:
     leaning: dict[int, list[tuple[Node, int, int]]] = field(default_factory=dict[int, list[tuple[Node, int, int]]])
 
     def choice(self) -> RematChoice:
-        return RematChoice(tuple(self.names), self.us, int(self.held.max(initial=0)))
+        return RematChoice(tuple(self.names), int(self.held.max(initial=0)))
 
     def excess(self, held: Array, target: int) -> int:
         """Bytes above `target`, summed over all calls."""
@@ -108,7 +102,7 @@ class _Search:
         trial = _Trial(self, value, {*self.dropped, id(value.storage)})
         trial.drop()
         gained = before - self.excess(trial.after(), target)
-        return (max(trial.us, _LEAST_US) / gained, trial) if gained > 0 else (float("inf"), None)
+        return (max(trial.us, TUNING.remat_least_us) / gained, trial) if gained > 0 else (float("inf"), None)
 
     def cost_us(self, node: Node) -> float:
         if is_wait(node):
@@ -202,7 +196,6 @@ class _Trial:
 
     def commit(self) -> None:
         self.base.held = self.after()
-        self.base.us += self.us
         self.base.dropped = self.dropped
         self.base.spans |= self.spans
         self.base.copies |= self.copies

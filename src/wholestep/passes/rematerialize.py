@@ -16,7 +16,7 @@ from .saved_tensors import SavedTensors
 
 
 def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
-    """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`Value.name`).
+    """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`SavedTensor.name`).
 
     Each is recomputed just before its first reader from tensors that are still alive; operands that are not alive are
     recomputed too. The same ops run on the same operands: bitwise the same.

@@ -1,8 +1,4 @@
-"""The tensors that a step saves from the forward for the backward, and which of them can be rematerialized.
-
-A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment than
-its own reads it.
-"""
+"""The tensors that a step saves from the forward for the backward, and which of them can be rematerialized."""
 
 from __future__ import annotations
 
@@ -49,7 +45,9 @@ class SavedTensor:
 class SavedTensors:
     """The values of `local` (a functional graph) with their positions among call nodes.
 
-    `compute` allows values that depend on the batch to be recomputed, `gathers` gathered parameters to be re-gathered.
+    A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
+    than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
+    parameters to be re-gathered.
     """
 
     local: LocalGraph
@@ -149,14 +147,10 @@ class SavedTensors:
         return SavedTensor(storage, last_read, reads) if reads else None
 
     def repeatable(self, node: Node) -> bool:
-        """True for a call that gives the same bits when it runs twice.
-
-        Random numbers and collectives do not, except gathers of stored tensors.
-        """
-        found = self._repeatable.get(node)
-        if found is None:
-            found = self._repeatable[node] = self._can_repeat(node)
-        return found
+        """True for a call that gives the same bits when it runs twice, as gathers of stored tensors do."""
+        if node not in self._repeatable:
+            self._repeatable[node] = self._can_repeat(node)
+        return self._repeatable[node]
 
     def is_alive(self, node: Node, segment: int, dropped: Collection[int]) -> bool:
         """True if `node` can be read in `segment` while the storages with the ids `dropped` are not kept for it."""

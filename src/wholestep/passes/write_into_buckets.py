@@ -79,9 +79,8 @@ def _scale(graph: Graph, by: Node, scale: float) -> bool:
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> bool:
-    """Replace `join`, the pieces of an all-reduce, by a bucket into which each is written times `scale`.
-
-    False if it is no such join, or no piece is a matrix product.
+    """Replace `join`, the pieces of an all-reduce, by a bucket into which each is written times `scale`. False if it is
+    no such join, or no piece is a matrix product.
     """
     if join.target is not join_rows or join.args[1] != 1 or len(join.users) != 1:
         return False
