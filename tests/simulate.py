@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.interpret import run_all
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture import Capture
 from wholestep.capture import state as held_state
 from wholestep.graph.graph import Input, LocalGraph, Role
-from wholestep.graph.interpret import run_all
 from wholestep.layout import Layout, chunk_range
 from wholestep.mesh import Mesh
 from wholestep.plan.plan import Plan

@@ -8,7 +8,7 @@ from math import log2
 
 import wholestep as ws
 from benchmarks.accuracy.read import Case, Left, Row, data_sheet, hardware_of, number, whole
-from wholestep.hardware.curve_fit import TimeSample, fit_curve
+from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import KINDS, curve_us
 
 COLUMNS = ("device", "collective", "n_ranks", "ranks_per_node", "message_bytes", "time_us")

@@ -15,7 +15,7 @@ import wholestep as ws
 from benchmarks.accuracy import runs, step
 from benchmarks.accuracy.config import Run
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of
-from wholestep.hardware.curve_fit import Array, simplex
+from wholestep.hardware.calibration import Array, simplex
 
 _START = (1.0, 0.6, 0.3, 0.8, 2.0, 50.0)
 _ROUNDS, _WIDTH = 50, 0.15

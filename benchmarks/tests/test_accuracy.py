@@ -14,7 +14,7 @@ import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, memory, refit, runs, step
 from benchmarks.accuracy.read import Case, rows
 from benchmarks.accuracy.report import errors, left_out, worst
-from wholestep.hardware.curve_fit import TimeSample, fit_curve
+from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
 
 MIB = 1 << 20

@@ -68,7 +68,6 @@ class Tuning:
     hidden_share: float = tuned(0.5, "share", "all-reduces double while computing hides no more of them", 30)
     buckets_in_flight: int = tuned(3, "buckets", "of gathers, and of reductions: a guess")
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
-    in_flight_bytes: int = tuned(64 << 20, "bytes", "of `Overlap` without sizes: a guess")
     # -- cost model
     most_slowed_share: float = tuned(0.9, "share", "of computing that collectives take at most: a guess")
     split_k: tuple[int, ...] = tuned((1, 2, 4, 8), "parts", "of k, where few tiles do not fill the device", 19)

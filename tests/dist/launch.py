@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from wholestep.distributed.launch import World
+from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
-from wholestep.hardware.measured import CollectiveCost
 from wholestep.runtime import finalize
 
 HOST = "127.0.0.1"

@@ -11,8 +11,7 @@ import wholestep as ws
 from tests.dist.launch import run_ranks
 from wholestep.cli import app
 from wholestep.cli.calibrate_command import write
-from wholestep.hardware.calibration import Measurements, TimedCollective, TimedProduct, fit
-from wholestep.hardware.curve_fit import TimeSample
+from wholestep.hardware.calibration import Measurements, TimedCollective, TimedProduct, TimeSample, fit
 from wholestep.hardware.curves import KINDS
 from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 

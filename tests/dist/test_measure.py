@@ -10,8 +10,8 @@ import torch.distributed as dist
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from wholestep.distributed.launch import join
+from wholestep.hardware.device import MeasuredDevice
 from wholestep.hardware.hardware_file import from_json, to_json
-from wholestep.hardware.measured import MeasuredDevice
 from wholestep.profiling.measure_hardware import crowded, measure_hardware
 
 

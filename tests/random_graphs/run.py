@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.interpret import run_all, run_one
 from tests.random_graphs.case import Case
 from tests.random_graphs.program import error
 from tests.simulate import cut, join
@@ -19,7 +20,6 @@ from wholestep import partition
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
-from wholestep.graph.interpret import run_all, run_one
 from wholestep.layout import Layout
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes

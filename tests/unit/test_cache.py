@@ -26,7 +26,7 @@ from wholestep.cache.step_cache import DamagedError
 from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import copy_graph
-from wholestep.hardware.measured import CollectiveCost
+from wholestep.hardware.curves import CollectiveCost
 from wholestep.passes import fit_memory
 from wholestep.plan.decision import Objective
 from wholestep.plan.strategies import Strategies

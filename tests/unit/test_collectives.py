@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import wholestep as ws
+from tests.interpret import run_all
 from tests.simulate import cut, join
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.collectives import pad, split, unpad
 from wholestep.collectives.reshards import program
 from wholestep.dtensor import layout_from
-from wholestep.graph.interpret import run_all
 from wholestep.layout import AxisState, Layout, replicated, sharded
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoints
 
 import wholestep as ws
+from tests.interpret import run_one
 from tests.steps import mean_square as mean
 from wholestep.errors import GraphError
 from wholestep.graph import meta
 from wholestep.graph.folding.fold import fold
 from wholestep.graph.folding.repeats import Repeats, find_repeats, why_not
 from wholestep.graph.graph import Role
-from wholestep.graph.interpret import run_one
 
 DEEP, SHALLOW, WIDTH, WORDS = 6, 3, 8, 12
 checkpoint: Any = vars(checkpoints)["checkpoint"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interpret import run_one
 from tests.random_graphs.case import Case
 from tests.random_graphs.program import Program, finished
 from tests.random_graphs.run import parts_of, problem
 from wholestep import _torch
 from wholestep.graph.graph import Input, Output, Role
-from wholestep.graph.interpret import run_one
 from wholestep.graph.meta import meta_of, with_stride
 from wholestep.layout import AxisState, Layout, replicated, sharded
 from wholestep.mesh import Mesh

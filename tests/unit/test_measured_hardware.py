@@ -16,9 +16,9 @@ from wholestep.cost.simulation import Clock, kind_of, simulate, whole_bytes
 from wholestep.distributed.launch import join
 from wholestep.graph.nodes import is_collective, is_wait
 from wholestep.graph.op_kinds import streams
+from wholestep.hardware.curves import CollectiveCost
+from wholestep.hardware.device import Work
 from wholestep.hardware.hardware_file import from_json, to_json
-from wholestep.hardware.measured import CollectiveCost
-from wholestep.hardware.work import Work
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
 from wholestep.profiling.measure_hardware import measure_hardware

@@ -21,10 +21,8 @@ from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human
 from wholestep.report import page as page_module
 from wholestep.report.compare import Costs, PlanRow
-from wholestep.report.drawing import columns, lanes, outline
 from wholestep.report.page import page, program, show_us
-from wholestep.report.tables import by_op, sent, verdicts
-from wholestep.report.tree import tree
+from wholestep.report.page_data import by_op, columns, lanes, outline, sent, tree, verdicts
 
 H100 = ws.Hardware.preset("dgx-h100")
 EVIL = """</script><script>alert("1")</script><!--'&"""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import wholestep as ws
+from tests.interpret import run_one
 from tests.together import OneDevice, compare
 from wholestep.capture import capture_step
 from wholestep.graph.graph import Role
-from wholestep.graph.interpret import run_one
 from wholestep.graph.op_kinds import depends_on_strides
 from wholestep.rules import registry
 from wholestep.rules.call import Call

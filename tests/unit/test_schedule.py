@@ -10,20 +10,21 @@ from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
 from tests.catalogue import CASES
+from tests.interpret import run_all
 from tests.simulate import index_of
 from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
-from wholestep.graph.interpret import run_all
-from wholestep.graph.nodes import is_collective, is_wait, node_at, operands
+from wholestep.graph.meta import one_tensor
+from wholestep.graph.nodes import add_call, is_collective, is_wait, node_at, operands
 from wholestep.graph.verify import check_local_graph
+from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
-from wholestep.hardware.measured import CollectiveCost
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, add_call, join_rows, made_by
-from wholestep.passes.bucket_sizes import even_bytes, resized
+from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, join_rows
+from wholestep.passes.bucket_sizes import SizeBuckets, even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
@@ -106,7 +107,7 @@ def test_a_bucket_goes_on_along_further_axes(style: str, hops: dict[str, str]) -
 def test_further_hops_start_while_others_are_computed() -> None:
     """Sums between nodes do not wait for the end of the backward, though no bucket is merged."""
     local = layers(8, 300, "hybrid", rows=128, mesh="node=2,rank=2")
-    for changed in (Overlap(SLOW)(local), Schedule(SLOW, 512 << 10, 256 << 10)(local)):
+    for changed in (Overlap(SLOW)(SizeBuckets(SLOW)(local)), Schedule(SLOW, 512 << 10, 256 << 10)(local)):
         order = ["all_reduce" in str(n.target) for n in sends(changed)]
         assert order.index(True) < len(order) - 1 - order[::-1].index(False)
         assert simulate(changed, SLOW).exposed_us < 0.25 * simulate(local, SLOW).exposed_us
@@ -161,22 +162,6 @@ def lengths(optimizers: list[torch.fx.Node]) -> list[int]:
     return [len(list(node.args[0])) for node in optimizers]  # type: ignore[call-overload]
 
 
-def test_splitting_by_gradients_makes_two() -> None:
-    local = layers(3, 8)
-    waits = [n.name for n in local.graph.nodes if is_wait(n)]
-    two = ws.run_passes(local, [SplitOptimizer(frozenset(waits[:2]))])
-    fused = [n for n in two.graph.nodes if "_fused_adam" in str(n.target)]
-    assert sorted(lengths(fused)) == [2, 4]
-
-
-@pytest.mark.parametrize("side", ["none", "all"])
-def test_splitting_needs_two_sides(side: str) -> None:
-    local = layers(2, 8)
-    waits = frozenset(n.name for n in local.graph.nodes if is_wait(n)) if side == "all" else frozenset[str]()
-    with pytest.raises(ValueError, match="leaves one of two optimizers empty"):
-        SplitOptimizer(waits)(local)
-
-
 def slow_hardware(flops_per_us: float = 2000, link_bytes_per_us: float = 400) -> Hardware:
     return Hardware.measured(
         flops_per_us=flops_per_us, memory_bytes_per_us=8000, launch_us=4, link_us=100,
@@ -208,7 +193,7 @@ def test_updates_run_while_other_gradients_travel() -> None:
 def test_gathers_wait_for_room() -> None:
     """No more gathered parameters wait for their use than `in_flight_bytes`, but for one that is needed."""
     most = 800_000
-    local = Overlap(SLOW, most)(layers(8, 300, "fully_shard", rows=128))
+    local = Overlap(SLOW)(SizeBuckets(SLOW, in_flight_bytes=most)(layers(8, 300, "fully_shard", rows=128)))
     flying: dict[torch.fx.Node, int] = {}
     worst = 0
     for node in local.graph.nodes:
@@ -391,7 +376,7 @@ def test_what_would_be_copied_goes_alone() -> None:
     for style in ("zero1", "fully_shard"):
         joined = [n for join in merged[style].graph.nodes if join.target is join_rows for n in operands(join)]
         assert len(joined) >= 4, "biases"
-        assert max(made_by(n).size_bytes for n in joined) < 300 << 10
+        assert max(one_tensor(n).size_bytes for n in joined) < 300 << 10
 
 
 def test_a_parameter_that_is_gathered_alone_is_received_where_it_rests() -> None:
@@ -409,13 +394,13 @@ def test_a_parameter_that_is_gathered_alone_is_received_where_it_rests() -> None
 @pytest.mark.parametrize("late", [True, False])
 def test_a_parameter_that_is_read_meanwhile_is_received_elsewhere(late: bool) -> None:
     local = Schedule(SLOW, 1, 1)(layers(1, 64, "zero1"))
-    gather = next(n for n in local.graph.nodes if n.target is GATHER and made_by(n).shape == (64, 64))
-    home = next(n for _, n in local.placeholders() if made_by(n).shape == (64, 64))
+    gather = next(n for n in local.graph.nodes if n.target is GATHER and one_tensor(n).shape == (64, 64))
+    home = next(n for _, n in local.placeholders() if one_tensor(n).shape == (64, 64))
     loss = next(n for out, n in local.results() if out.kind == "result")
     with local.graph.inserting_before(next(iter(gather.users)) if late else next(iter(home.users))):
-        read = add_call(local.graph, torch.ops.aten.sum.default, (home,), made_by(loss), home)
+        read = add_call(local.graph, torch.ops.aten.sum.default, (home,), one_tensor(loss), home)
     with local.graph.inserting_before(next(iter(reversed(local.graph.nodes)))):
-        both = add_call(local.graph, torch.ops.aten.add.Tensor, (loss, read), made_by(loss), home)
+        both = add_call(local.graph, torch.ops.aten.add.Tensor, (loss, read), one_tensor(loss), home)
     loss.replace_all_uses_with(both, lambda user: user.op == "output")  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]
     landed = ws.run_passes(local, [Reinplace()])
     into = [n.kwargs["out"].name for n in landed.graph.nodes if n.target is GATHER_INTO]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import output_files
+from .target import check_outputs
 
 if TYPE_CHECKING:
     from wholestep.hardware.calibration import FitError
@@ -22,8 +22,7 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("hardware.json"),
     name: Annotated[str, typer.Option("--name", help="Name of the machine.")] = "calibrated",
     largest: Annotated[
-        float,
-        typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0),
+        float, typer.Option("--largest", help="MiB of the largest collective; 0: 64 on CPUs, 1024 on GPUs.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; cuda if available.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a collective may take.", min=1)] = 300,
@@ -45,7 +44,7 @@ def calibrate(
         typer.echo(f"wholestep calibrate: no device {kind!r}\n  needed: cpu, or cuda with a GPU", err=True)
         raise typer.Exit(2)
     if os.environ.get("RANK", "0") == "0":
-        output_files.check(out=out)
+        check_outputs(out=out)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     starts_group = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from .target import Target, refuse
+from wholestep.graph.gc_control import collector_paused
+
+from .screen import Screen
+from .target import Target, from_function, refuse
 
 PRESETS = Path(__file__).parent / "models"
 SEQUENCE = 2048
@@ -125,6 +128,18 @@ def _read(given: str) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def built(hf: str, batch: int, seq: int | None, layers: int | None) -> Target:
-    """The step of a transformers config, by preset name or file."""
-    return build(ModelSpec(hf, batch=batch, seq=seq, layers=layers))
+def spec_of(hf: str | None, **options: Any) -> ModelSpec | None:
+    """The model of `--hf` with the options that are given; None without `--hf`."""
+    given = {name: getattr(value, "value", value) for name, value in options.items() if value is not None}
+    return None if hf is None else ModelSpec(hf, **given)
+
+
+def load(shown: Screen, target: str | None, spec: ModelSpec | None) -> Target:
+    """The step of `spec`; without one, that of the function `target`."""
+    with shown.stage("model") as details, collector_paused():
+        if spec is None:
+            assert target is not None, "checked before"
+            return from_function(target)
+        found = build(spec)
+        details.append(f"{found.name}, {sum(p.numel() for p in found.args[0].parameters()):,} parameters")
+        return found

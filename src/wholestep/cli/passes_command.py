@@ -5,13 +5,11 @@ from typing import Annotated
 
 import typer
 
-from .target import hardware_of, working
+from .target import HardwareName, hardware_of, working
 
 
 def passes(
-    hardware: Annotated[
-        str | None, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
-    ] = None,
+    hardware: HardwareName = None,
     across_steps: Annotated[bool, typer.Option(help="Leave the end of a step to the next call.")] = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, as 80GiB.")] = None,
     backend: Annotated[str, typer.Option(help="eager, inductor or cudagraphs.")] = "eager",

@@ -1,49 +1,37 @@
 """`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
 
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from wholestep.graph.gc_control import collector_paused
 from wholestep.tuning import table
 
-from . import batch_search, output_files, planning
-from . import what_if_options as what_ifs
-from .constraint_options import wishes
-from .planning import Done, PlanRequest
-from .screen import Screen, staged
+from .hf import load, spec_of
+from .plan_options import WHAT_IF_FORMS, batch_sizes, check_what_if, constraints
 from .target import (
     FULLY_SHARD,
     RETURNS,
+    HardwareName,
     Hf,
     Layers,
     Seq,
     Style,
-    Target,
     check_given,
     check_mesh,
-    from_function,
+    check_outputs,
     hardware_of,
     refuse,
     working,
-)  # fmt: skip
-
-if TYPE_CHECKING:
-    from wholestep.hardware.hardware import Hardware
-    from wholestep.plan.plan import Plan
-    from wholestep.report.what_if import WhatIf
-
-    from .hf import ModelSpec
+    write_output,
+)
 
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
 _Model = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}."),
+    str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
 ]
 
 _Batch = Annotated[
@@ -67,7 +55,7 @@ _Explain = Annotated[
 _Html = Annotated[
     Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
 ]
-_WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {what_ifs.FORMS}; repeatable.")]
+_WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {WHAT_IF_FORMS}; repeatable.")]
 
 
 def plan(
@@ -95,9 +83,7 @@ def plan(
     stop_after: Annotated[
         str | None, typer.Option(help="With --program: print it after this pass (`wholestep passes` lists them).")
     ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="Predict for this hardware: a preset, or a file of wholestep calibrate.")
-    ] = None,
+    hardware: HardwareName = None,
     html: _Html = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
@@ -112,107 +98,61 @@ def plan(
 
     Needs no weights, no process group and no GPU.
     """
-    sizes = batch_search.sizes(batch, auto)
-    given = {"batch": sizes and sizes.first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
+    from . import planning
+
+    sizes = batch_sizes(batch, auto)
+    first = None if sizes is None else min(sizes, default=1)
+    given = {"batch": first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     check_given(target, hf)
-    _check_together(hf, given, compare, {"style": style, "explain": explain, "program": show or None})
-    timed = hardware is None or bool(auto or compare or explain or html or trace or what_if)
-    _check_choice(auto, compare, style, {"memory": memory, "pin": pin, "whole": whole}, timed)
+    single = {"style": style, "explain": explain, "program": show or None}
+    _check_effects(hf, given, compare, single, auto, style, {"memory": memory, "pin": pin, "whole": whole})
+    if hardware is not None and not (auto or compare or explain or html or trace or what_if):
+        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
-    output_files.check(json=out, html=html, trace=trace)
+    check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
         check_mesh(mesh)
-        what_ifs.check(what_if or [], hf is not None)
-        described, wanted = hardware_of(hardware), _wanted(hf, given)
-        found, kind = _target(shown, target, wanted), cast(Literal["per_rank", "global"], semantics.value)
+        check_what_if(what_if or [], hf is not None)
+        described, spec = hardware_of(hardware), spec_of(hf, **given)
+        found, kind = load(shown, target, spec), cast(Literal["per_rank", "global"], semantics.value)
         tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described)
-        asked = PlanRequest(
+        asked = planning.PlanRequest(
             found, mesh, described, described if hardware else None, kind, tensor, tp_axis, explain or (), show,
             stop_after,
         )  # fmt: skip
         if compare:
             done = planning.compared(shown, asked)
         elif auto:
-            chooser = planning.chooser(shown, asked, memory, wishes(pin or [], whole or []))
-            done, wanted = planning.chosen(shown, asked, chooser, sizes, wanted)
+            chooser = planning.chooser(shown, asked, memory, constraints(pin or [], whole or []))
+            done, spec = planning.chosen(shown, asked, chooser, sizes, spec)
         else:
             done = planning.planned(shown, asked, style or FULLY_SHARD)
     typer.echo(done.text)
     if verbose:
         typer.echo(f"\n{table()}")
-    cases: list[WhatIf] = []
+    cases: list[planning.WhatIf] = []
     with working() as shown:
-        output_files.written(out, lambda path: path.write_text(done.as_json), shown.note)
+        write_output(shown, out, lambda path: path.write_text(done.as_json))
         if what_if or html:
-            cases = what_ifs.rows(shown, what_if or [], _plan(done), done.graph, described, done.target, wanted)
+            cases = planning.what_ifs(shown, what_if or [], done, described, spec)
     if what_if:
-        from wholestep.report.what_if import show as show_cases
-
-        typer.echo(f"\n{show_cases(cases)}")
+        typer.echo(f"\n{planning.what_if.show(cases)}")
     if html or trace:
         with working() as shown:
-            _draw(shown, done, described, html, trace, cases)
+            planning.draw(shown, done, described, html, trace, cases)
 
 
-def _draw(
-    shown: Screen, done: Done, hardware: "Hardware", html: Path | None, trace: Path | None,
-    cases: "list[WhatIf]",
+def _check_effects(
+    hf: str | None, model: dict[str, Any], compare: bool, single: dict[str, Any], auto: bool, style: Style | None,
+    chosen_by: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Write the page and the trace, after a comparison of the fastest template."""
-    import wholestep as ws
-    from wholestep.report.page import program
-
-    made, rows = _plan(done), done.rows
-    with staged(shown, "simulate"):
-        local = program(made, done.graph, hardware)
-    chosen = rows[0].name if rows else ""
-    page = partial(ws.report, model=done.target.name, alternatives=rows, chosen=chosen, what_if=cases)
-    output_files.written(html, lambda path: page(path, made, local, hardware), shown.note)
-    output_files.written(trace, lambda path: ws.timeline(local, hardware).save(path), shown.note)
-
-
-def _plan(done: Done) -> "Plan":
-    if done.plan is None:
-        refuse("--html, --trace and --what-if need a plan: no template has one")
-    return done.plan
-
-
-def _check_together(hf: str | None, given: dict[str, Any], compare: bool, single: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
-    unused = [name for name, value in given.items() if value is not None]
-    if hf is None and unused:
-        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
-    about_one = [name for name, value in single.items() if value]
-    if compare and about_one:
-        refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
-
-
-def _check_choice(auto: bool, compare: bool, style: Style | None, chosen_by: dict[str, Any], timed: bool) -> None:
     """Refuse options that would have no effect, or that contradict each other."""
+    if hf is None and (unused := [name for name, value in model.items() if value is not None]):
+        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
+    if compare and (about_one := [name for name, value in single.items() if value]):
+        refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
     if auto and (compare or style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    unused = [name for name, value in chosen_by.items() if value]
-    if unused and not auto:
+    if not auto and (unused := [name for name, value in chosen_by.items() if value]):
         refuse(f"--{unused[0]} without --auto: it has no effect")
-    if not timed:
-        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
-
-
-def _target(shown: Screen, target: str | None, wanted: "ModelSpec | None") -> Target:
-    with staged(shown, "model") as details, collector_paused():
-        if wanted is None:
-            assert target is not None, "checked before"
-            return from_function(target)
-        from .hf import build
-
-        found = build(wanted)
-        count = sum(p.numel() for p in found.args[0].parameters())
-        details.append(f"{found.name}, {count:,} parameters")
-        return found
-
-
-def _wanted(hf: str | None, given: dict[str, Any]) -> "ModelSpec | None":
-    from .hf import ModelSpec
-
-    return ModelSpec(hf, **{k: getattr(v, "value", v) for k, v in given.items() if v is not None}) if hf else None

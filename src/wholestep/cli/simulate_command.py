@@ -2,37 +2,31 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from . import output_files
-from .hf import built
-from .screen import Screen, staged
+from .hf import load, spec_of
 from .target import (
     FULLY_SHARD,
     Batch,
+    HardwareName,
     Hf,
     Layers,
     Seq,
     Style,
-    Target,
     check_given,
     check_mesh,
-    from_function,
+    check_outputs,
     hardware_of,
     working,
-)
-
-if TYPE_CHECKING:
-    from wholestep.cost.timeline import Timeline
-    from wholestep.hardware.hardware import Hardware
+    write_output,
+)  # fmt: skip
 
 
 def simulate(
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`."),
+        str | None, typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`.")
     ] = None,
     hf: Hf = None,
     batch: Batch = 1,
@@ -42,9 +36,7 @@ def simulate(
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
     style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = FULLY_SHARD,
-    hardware: Annotated[
-        str, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")
-    ] = "dgx-h100",
+    hardware: HardwareName = "dgx-h100",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -52,44 +44,22 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
+    from .planning import simulated
+
     check_given(target, hf)
-    output_files.check(trace=trace, json=out)
+    check_outputs(trace=trace, json=out)
     with working() as shown:
         check_mesh(mesh)
         machine = hardware_of(hardware)
-        with staged(shown, "model"):
-            found = from_function(target) if target is not None else built(hf or "", batch, seq, layers)
-        made = _simulated(shown, found, mesh, style, machine)
+        found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
+        made = simulated(shown, found, mesh, style, machine)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
-    figures = json.dumps(_figures(found, mesh, machine, made), indent=1) + "\n"
-    with working() as shown:
-        output_files.written(trace, made.save, shown.note)
-        output_files.written(out, lambda path: path.write_text(figures), shown.note)
-
-
-def _simulated(shown: Screen, found: Target, mesh: str, style: Style, hardware: "Hardware") -> "Timeline":
-    import wholestep as ws
-    from wholestep.report.page import program
-
-    kind: Any = style.value
-    others = tuple(name for name in ws.Mesh(mesh).names if name != "tp")
-    strategies: list[Any] = [ws.DataParallel(kind, axis=others)] if others else []
-    if "tp" in ws.Mesh(mesh).names:
-        strategies.append(ws.TensorParallel.of(found.models()[0], axis="tp"))
-    with staged(shown, "capture"):
-        graph = ws.capture(found.step, *found.args, **found.kwargs)
-    with staged(shown, "plan"):
-        planned = ws.plan(graph, mesh, strategies, hardware=hardware)
-    with staged(shown, "schedule"):
-        local = program(planned, graph, hardware)
-    with staged(shown, "simulate"):
-        return ws.timeline(local, hardware)
-
-
-def _figures(found: Target, mesh: str, hardware: "Hardware", made: "Timeline") -> dict[str, Any]:
-    took = made.simulated
-    return {
-        "model": found.name, "mesh": mesh, "hardware": str(hardware), "step_us": took.step_us,
+    took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
+    figures = {
+        "model": found.name, "mesh": mesh, "hardware": str(machine), "step_us": took.step_us,
         "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
-        "rest_bytes": made.peak.rest_bytes, "busy_us": {name: made.busy_us(name) for name in made.streams},
+        "rest_bytes": made.peak.rest_bytes, "busy_us": busy,
     }  # fmt: skip
+    with working() as shown:
+        write_output(shown, trace, made.save)
+        write_output(shown, out, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n"))

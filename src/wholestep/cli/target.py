@@ -1,9 +1,10 @@
-"""The step that a command works on: from a function of the user, or a transformers config."""
+"""What commands share: the step that they work on, options, output files and errors."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from wholestep.plan.storage_styles import STYLES
 
-from .screen import Screen, screen
+from .screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,7 @@ Hf = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")]
 Seq = Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or the model's limit if less).")]
 Layers = Annotated[int | None, typer.Option(min=1, help="With --hf: number of layers to keep.")]
+HardwareName = Annotated[str | None, typer.Option(help="A preset (dgx-h100, ...) or a file of `wholestep calibrate`.")]
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ def refuse(text: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def check_given(target: str | None, hf: str | None) -> None:
-    """Refuse two models, and none."""
+def check_given(target: str | None, hf: str | None, needed: bool = True) -> None:
+    """Refuse two models, and none if one is needed."""
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
-    if target is None and hf is None:
+    if needed and target is None and hf is None:
         refuse("no model: needed MODEL, as my_script.py:build, or --hf, as --hf gpt2")
 
 
@@ -71,7 +73,7 @@ def working() -> Generator[Screen]:
     """A progress display. A WholestepError ends the command with its text."""
     from wholestep.errors import WholestepError
 
-    shown = screen(Console(stderr=True))
+    shown = Screen(Console(stderr=True))
     try:
         yield shown
     except WholestepError as error:
@@ -79,6 +81,37 @@ def working() -> Generator[Screen]:
         refuse(str(error))
     finally:
         shown.close()
+
+
+def check_outputs(**files: Path | None) -> None:
+    """Refuse paths that cannot be written, by option, before the long work; missing folders are created."""
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        first = seen.setdefault(path.absolute(), option)
+        if first != option:
+            refuse(f"--{option} {path}: --{first} writes there already")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse(f"--{option} {path}: folder {path.parent} cannot be created: {error.strerror}")
+        if path.is_dir():
+            refuse(f"--{option} {path} is a folder: needed the name of a file, as {path / 'step.json'}")
+        written_to = path if path.exists() else path.parent
+        if not os.access(written_to, os.W_OK):
+            refuse(f"--{option} {path}: no permission to write {written_to}")
+
+
+def write_output(shown: Screen, path: Path | None, write: Callable[[Path], object]) -> None:
+    """Call `write` with `path`, if that is given, and note it."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        refuse(f"{path} cannot be written: {error.strerror}")
+    shown.note(f"written to {path}")
 
 
 def check_mesh(mesh: str) -> None:

@@ -12,8 +12,8 @@ from ..graph import meta
 from ..graph.nodes import is_mutating, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.storage import shared_operand
+from ..hardware.device import Work
 from ..hardware.hardware import Hardware
-from ..hardware.work import Work
 
 aten = torch.ops.aten
 
@@ -36,9 +36,10 @@ def work(node: Node) -> Work | None:
     if product is not None and made is not None:
         b, m, n, k = product
         return Work(b * (m * k + k * n + m * n) * made.dtype.itemsize, 2.0 * prod(product), dtype, product)
+    attends, backward = (found.kind == "attention", found.backward) if found else (False, False)
     return Work(
-        _moved(node), flops(node), dtype, None, _attention(node), _is_causal(node), bool(found and found.backward),
-        streams(node.target), node.target in BUCKET_COPIES,
+        _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
+        attends and _is_causal(node), backward, streams(node.target), node.target in BUCKET_COPIES,
     )  # fmt: skip
 
 
@@ -46,10 +47,10 @@ def _moved(node: Node) -> int:
     """Bytes read plus written."""
     given = operands(node)
     if node.target in WRITES_A_PART:
-        return 2 * sum(map(_bytes, {*given[1:]}))
+        return 2 * sum(map(meta.size_bytes, {*given[1:]}))
     if node.target in READS_A_PART:
-        return sum(map(_bytes, {*given[1:]})) + 2 * _bytes(node)
-    return sum(map(_bytes, {*given})) + _bytes(node)
+        return sum(map(meta.size_bytes, {*given[1:]})) + 2 * meta.size_bytes(node)
+    return sum(map(meta.size_bytes, {*given})) + meta.size_bytes(node)
 
 
 def _is_free(node: Node) -> bool:
@@ -98,12 +99,9 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
     return prod(one[:-2]), one[-2], other[-1], one[-1]
 
 
-def _attention(node: Node) -> tuple[int, int, int, int, int] | None:
+def _attention(node: Node, backward: bool) -> tuple[int, int, int, int, int] | None:
     """(batch, heads, queries, keys, width). The first operand of a backward is the gradient of the output."""
-    found = arithmetic(node.target)
-    if found is None or found.kind != "attention":
-        return None
-    shapes, first = _shapes(node), int(found.backward)
+    shapes, first = _shapes(node), int(backward)
     if len(shapes) < first + 3 or len(shapes[first]) != 4:
         return None
     (batch, heads, queries, width), keys = shapes[first], shapes[first + 1][-2]
@@ -111,9 +109,6 @@ def _attention(node: Node) -> tuple[int, int, int, int, int] | None:
 
 
 def _is_causal(node: Node) -> bool:
-    found = arithmetic(node.target)
-    if found is None or found.kind != "attention":
-        return False
     names = [a.name for a in _torch.schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return given.get("is_causal") is True
@@ -121,7 +116,3 @@ def _is_causal(node: Node) -> bool:
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:
     return [s.shape for n in operands(node) if (s := meta.tensor(n)) is not None]
-
-
-def _bytes(node: Node) -> int:
-    return sum(m.size_bytes for m in meta.tensors(node) if m is not None)

@@ -145,11 +145,8 @@ def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    clock = start(local, hardware, {})
+    clock = steady_start(local, hardware)
     run_all(clock, local.graph.nodes)
-    if any(i.role is Role.CARRY for i in local.inputs):
-        clock = start(local, hardware, arrivals_after(local, clock))
-        run_all(clock, local.graph.nodes)
     return result_of(local, clock)
 
 
@@ -167,6 +164,15 @@ def start(local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float]) 
             clock.done[node] = arrivals.get(given.name, 0.0)
             if given.owner:
                 clock.link_free[given.owner] = max(clock.link_free.get(given.owner, 0.0), clock.done[node])
+    return clock
+
+
+def steady_start(local: LocalGraph, hardware: Hardware) -> Clock:
+    """The clock at the start of a step; of one that ends in the next call, at the start of the second of two steps."""
+    clock = start(local, hardware, {})
+    if any(i.role is Role.CARRY for i in local.inputs):
+        run_all(clock, local.graph.nodes)
+        clock = start(local, hardware, arrivals_after(local, clock))
     return clock
 
 
@@ -195,8 +201,7 @@ def host_us(node: Node, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
 
 def whole_bytes(node: Node) -> int:
     """Bytes of the largest buffer that a rank holds for a collective."""
-    given, made = meta.tensor(node_at(node, 0)), meta.tensor(node)
-    return max(given.size_bytes if given else 0, made.size_bytes if made else 0)
+    return max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
 
 
 def kind_of(node: Node) -> Collective:

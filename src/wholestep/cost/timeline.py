@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role
+from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import Clock, SimulationResult, arrivals_after, kind_of, result_of, run_all, start
+from .simulation import SimulationResult, kind_of, result_of, steady_start
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -108,10 +110,7 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    clock = start(local, hardware, {})
-    if any(given.role is Role.CARRY for given in local.inputs):
-        run_all(clock, local.graph.nodes)
-        clock = start(local, hardware, arrivals_after(local, clock))
+    clock = steady_start(local, hardware)
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
@@ -120,33 +119,30 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
         clock.run(node)
         ends.append(clock.now)
         if clock.now > before and not is_collective(node):
-            found.append(_span(node, before, clock.now - before))
-    found += [_sent(node, clock) for node in calls if is_collective(node)]
+            found.append(_span(node, WAIT if is_wait(node) else COMPUTE, before, clock.now))
+    found += [_span(n, str(n.args[-1]), clock.begun[n], clock.done[n]) for n in calls if is_collective(n)]
     memory = tuple(zip(ends, bytes_held(local), strict=True))
     ordered = tuple(sorted(found, key=lambda span: span.start_us))
     return Timeline(ordered, result_of(local, clock), memory, peak_memory(local))
 
 
-def _span(node: Node, start_us: float, us: float) -> Span:
-    """The span of an op or of a wait, which is shown as the collective it waits for."""
-    sent = node_at(node, 0) if is_wait(node) else None
-    shown = sent if sent is not None and is_collective(sent) else node
+def _span(node: Node, stream: str, start_us: float, end_us: float) -> Span:
+    """The span of an op, of a collective, or of a wait, which is shown as the collective it waits for."""
+    shown = node_at(node, 0) if is_wait(node) and is_collective(node_at(node, 0)) else node
     op = kind_of(shown) if is_collective(shown) else op_name(node)
-    stream = WAIT if sent is not None else COMPUTE
-    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), _bytes(shown))
-
-
-def _sent(node: Node, clock: Clock) -> Span:
-    begun, us = clock.begun[node], clock.done[node] - clock.begun[node]
-    return Span(
-        node.name, kind_of(node), str(node.args[-1]), begun, us, phase(node), meta.module_path(node), _bytes(node)
-    )
+    us, size = end_us - start_us, _bytes(shown)
+    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), size)
 
 
 def op_name(node: Node) -> str:
     """The name of the called op without namespace and overload."""
     name = str(getattr(node.target, "__name__", node.target))
     return name.split("::")[-1].removeprefix("aten.").split(".")[0]
+
+
+def title(stream: str) -> str:
+    """The name of a stream for people."""
+    return stream if stream in (COMPUTE, WAIT) else f"axis {stream}"
 
 
 def phase(node: Node) -> str:
@@ -156,7 +152,7 @@ def phase(node: Node) -> str:
 
 def _bytes(node: Node) -> int:
     """Bytes of the results of a node; of a collective, of the larger of result and operand."""
-    made = sum(one.size_bytes for one in meta.tensors(node) if one is not None)
+    made = meta.size_bytes(node)
     return max(made, _bytes(node_at(node, 0))) if is_collective(node) else made
 
 
@@ -164,13 +160,12 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:.3g} ms" if us >= 1000 else f"{us:.3g} us"
 
 
-# -- Chrome's trace format ------------------------------------------------------------------------
 def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: times in microseconds."""
     yield _named("process_name", process, 0, made.title)
     threads = {stream: number for number, stream in enumerate(made.streams)}
     for stream, number in threads.items():
-        yield _named("thread_name", process, number, stream if stream in (COMPUTE, WAIT) else f"axis {stream}")
+        yield _named("thread_name", process, number, title(stream))
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
     for span in made.spans:
         told = {"node": span.name, "phase": span.phase, "module": span.module, "bytes": span.size_bytes}
@@ -178,16 +173,8 @@ def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
             "ph": "X", "name": span.op, "cat": span.phase or "step", "pid": process, "tid": threads[span.stream],
             "ts": span.start_us, "dur": span.us, "args": {key: value for key, value in told.items() if value},
         }  # fmt: skip
-    for at, size in _changes(made.memory):
-        yield {"ph": "C", "name": "live bytes", "pid": process, "ts": at, "args": {"bytes": size}}
-
-
-def _changes(memory: Sequence[tuple[float, int]]) -> Iterable[tuple[float, int]]:
-    last = -1
-    for at, size in memory:
-        if size != last:
-            yield at, size
-        last = size
+    for size, equal in groupby(made.memory, key=itemgetter(1)):
+        yield {"ph": "C", "name": "live bytes", "pid": process, "ts": next(equal)[0], "args": {"bytes": size}}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

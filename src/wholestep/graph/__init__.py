@@ -1,1 +1,1 @@
-"""The graphs that pass between stages, and what works on any of them: metadata, checks, text, an interpreter."""
+"""The graphs that pass between stages, and what works on any of them: metadata, checks, text."""

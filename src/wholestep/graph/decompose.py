@@ -78,8 +78,7 @@ def _last(graph: Graph, name: str) -> str:
 
 
 def _fake(value: Any, mode: Any) -> Any:
-    found = meta.tensor(value)
-    assert found is not None, f"%{value.name} is one tensor"
+    found = meta.one_tensor(value)
     with mode:
         return torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device=found.device)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _torch
 
 aten = torch.ops.aten
-NONE, MEAN, SUM = 0, 1, 2
+MEAN, SUM = 1, 2  # values of `reduction`
 Dims = Sequence[int] | int | None
 
 
@@ -212,43 +212,26 @@ def _nll(op: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _mean_loss(op: Any, before: int) -> Callable[..., Tensor]:
-    """A mean loss as sum over number of elements; the reduction is argument number `before`."""
+def _mean_loss(op: Any, before: int, backward: bool = False) -> Callable[..., Tensor]:
+    """A mean loss as sum over number of elements; its backward divides the gradient by that number first. The reduction
+    is argument number `before`.
+    """
+    positional = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        args, reduction = _full(op, args, kwargs, before)
-        if reduction != MEAN:
+        given = list(args)
+        for argument in positional[len(args) : before + 1]:
+            given.append(kwargs.pop(argument.name, argument.default_value))
+        if given[before] != MEAN:
             raise NotImplementedError
-        size = _elements(args[0], args[1])
-        return op(*args[:before], SUM, *args[before + 1 :], **kwargs) / size
+        given[before] = SUM
+        x, target = given[backward : backward + 2]
+        size = prod(cast(Sequence[int], torch.broadcast_shapes(x.shape, target.shape)))
+        if backward:
+            return op(given[0] / size, *given[1:], **kwargs)
+        return op(*given, **kwargs) / size
 
     return run
-
-
-def _mean_loss_backward(op: Any, before: int) -> Callable[..., Tensor]:
-    """The backward of a mean loss: divides the gradient by the number of elements first."""
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        args, reduction = _full(op, args, kwargs, before)
-        if reduction != MEAN:
-            raise NotImplementedError
-        size = _elements(args[1], args[2])
-        return op(args[0] / size, *args[1:before], SUM, *args[before + 1 :], **kwargs)
-
-    return run
-
-
-def _elements(a: Tensor, b: Tensor) -> int:
-    return prod(cast(Sequence[int], torch.broadcast_shapes(a.shape, b.shape)))
-
-
-def _full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int) -> tuple[tuple[Any, ...], int]:
-    """Return positional arguments up to the reduction, with defaults, and the reduction."""
-    known = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
-    given = list(args)
-    for argument in known[len(args) : before + 1]:
-        given.append(kwargs.pop(argument.name, argument.default_value))
-    return tuple(given), given[before]
 
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -281,7 +264,7 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
         )
     },
     **{
-        op: _mean_loss_backward(op, before)
+        op: _mean_loss(op, before, backward=True)
         for op, before in (
             (aten.mse_loss_backward.default, 3), (aten.smooth_l1_loss_backward.default, 3),
             (aten.huber_loss_backward.default, 3), (aten.binary_cross_entropy_backward.default, 4),

@@ -21,10 +21,8 @@ def collector_paused() -> Generator[None]:
 
 @contextmanager
 def existing_objects_frozen() -> Generator[None]:
-    """Exclude existing objects from garbage collection inside this context or decorated function.
-
-    The collector then frees the discarded graphs of a search without a walk over the others. Nested uses have no
-    effect.
+    """Exclude existing objects from garbage collection inside this context or decorated function: the collector frees
+    the discarded graphs of a search without a walk over the others. Nested uses have no effect.
     """
     if gc.get_freeze_count():
         yield

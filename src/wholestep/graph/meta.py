@@ -6,7 +6,7 @@ import linecache
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
@@ -14,8 +14,6 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-
-from ..layout import Layout
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = (
@@ -151,11 +149,20 @@ def tensor(node: Node) -> TensorMeta | None:
     return found[0] if len(found) == 1 else None
 
 
-def traced_stride(node: Node) -> tuple[int, ...] | None:
-    """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of its rows.
+def one_tensor(node: Node) -> TensorMeta:
+    """Return the TensorMeta of a node with one tensor output."""
+    found = tensor(node)
+    assert found is not None, f"%{node.name} is one tensor"
+    return found
 
-    A shard of rows has the traced strides if each row is a separate range of memory.
-    """
+
+def size_bytes(node: Node) -> int:
+    """Return the bytes of all outputs of `node`."""
+    return sum(made.size_bytes for made in tensors(node) if made is not None)
+
+
+def traced_stride(node: Node) -> tuple[int, ...] | None:
+    """Return the traced strides of the output of `node`, if it has the traced shape or is a shard of separate rows."""
     traced, local = value(node), tensor(node)
     if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
@@ -238,7 +245,7 @@ def last_user_frame(stack: str) -> str:
     return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
 
 
-def set_tensors(node: Node, made: Sequence[TensorMeta | None]) -> None:
+def set_tensors(node: Node, made: Iterable[TensorMeta | None]) -> None:
     """Record the TensorMeta of each flat output of `node`."""
     node.meta["wholestep_tensors"] = tuple(made)
 
@@ -258,16 +265,6 @@ def picked(item: Node) -> slice:
 def flat_length(item: Any) -> int:
     """Return the number of flat outputs of one item of a recorded value."""
     return len(_opened(item))
-
-
-def set_layouts(node: Node, layouts: Sequence[Layout]) -> None:
-    """Record the layout of each output."""
-    node.meta["wholestep_layouts"] = tuple(layouts)
-
-
-def layouts(node: Node) -> tuple[Layout, ...]:
-    """Return the layouts recorded by `set_layouts`, or ()."""
-    return node.meta.get("wholestep_layouts", ())
 
 
 def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:

@@ -63,7 +63,6 @@ def packet_name(target: object) -> str:
     return target.overloadpacket.__name__ if _torch.is_op(target) and target.namespace == "aten" else ""
 
 
-# -- collectives ---------------------------------------------------------------------------------
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 _COLLECTIVES: dict[object, Collective] = {
     _funcol.all_reduce.default: "all_reduce", _funcol.all_reduce_.default: "all_reduce",
@@ -88,7 +87,6 @@ def collective_kind(target: object) -> Collective | None:
     return _COLLECTIVES.get(target)
 
 
-# -- arithmetic ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Arithmetic:
     """Ops whose time follows from multiplications, and which are counted in MFU."""
@@ -136,7 +134,6 @@ def arithmetic(target: object) -> Arithmetic | None:
     return Arithmetic("product") if target in PRODUCTS else _ARITHMETIC.get(packet_name(target))
 
 
-# -- other kinds ---------------------------------------------------------------------------------
 _BATCH_NORMS = frozenset({
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "cudnn_batch_norm",
 })  # fmt: skip
@@ -190,7 +187,6 @@ def is_uninitialized(target: object) -> bool:
 
 def depends_on_strides(target: object) -> bool:
     """True for an op that reads where its operands lie in memory, so that their strides must be as on one device.
-
     Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands
     that have offsets and odd strides; these are the ops that it finds wrong.
     """
@@ -199,9 +195,8 @@ def depends_on_strides(target: object) -> bool:
 
 
 def streams(target: object) -> bool:
-    """True for an op that memory bandwidth bounds: sums and copies of elements, optimizer updates.
-
-    False for functions like exp, reductions, norms and losses: on a CPU their arithmetic takes longer than their bytes.
+    """True for an op that memory bandwidth bounds: sums and copies of elements, optimizer updates. False for functions
+    like exp, reductions, norms and losses: on a CPU their arithmetic takes longer than their bytes.
     """
     if not _torch.is_op(target):
         return True

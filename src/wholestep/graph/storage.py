@@ -1,7 +1,4 @@
-"""Aliasing and lifetimes of the storages of a graph.
-
-A rank's program frees a value after its last reader; the operand of a collective lives until the wait.
-"""
+"""Aliasing and lifetimes of storages; a value is freed after its last reader, that of a collective after the wait."""
 
 from __future__ import annotations
 
@@ -135,7 +132,6 @@ def _return(node: Node, index: int) -> int:
 class _Work:
     found: list[Storage] = field(default_factory=list[Storage])
     of: dict[Node, list[Storage | None]] = field(default_factory=dict[Node, "list[Storage | None]"])
-    sent: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
     at: int = -1
 
     def visit(self, node: Node) -> None:
@@ -146,8 +142,8 @@ class _Work:
                     if storage is not None:
                         storage.last = None
             return
-        self.at += node.op == "call_function"
         if node.op == "call_function":
+            self.at += 1
             self._hold(node.all_input_nodes)
             if is_wait(node):
                 self._hold(operands(node)[0].all_input_nodes)
@@ -183,8 +179,6 @@ class _Work:
         if given is not None:
             held = self.of.get(given, [])
             return held[0] if len(held) == 1 else next((s for s in held if s is not None), None)
-        storage = Storage(node, index, storage_bytes(made), self.at, None if node.op == "placeholder" else self.at)
-        if node.op == "placeholder":
-            storage.first = -1
-        self.found.append(storage)
-        return storage
+        first, last = (-1, None) if node.op == "placeholder" else (self.at, self.at)
+        self.found.append(Storage(node, index, storage_bytes(made), first, last))
+        return self.found[-1]

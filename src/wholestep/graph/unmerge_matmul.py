@@ -15,8 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import meta
-from .meta import TensorMeta
-from .nodes import node_at
+from .nodes import add_call, node_at
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -46,16 +45,17 @@ def factors(product: Node) -> list[tuple[Node, bool]] | None:
 def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
     """Insert the product over the original dims, and a view of its result with merged dims; return both."""
     left, right = (_transposed(node, transposed, at[node], new, product) for node, transposed in factors(product) or ())
-    made = meta.tensor(product)
-    assert made is not None, "a product is one tensor"
-    shape = (*_meta(left).shape[:-1], _meta(right).shape[-1])
-    whole = _node(new, aten.matmul.default, (left, right), meta.contiguous(shape, made), product, "product")
-    return whole, _node(new, aten.view.default, (whole, list(made.shape)), made, product, "merged")
+    made = meta.one_tensor(product)
+    shape = (*meta.one_tensor(left).shape[:-1], meta.one_tensor(right).shape[-1])
+    name = f"{product.name}__product"
+    whole = add_call(new, aten.matmul.default, (left, right), meta.contiguous(shape, made), product, name)
+    name = f"{product.name}__merged"
+    return whole, add_call(new, aten.view.default, (whole, list(made.shape)), made, product, name)
 
 
 def undoes(view: Node, whole: Node) -> bool:
     """Return whether `view` splits the merged dims of the result `whole` again."""
-    return view.target in _VIEWS and _shape(view) == _meta(whole).shape
+    return view.target in _VIEWS and _shape(view) == meta.one_tensor(whole).shape
 
 
 def _before(node: Node) -> tuple[Node, bool] | None:
@@ -79,27 +79,11 @@ def _is_transpose(node: Node) -> bool:
 def _transposed(source: Node, transposed: bool, given: Node, new: Graph, like: Node) -> Node:
     if not transposed:
         return given
-    made = _meta(source)
+    made = meta.one_tensor(source)
     *lead, rows, columns = range(len(made.shape))
     order = [*lead, columns, rows]
     swapped = replace(made, shape=tuple(made.shape[d] for d in order), stride=tuple(made.stride[d] for d in order))
-    return _node(new, aten.transpose.int, (given, -2, -1), swapped, like, f"{source.name}_t")
-
-
-def _node(new: Graph, target: object, args: tuple[object, ...], made: TensorMeta, like: Node, name: str) -> Node:
-    node = new.create_node(
-        "call_function", cast(str, target), cast("tuple[Node, ...]", args), name=f"{like.name}__{name}"
-    )
-    meta.set_value(node, None)
-    meta.set_tensors(node, (made,))
-    meta.copy_origin(like, node)
-    return node
-
-
-def _meta(node: Node) -> TensorMeta:
-    made = meta.tensor(node)
-    assert made is not None, f"%{node.name} makes one tensor"
-    return made
+    return add_call(new, aten.transpose.int, (given, -2, -1), swapped, like, f"{like.name}__{source.name}_t")
 
 
 def _shape(node: Node) -> tuple[int, ...]:

@@ -16,12 +16,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 @dataclass(frozen=True)
 class Regime:
-    """One protocol of an algorithm, for instance with low latency or with high bandwidth.
-
-    Args:
-        base_us: until the first byte moves.
-        latency: of a hop, as a multiple of the link's.
-        rate: as a share of the link's.
+    """One protocol of an algorithm, for instance with low latency or with high bandwidth: the time until the first byte
+    moves, the latency of a hop as a multiple of the link's, the rate as a share of the link's.
     """
 
     base_us: float
@@ -49,6 +45,40 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class CollectiveCost:
+    """The measured cost of one kind of collective. Each figure has a part per collective (`_us`) and a part per byte
+    that a rank sends (`_byte_us`), in microseconds.
+
+    Args:
+        kind: one of `KINDS`.
+        start_us, byte_us: time on the link.
+        cpu_us, cpu_byte_us: compute time that the rank loses to the collective while the two overlap.
+        host_us, host_byte_us: time that the computing thread itself spends to start it; at least a launch.
+        reduce_byte_us: time that the computing thread spends to sum received data.
+        overlap_slowdown: how many times longer the collective takes while the rank computes.
+    """
+
+    kind: str
+    start_us: float
+    byte_us: float
+    cpu_us: float = 0.0
+    cpu_byte_us: float = 0.0
+    host_us: float = 0.0
+    host_byte_us: float = 0.0
+    reduce_byte_us: float = 0.0
+    overlap_slowdown: float = 1.0
+
+    def us(self, sent: float) -> float:
+        """Time on the link of a collective in which a rank sends `sent` bytes."""
+        return self.start_us + self.byte_us * sent
+
+
+def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
+    """Bytes that a rank sends in a ring: 2(W-1)/W of the whole buffer for an all-reduce, else (W-1)/W."""
+    return (2 if kind == "all_reduce" else 1) * whole_bytes * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
 class LinkLoad:
     """The load of a collective on one level: the share of the buffer that a link carries, and the hops in sequence."""
 
@@ -63,8 +93,7 @@ def curve_us(
     curve: Curve, size_bytes: float, units: Units, rates: Sequence[float], latencies: Sequence[float]
 ) -> float:
     """Microseconds of a collective: `size_bytes` of the largest buffer of a rank, `rates` in bytes per microsecond.
-
-    Levels carry data at the same time, so the slowest one counts. The latencies of hops add up.
+    Levels carry data at the same time, so the slowest one counts; the latencies of hops add up.
     """
     loads = ALGORITHMS[curve.algorithm](curve.kind, units)
     hops = sum(load.hops * latency for load, latency in zip(loads, latencies, strict=False))
@@ -80,7 +109,7 @@ def _ring(kind: str, units: Units) -> list[LinkLoad]:
     ranks = units[0]
     rounds = 2 if kind == "all_reduce" else 1
     share = 1.0 if kind in ("broadcast", "send") else rounds * (ranks - 1) / ranks
-    return [LinkLoad(share * under / ranks, rounds * (under - over)) for under, over in _levels(units)]
+    return [LinkLoad(share * under / ranks, rounds * (under - over)) for under, over in pairwise(units)]
 
 
 def _flat(kind: str, units: Units) -> list[LinkLoad]:
@@ -94,7 +123,7 @@ def _flat(kind: str, units: Units) -> list[LinkLoad]:
 def _tree(kind: str, units: Units) -> list[LinkLoad]:
     """Chains inside a unit; between units two binary trees, each for half of the buffer."""
     loads: list[LinkLoad] = []
-    for level, (under, over) in enumerate(_levels(units)):
+    for level, (under, over) in enumerate(pairwise(units)):
         joined = under / over
         hops = joined - 1 if level == 0 else ceil(log2(joined)) if joined > 1 else 0
         loads.append(LinkLoad(2 * (joined - 1) / joined * under / units[0], 2 * hops))
@@ -111,10 +140,8 @@ def _nvls(kind: str, units: Units) -> list[LinkLoad]:
 
 def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
     """Each rank sends one piece directly to each other rank."""
-    ranks = units[0]
-    return [
-        LinkLoad((ranks / over - ranks / under) / ranks, ranks / over - ranks / under) for under, over in _levels(units)
-    ]
+    pieces = [units[0] / over - units[0] / under for under, over in pairwise(units)]
+    return [LinkLoad(sent / units[0], sent) for sent in pieces]
 
 
 def _gloo(kind: str, units: Units) -> list[LinkLoad]:
@@ -132,7 +159,3 @@ ALGORITHMS: dict[str, Callable[[str, Units], list[LinkLoad]]] = {
     "copy_engine": _pairwise,
     "gloo": _gloo,
 }
-
-
-def _levels(units: Units) -> list[tuple[int, int]]:
-    return list(pairwise(units))

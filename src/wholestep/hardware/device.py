@@ -1,14 +1,48 @@
-"""The data sheet of a device, and the time of ops on it: products by tiles and waves, other ops by bytes."""
+"""Devices by data sheet or as measured, and the time of ops on them: products by tiles and waves, others by bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 from ..tuning import TUNING
-from .work import Work, item_bytes
 
 _SPLITS = TUNING.split_k
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one op computes and how many bytes it moves.
+
+    Args:
+        moved_bytes: read plus written.
+        flops: multiplications and additions; 0 for elementwise ops.
+        dtype: of the arithmetic, without `torch.`.
+        matmul: (b, m, n, k) of a matrix product.
+        attention: (batch, heads, queries, keys, width) of fused attention.
+        causal, backward: of that attention.
+        streams: bound by memory bandwidth: at most a sum or a product for each byte (`graph.op_kinds.streams`).
+        bucketed: copies into or out of a bucket of a collective.
+    """
+
+    moved_bytes: float
+    flops: float = 0.0
+    dtype: str = "float32"
+    matmul: tuple[int, int, int, int] | None = None
+    attention: tuple[int, int, int, int, int] | None = None
+    causal: bool = False
+    backward: bool = False
+    streams: bool = True
+    bucketed: bool = False
+
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a float dtype, given by name without `torch.`; 4 for any other dtype."""
+    return _ITEM_BYTES.get("float8" if dtype.startswith("float8") else dtype, 4)
 
 
 @dataclass(frozen=True)
@@ -73,6 +107,8 @@ class Device:
     processors: int = 1
     contention: float = 1.0
 
+    view_us: ClassVar[float] = 0.0  # the host makes views while the device computes
+
     def ceiling(self, dtype: str) -> Ceiling:
         """The ceiling of `dtype`, else of the next wider dtype that has one, else the first."""
         for name in (dtype, *_WIDER.get(dtype, ())):
@@ -91,9 +127,8 @@ class Device:
         return max(memory_us, min(self._tiled_us(top, tile, b, m, n, k) for tile in top.tiles))
 
     def _tiled_us(self, top: Ceiling, tile: Tile, b: int, m: int, n: int, k: int) -> float:
-        """Whole tiles in whole waves: the last wave takes its full time, however few tiles it has.
-
-        A product of few tiles is split along k, which writes and reads partial sums.
+        """Whole tiles in whole waves: the last wave takes its full time, however few tiles it has. A product of few
+        tiles is split along k, which writes and reads partial sums.
         """
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
         rate = top.flops_per_us * tile.rate / self.processors
@@ -118,11 +153,6 @@ class Device:
     def bytes_us(self, size_bytes: float) -> float:
         """Reading and writing `size_bytes` of device memory in total."""
         return size_bytes / (self.memory_bytes_per_us * self.memory_rate)
-
-    @property
-    def view_us(self) -> float:
-        """0: the host makes views while the device computes."""
-        return 0.0
 
     def peak_flops_per_us(self, dtype: str) -> float:
         """The data sheet's rate of products in `dtype`."""
@@ -150,3 +180,42 @@ _WIDER = {
     "tf32": ("float32",),
     "float32": ("tf32",),
 }
+
+
+@dataclass(frozen=True)
+class MeasuredDevice:
+    """The measured rates of one rank. Times in microseconds, rates in bytes or operations per microsecond.
+
+    Args:
+        flops_per_us: of a large matrix product in float32.
+        memory_bytes_per_us: read plus written by elementwise ops.
+        launch_us: of one op, however small.
+        math_bytes_per_us: read plus written by ops that compute more than a sum per element (exp, norms, reductions);
+            0 for `memory_bytes_per_us`.
+        attention_flops_per_us: of fused attention, masked elements counted as computed; 0 for `flops_per_us`.
+        view_us: of a view. Views cost time only where the host that calls ops also computes them.
+        bucket_copy_bytes_per_us: read plus written by copies into and out of buckets, which are in no cache; 0 for
+            `memory_bytes_per_us`.
+    """
+
+    name: str
+    flops_per_us: float
+    memory_bytes_per_us: float
+    launch_us: float
+    math_bytes_per_us: float = 0.0
+    attention_flops_per_us: float = 0.0
+    view_us: float = 0.0
+    bucket_copy_bytes_per_us: float = 0.0
+
+    def peak_flops_per_us(self, dtype: str) -> float:
+        """The rate of a large product. Only float32 is measured."""
+        return self.flops_per_us
+
+    def work_us(self, work: Work) -> float:
+        """One op: its launch, and the longer of its arithmetic and its memory traffic."""
+        flops_per_us = self.attention_flops_per_us if work.attention else 0.0
+        bytes_per_us = (
+            self.bucket_copy_bytes_per_us if work.bucketed else 0.0 if work.streams else self.math_bytes_per_us
+        )
+        computing = work.flops / (flops_per_us or self.flops_per_us)
+        return self.launch_us + max(computing, work.moved_bytes / (bytes_per_us or self.memory_bytes_per_us))

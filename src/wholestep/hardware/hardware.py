@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from ..mesh import Mesh
-from .curves import KINDS, Curve, Regime, curve_us
-from .device import Device
-from .measured import CollectiveCost, MeasuredDevice, sent_bytes
-from .work import Work, attention_work, product_work
+from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
+from .device import Device, MeasuredDevice, Work, item_bytes
 
 _LOCAL = ("slice", "mask", "vary")
 _LEAST_BUCKET, _LARGEST_BUCKET = 256 << 10, 64 << 20
@@ -49,10 +48,7 @@ class Level:
 
     def cost(self, kind: str) -> CollectiveCost | None:
         """The measured cost of `kind`."""
-        for one in self.costs:
-            if one.kind == kind:
-                return one
-        return None
+        return next((one for one in self.costs if one.kind == kind), None)
 
 
 @dataclass(frozen=True)
@@ -154,9 +150,9 @@ class Hardware:
     @staticmethod
     def presets() -> tuple[str, ...]:
         """The names of presets."""
-        from .presets import names
+        from .presets import presets
 
-        return names()
+        return tuple(presets())
 
     @staticmethod
     def seed() -> Hardware:
@@ -178,9 +174,10 @@ class Hardware:
 
     def save(self, path: str | Path) -> None:
         """Write the hardware as JSON; missing folders are created."""
-        from .hardware_file import save
+        from .hardware_file import to_json
 
-        save(self, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(to_json(self), indent=1) + "\n")
 
     @property
     def ranks_per_node(self) -> int:
@@ -285,15 +282,18 @@ class Hardware:
 
     def matmul_us(self, b: int, m: int, n: int, k: int, dtype: str = "bfloat16") -> float:
         """`b` products of (m, k) by (k, n) as one kernel, its launch included."""
-        return self.device.work_us(product_work(b, m, n, k, dtype))
+        moved = b * (m * k + k * n + m * n) * item_bytes(dtype)
+        return self.device.work_us(Work(moved, 2.0 * prod((b, m, n, k)), dtype, matmul=(b, m, n, k)))
 
     def attention_us(
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str = "bfloat16",
         *, causal: bool = True, backward: bool = False,
     ) -> float:  # fmt: skip
         """Fused attention, forward or backward, its launch included. `width` is the width of one head."""
-        work = attention_work(batch, heads, queries, keys, width, dtype, causal=causal, backward=backward)
-        return self.device.work_us(work)
+        flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0)  # masked elements count too
+        moved = batch * heads * (2 * queries + 2 * keys) * width * item_bytes(dtype) * (2 if backward else 1)
+        shape = batch, heads, queries, keys, width
+        return self.device.work_us(Work(moved, flops, dtype, None, shape, causal, backward))
 
     def bytes_us(self, size_bytes: float) -> float:
         """An op that reads and writes `size_bytes` in total, its launch included."""
@@ -317,16 +317,11 @@ def _route(hardware: Hardware, mesh: Mesh, axis: str) -> tuple[int, tuple[int, .
 
 
 def units_of(mesh: Mesh, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The units (see `hardware.curves`) of the first or the last group of `axis`, whichever crosses more.
-
-    `sizes` are the ranks of a unit of each level; 0 means any number.
+    """The units (see `hardware.curves`) of the first or the last group of `axis`, whichever crosses more. `sizes` are
+    the ranks of a unit of each level; 0 means any number.
     """
-    size = mesh.axis_size(axis)
-    stride = 1
-    for one in reversed(mesh.axes):
-        if one.name == axis:
-            break
-        stride *= one.size
+    size, inner = mesh.axis_size(axis), mesh.axes[mesh.names.index(axis) + 1 :]
+    stride = prod(one.size for one in inner)
     found: list[tuple[int, ...]] = []
     for first in (0, mesh.size - 1 - stride * (size - 1)):
         ranks = range(first, first + stride * size, stride)

@@ -19,14 +19,8 @@ FORMAT = 1
 _SIMPLE = {int: "a whole number", float: "a number", str: "a text"}
 
 
-def save(hardware: Hardware, path: str | Path) -> None:
-    """Write `hardware` as JSON."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(to_json(hardware), indent=1) + "\n")
-
-
 def load(path: str | Path) -> Hardware:
-    """Read a file of `save`.
+    """Read a file of `Hardware.save`.
 
     Raises:
         PlanError: the file is missing or not JSON, or a field is missing, unknown or of the wrong type.
@@ -105,9 +99,8 @@ def _wrong_levels(hardware: Hardware) -> Iterator[_Figure]:
 
 
 def _read(kind: Any, value: Any, name: str, at: str) -> Any:
-    """`value` as a `kind`: an object as a dataclass, a list as a tuple, a number or text unchanged.
-
-    A union of dataclasses is read as the one of which `value` has all required fields, else as the first.
+    """`value` as a `kind`: an object as a dataclass, a list as a tuple, a number or text unchanged. A union of
+    dataclasses is read as the one of which `value` has all required fields, else as the first.
     """
     if get_origin(kind) is UnionType:
         kind = _alternative(get_args(kind), value)
@@ -128,7 +121,7 @@ def _object(kind: type[Any], value: Any, name: str, at: str) -> Any:
     if not isinstance(value, Mapping):
         raise _wrong(name, at, value, f"an object ({kind.__name__})")
     given = cast(Mapping[str, Any], value)
-    known = {f.name: f for f in fields(kind)}
+    known, hints = {f.name: f for f in fields(kind)}, get_type_hints(kind)
     prefix = f"{at}." if at else ""
     for key in given:
         if key not in known:
@@ -137,18 +130,14 @@ def _object(kind: type[Any], value: Any, name: str, at: str) -> Any:
             )
     for key, one in known.items():
         if key not in given and one.default is MISSING:
-            raise PlanError(f"{name}: field {prefix}{key} is missing", f"{_named(get_type_hints(kind)[key])}", "add it")
-    hints = get_type_hints(kind)
+            raise PlanError(f"{name}: field {prefix}{key} is missing", _named(hints[key]), "add it")
     return kind(**{key: _read(hints[key], one, name, f"{prefix}{key}") for key, one in given.items()})
 
 
 def _alternative(kinds: tuple[type[Any], ...], value: object) -> type[Any]:
     given = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
-    return next((kind for kind in kinds if _required(kind) <= given), kinds[0])
-
-
-def _required(kind: type[Any]) -> set[str]:
-    return {f.name for f in fields(kind) if f.default is MISSING}
+    required = ({f.name for f in fields(kind) if f.default is MISSING} for kind in kinds)
+    return next((kind for kind, names in zip(kinds, required, strict=True) if names <= given), kinds[0])
 
 
 def _named(kind: Any) -> str:

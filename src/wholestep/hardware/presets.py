@@ -114,19 +114,14 @@ NVLINK5 = Level("nvlink5", 72, 640 * _GB, 1.0, (
     _curve("all_reduce", "nvls", (50.3, 0.0, 0.337), (102.6, 0.0, 0.627), 0, 3),
     _curve("all_to_all", "pairwise", (36.3, 0.36, 0.617), (65.0, 0.36, 0.939)),
 ))  # fmt: skip
-
-
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def _between(name: str, bytes_per_us: float, latency_us: float, quick: tuple[float, float, float],
              long: tuple[float, float, float]) -> Level:  # fmt: skip
     """Links between nodes, one for each rank. An all-reduce may use trees; what it needs inside a node goes beside."""
-    ring = [
-        Curve(kind, "ring", (Regime(*quick), Regime(*long))) for kind in ("all_reduce", "all_gather", "reduce_scatter")
-    ]
     return Level(name, 0, bytes_per_us, latency_us, (
-        *ring,
+        *(_curve(kind, "ring", quick, long) for kind in _RINGS),
         _curve("all_reduce", "tree", quick, long),
         _curve("all_to_all", "pairwise", quick, (long[0], 0.1, long[2])),
     ))  # fmt: skip
@@ -165,7 +160,8 @@ LOOPBACK = Level("loopback", 0, 0.75 * _GB, 100.0, (
 ))  # fmt: skip
 
 
-def _made() -> dict[str, Hardware]:
+def presets() -> dict[str, Hardware]:
+    """All presets by name; each also as `NAME+LINK`."""
     ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
     rows = [
         Hardware("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL)),
@@ -179,14 +175,9 @@ def _made() -> dict[str, Hardware]:
     return {row.name: row for row in rows}
 
 
-def names() -> tuple[str, ...]:
-    """The names of presets; each also as `NAME+LINK`."""
-    return tuple(_made())
-
-
 def preset(name: str) -> Hardware:
-    """One of `names()`, or with another link between its nodes."""
-    made = _made()
+    """One of `presets()`, or with another link between its nodes."""
+    made = presets()
     base, _, link = name.partition("+")
     if base not in made or (link and (link not in LINKS or len(made[base].levels) < 2)):
         raise PlanError(
@@ -199,8 +190,7 @@ def preset(name: str) -> Hardware:
 
 def seed() -> Hardware:
     """DTensor's figures: 87.7 GiB/s and 0.6 us inside a host; 0.22 of that and 2.7 us along an axis that leaves it."""
-    base = 6.6
-    curves = tuple(Curve(kind, "flat", (Regime(base),)) for kind in (*_RINGS, "all_to_all", "broadcast"))
+    curves = tuple(Curve(kind, "flat", (Regime(6.6),)) for kind in (*_RINGS, "all_to_all", "broadcast"))
     rate = 87.7 * 2**30 / 1e6
     levels = Level("host", 8, rate, 0.6, curves), Level("hosts", 0, rate * 0.22, 2.7, curves)
     return Hardware("seed", A100, levels, ("torch.distributed.tensor._collective_utils",))
@@ -210,5 +200,4 @@ def seed() -> Hardware:
 def one_host() -> Hardware:
     """The formula of `seed` on one host that holds any number of ranks: what layouts are priced by by default."""
     found = seed()
-    inside = found.levels[0]
-    return Hardware("one host", found.device, (replace(inside, ranks=0),), found.sources)
+    return replace(found, name="one host", levels=(replace(found.levels[0], ranks=0),))

@@ -13,7 +13,8 @@ from torch.fx import Graph, Node
 
 from ..errors import LayoutError
 from ..graph import meta
-from ..graph.meta import TensorMeta, contiguous
+from ..graph.meta import TensorMeta, contiguous, one_tensor
+from ..graph.nodes import add_call
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
@@ -34,11 +35,7 @@ class Emitter:
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
         """Append a call node with one tensor output and the source line of `like`."""
         name = str(getattr(target, "__name__", target)).split(".")[0].removesuffix("_tensor").removesuffix("_into")
-        node = self.graph.create_node("call_function", target, args, name=name)
-        meta.copy(like, node)
-        meta.set_value(node, None)
-        meta.set_tensors(node, (made,))
-        return node
+        return add_call(self.graph, target, args, made, like, name)
 
     def start(self, path: Path, source: Node, whole: TensorMeta) -> tuple[Node, Callable[[], Node]]:
         """Emit the nodes up to the first collective; return its node, and a function that emits the rest."""
@@ -71,7 +68,7 @@ class Emitter:
         if step.kind == "vary" or (step.kind == "mask" and step.op in ("avg", "max", "min")):
             return node
         if step.kind == "slice":
-            made = replace(made, stride=_tensor(node).stride)
+            made = replace(made, stride=one_tensor(node).stride)
             new = self.call(take_chunk, (node, step.dim, self.mesh.axis_size(step.axis), step.axis), made, node)
             meta.set_strided(new, meta.is_strided(node) or step.dim > 0)
             return new
@@ -83,7 +80,7 @@ class Emitter:
         step, before, after = move
         parts = self.mesh.axis_size(step.axis)
         if step.kind == "all_reduce":
-            local = _tensor(node)
+            local = one_tensor(node)
             if step.op.startswith("norm"):
                 node = self.call(aten.pow.Tensor_Scalar, (node, int(step.op[4:])), local, node)
             op = "sum" if step.op.startswith("norm") else step.op
@@ -128,7 +125,7 @@ class Emitter:
         if dim:
             order = [dim, *(d for d in range(len(shape)) if d != dim)]
             node = self.call(aten.permute.default, (node, order), contiguous([shape[d] for d in order], whole), node)
-        local = _tensor(node)
+        local = one_tensor(node)
         if dim or not local.is_contiguous:
             node = self.call(aten.clone.default, (node,), contiguous(local.shape, whole), node)
             node.kwargs = {"memory_format": torch.contiguous_format}
@@ -136,7 +133,7 @@ class Emitter:
         return self._contiguous(node)
 
     def _contiguous(self, node: Node) -> Node:
-        local = _tensor(node)
+        local = one_tensor(node)
         if not meta.is_strided(node) and local.is_contiguous:
             return node
         new = self.call(rank_ops.contiguous, (node,), contiguous(local.shape, local), node)
@@ -159,7 +156,7 @@ class Emitter:
         if not self._even(whole.shape[into], outer_into, parts):
             node = self._ranked(pad_to, (node, into, chunk_into, parts), contiguous(shape, whole), node)
         node = self._dim_first(node, into, shape, whole)
-        local = _tensor(node)
+        local = one_tensor(node)
         rows = [chunk_into if has_extent(chunk_into) else local.shape[0] // parts] * parts
         return self._ranked(funcol.all_to_all_single.default, (node, rows, rows, step.axis), local, node)
 
@@ -178,7 +175,7 @@ class Emitter:
 
     def _end(self, move: tuple[Step, Layout, Layout], begun: Node, whole: TensorMeta) -> Node:
         step, before, after = move
-        local = _tensor(begun)
+        local = one_tensor(begun)
         node = self.call(funcol.wait_tensor.default, (begun,), local, begun)
         if step.kind == "all_reduce" and step.op.startswith("norm"):
             return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), local, node)
@@ -204,9 +201,3 @@ class Emitter:
             new = self._ranked(cut_to, (node, step.dim, length), made, node)
         meta.set_strided(new, bool(step.dim))
         return new
-
-
-def _tensor(node: Node) -> TensorMeta:
-    found = meta.tensor(node)
-    assert found is not None, "a reshard has one tensor"
-    return found

@@ -36,10 +36,6 @@ class Regions:
     on_demand: set[Node] = field(default_factory=set[Node])
     last: int = 0
 
-    def at(self, node: Node) -> int:
-        """Return the segment of `node`."""
-        return self.segment.get(node, 0)
-
     def of(self, node: Node, segment: int, gathers: bool = True) -> int:
         """Return the segment for which a value is computed: `segment` if it is re-gathered, else 0 (for all)."""
         return segment if gathers and self.source.get(node) in self.regathered else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from math import prod
 from typing import Any
 
@@ -38,6 +39,7 @@ aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
 _ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
 _Key = tuple[Node, Layout, int]
+_Finish = Callable[[], Node]
 
 
 @collector_paused()
@@ -68,10 +70,8 @@ class _Lowering:
     graph: Graph = field(default_factory=Graph)
     at: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
-    started: dict[tuple[Node, int], Callable[[], Node]] = field(
-        default_factory=dict[tuple[Node, int], Callable[[], Node]]
-    )
-    moved: dict[_Key, Callable[[], Node]] = field(default_factory=dict[_Key, Callable[[], Node]])
+    started: dict[tuple[Node, int], _Finish] = field(default_factory=dict[tuple[Node, int], _Finish])
+    moved: dict[_Key, _Finish] = field(default_factory=dict[_Key, _Finish])
     ordered: dict[tuple[Node, bool], Node] = field(default_factory=dict[tuple[Node, bool], Node])
 
     def __post_init__(self) -> None:
@@ -105,8 +105,7 @@ class _Lowering:
             self._broadcast(node, new)
 
     def _broadcast(self, node: Node, new: Node) -> None:
-        made = meta.tensor(new)
-        assert made is not None, "a buffer is one tensor"
+        made = meta.one_tensor(new)
         for axis in self.plan.mesh.axes:
             if axis.size > 1:
                 begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), made, new)
@@ -142,7 +141,7 @@ class _Lowering:
             self._start_reductions(node)
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
-        segment = region if node in self.regions.on_demand else self.regions.at(node)
+        segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
         given = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
             found = zip(operands(node), given, decision.operands, strict=True)
@@ -151,9 +150,7 @@ class _Lowering:
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
-        made = [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), decision.outputs, strict=True)]
-        meta.set_tensors(new, made)
-        return new
+        return self._with_outputs(new, node)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
         layouts = (*decision.operands, *decision.outputs)
@@ -185,10 +182,12 @@ class _Lowering:
         new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
         meta.copy(node, new)
         meta.set_strided(new, meta.is_strided(made))
+        return self._with_outputs(new, node)
+
+    def _with_outputs(self, new: Node, node: Node) -> Node:
+        """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
-        meta.set_tensors(
-            new, [self._local_output(m, layout) for m, layout in zip(meta.tensors(node), layouts, strict=True)]
-        )
+        meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
         return new
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
@@ -260,26 +259,22 @@ class _Lowering:
         return found
 
     def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
-        whole = meta.tensor(node)
-        assert whole is not None, f"%{node.name} is one tensor"
+        whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
         other = self._reduce_dtype(whole) if reduces and whole.shape else None
         if other is None:
             return self.emit.start(path, at, whole)[1]
-        local = meta.tensor(at)
-        assert local is not None, "a gradient is one tensor"
-        cast = self._cast(at, other, replace(local, dtype=other))
+        cast = self._cast(at, other)
         finish = self.emit.start(path, cast, replace(whole, dtype=other))[1]
 
         def finish_and_cast_back() -> Node:
-            made = finish()
-            return self._cast(made, whole.dtype, replace(meta.tensor(made) or local, dtype=whole.dtype))
+            return self._cast(finish(), whole.dtype)
 
         return finish_and_cast_back
 
-    def _cast(self, node: Node, dtype: torch.dtype, made: TensorMeta) -> Node:
-        new = self.emit.call(aten._to_copy.default, (node,), made, node)
+    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
+        new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
 

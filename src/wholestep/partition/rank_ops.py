@@ -70,9 +70,8 @@ def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a random op on a shard with the shard's own random stream.
-
-    Its seed is derived from one draw of the default CPU generator, so that the generator advances equally on all ranks.
+    """Run a random op on a shard with the shard's own random stream. Its seed is derived from one draw of the default
+    CPU generator, so that the generator advances equally on all ranks.
     """
     seed = (int(torch.randint(0, 2**62, ())) + 0x9E3779B97F4A7C15 * (piece + 1)) % 2**63
     outside = torch.get_rng_state()

@@ -1,13 +1,11 @@
-"""Runs passes: functions from LocalGraph to LocalGraph. The graph is checked after each.
-
-A pass may name passes that it `must_follow` or `must_precede`, as a class attribute or a property.
-"""
+"""Runs passes, functions from LocalGraph to LocalGraph, which may name others that they must follow or precede."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from torch.fx import Node
 
@@ -23,10 +21,11 @@ Watch = Callable[[str, LocalGraph], None]
 
 
 class InPlace(ABC):
-    """A pass whose `change` edits the graph; called as a function it edits a copy.
-
-    `run_passes` copies once for a run of such passes: a copy of a deep step takes as long as a pass.
+    """A pass whose `change` edits the graph; called as a function it edits a copy. `run_passes` copies once for a run
+    of such passes: a copy of a deep step takes as long as a pass.
     """
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A changed copy."""

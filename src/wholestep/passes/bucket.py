@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.meta import TensorMeta
-from ..graph.nodes import is_wait, node_at, operands
+from ..graph.meta import contiguous, one_tensor
+from ..graph.nodes import add_call, is_wait, node_at, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
-from ..partition.collectives import contiguous
 from ..tuning import TUNING
 from .base import InPlace
 
@@ -49,8 +48,6 @@ class Bucket(InPlace):
     kinds: tuple[str, ...] = tuple(KINDS)
     alone_bytes: int | None = None
 
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-
     @staticmethod
     def sized(kind: str) -> Bucket:
         """Merges one kind, with the sizes of `SizeBuckets`."""
@@ -80,7 +77,6 @@ class Bucket(InPlace):
 
     def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
         """Groups of collectives to merge, in program order, each a list of its stages: hierarchical ones if `several`.
-
         Adds the collectives that are too large to merge to `done`.
         """
         open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
@@ -98,7 +94,7 @@ class Bucket(InPlace):
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
             key = _key(stages, backward, after[node])
-            whole_bytes = max(made_by(one).size_bytes for one in (*stages, node_at(node, 0)))
+            whole_bytes = max(one_tensor(one).size_bytes for one in (*stages, node_at(node, 0)))
             if node.target is not REDUCE and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
                 kinds.add(key)
                 done.update(stages)
@@ -138,9 +134,8 @@ def _ahead(node: Node) -> bool:
 
 
 def stages_from(node: Node) -> list[Node]:
-    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum.
-
-    A later stage is the only reader of the stage before.
+    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum. A later
+    stage is the only reader of the stage before.
     """
     stages = [node]
     while (after := _next_stage(stages[-1])) is not None:
@@ -195,10 +190,10 @@ def collective_traffic(local: LocalGraph) -> CollectiveTraffic:
     gathered, regathered, reduced = dict[Node, int](), dict[Node, int](), 0
     for node in local.graph.nodes:
         if node.target in SUMS and _first_stage(node) is node:
-            reduced += made_by(node_at(node, 0)).size_bytes
+            reduced += one_tensor(node_at(node, 0)).size_bytes
         if _ahead(node):
             stored = node_at((chain_of(node) or [node])[0], 0)
-            (regathered if stored in gathered else gathered)[stored] = made_by(stages_from(node)[-1]).size_bytes
+            (regathered if stored in gathered else gathered)[stored] = one_tensor(stages_from(node)[-1]).size_bytes
     most = sum(regathered.values())
     return CollectiveTraffic(reduced, most if 2 * most >= sum(gathered.values()) else 0)
 
@@ -207,12 +202,11 @@ def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tupl
     """Equal for collectives that can be merged."""
     calls = tuple((stage.target, *stage.args[1:]) for stage in stages)
     gathers = stages[0].target is GATHER
-    return (*calls, made_by(stages[0]).dtype, *((backward if _ahead(stages[0]) else after,) if gathers else ()))
+    return (*calls, one_tensor(stages[0]).dtype, *((backward if _ahead(stages[0]) else after,) if gathers else ()))
 
 
 def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int]) -> list[Node]:
     """Replace `group` by one collective for each stage, whose last result is cut at the former waits; returns these.
-
     `fixed`: shapes are the same on all ranks. `place`: positions of the waits.
     """
     firsts, stages = [one[0] for one in group], group[0]
@@ -223,28 +217,26 @@ def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Ma
             at.prepend(part)
     parts = prod(_parts(stage) for stage in stages)
     given = [node_at(node, 0) for node in firsts]
-    length, like = sum(made_by(n).numel for n in given), made_by(given[0])
+    length, like = sum(one_tensor(n).numel for n in given), one_tensor(given[0])
     with graph.inserting_before(at):
         whole = add_call(graph, join_rows, (given, 1 if gathers else parts), contiguous([length], like), first)
         shapes: list[Any] = [
-            made_by(n).shape if fixed else add_call(graph, outline, (n,), made_by(n), first) for n in given
+            one_tensor(n).shape if fixed else add_call(graph, outline, (n,), one_tensor(n), first) for n in given
         ]
     waits = [next(u for u in one[-1].users if is_wait(u)) for one in group]
     made: list[Node] = []
     for stage in stages:
         length = length * _parts(stage) if gathers else length // _parts(stage)
         with graph.inserting_before(at):
-            whole = add_call(
-                graph, cast(Any, stage.target), (whole, *stage.args[1:]), contiguous([length], like), stage
-            )
+            whole = add_call(graph, stage.target, (whole, *stage.args[1:]), contiguous([length], like), stage)
         made.append(whole)
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
-            whole = add_call(graph, funcol.wait_tensor.default, (whole,), made_by(whole), stage)
+            whole = add_call(graph, funcol.wait_tensor.default, (whole,), one_tensor(whole), stage)
     cut = part_of_gather if gathers else part_of_scatter
     for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
-            new = add_call(graph, cut, (whole, shapes, number, parts), made_by(wait), wait)
+            new = add_call(graph, cut, (whole, shapes, number, parts), one_tensor(wait), wait)
         wait.replace_all_uses_with(new)
         for stage in reversed(one):
             graph.erase_node(next(iter(stage.users)))
@@ -255,23 +247,6 @@ def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Ma
 def _parts(stage: Node) -> int:
     """Number of ranks that a gather receives from or a scatter sends to; 1 for an all-reduce."""
     return 1 if stage.target is REDUCE else cast(int, stage.args[1] if stage.target is GATHER else stage.args[2])
-
-
-def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
-    """A call whose result is `made`, with the origin (module, source line) of `like`."""
-    name = str(getattr(target, "__name__", target)).split(".")[0]
-    node = graph.create_node("call_function", target, args, name=name)
-    meta.copy(like, node)
-    meta.set_value(node, None)
-    meta.set_tensors(node, (made,))
-    return node
-
-
-def made_by(node: Node) -> TensorMeta:
-    """The metadata of the one tensor that `node` returns."""
-    found = meta.tensor(node)
-    assert found is not None, f"%{node.name} returns one tensor"
-    return found
 
 
 # Functions that graphs call. Shapes of pieces that differ between ranks along other axes are known at run time only.

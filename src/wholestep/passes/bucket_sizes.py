@@ -7,35 +7,24 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ..graph.graph import BucketSizes, LocalGraph
+from ..hardware.device import Work
 from ..hardware.hardware import Hardware
-from ..hardware.work import Work
 from ..mesh import Mesh
 from ..tuning import TUNING
 from .base import Pass
 from .bucket import CollectiveTraffic, collective_traffic
 
-_PARTS = TUNING.bucket_parts
 _IN_FLIGHT = TUNING.buckets_in_flight
 _LEAST_BUCKET = TUNING.smallest_bucket_bytes
 _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
-_MOST_SUMMED = TUNING.most_summed_bytes
 
 
 @dataclass(frozen=True)
 class SizeBuckets:
-    """Decides how large buckets are and how much is in flight.
+    """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    Args:
-        hardware: speed of a rank and of its links.
-        bucket_bytes: size at which a bucket closes; chosen for the link if None.
-        first_bucket_bytes: the same for the first bucket of each kind, so that the link starts early; at most
-            `bucket_bytes`.
-        in_flight_bytes: bound on gathered parameters that wait for their use, and on gradients that are being
-            scattered; three buckets each if None. Two tensors each may always be in flight.
-        whole: bytes that the collectives of the whole step carry, where the graph is a part of a step; counted in the
-            graph if None.
-
-    Passes that bucket and order collectives follow it. A graph that has sizes keeps them.
+    `whole`: what the collectives of the whole step carry, where the graph is a part of a step. A graph that has sizes
+    keeps them.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -51,10 +40,9 @@ class SizeBuckets:
         if local.sizes is not None:
             return local
         size = self._bucket_bytes(local)
-        axes = local.mesh
-        summed = summed_bytes(self.hardware, axes, size) if self.bucket_bytes is None else size
+        summed = summed_bytes(self.hardware, local.mesh, size) if self.bucket_bytes is None else size
         in_flight = (_IN_FLIGHT * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
-        alone = min(alone_bytes(self.hardware, axes), size)
+        alone = min(alone_bytes(self.hardware, local.mesh), size)
         return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
@@ -76,16 +64,13 @@ def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
 
 
 def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
-    """`passes`, then variants with smaller buckets and fewer in flight, which need less memory and wait longer.
-
-    Sizes that the user gave do not change.
-    """
+    """`passes`, then variants with smaller buckets and fewer in flight; sizes that the user gave do not change."""
     found = [tuple(passes)]
     given = next((one for one in passes if isinstance(one, SizeBuckets)), None)
     if given is None:
         return found
     most = given.bucket_bytes or given.hardware.bucket_bytes
-    for part in _PARTS:
+    for part in TUNING.bucket_parts:
         size = max(most // part, min(most, _LEAST_BUCKET)) if given.bucket_bytes is None else most
         in_flight = size if given.in_flight_bytes is None else given.in_flight_bytes
         smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight)
@@ -111,11 +96,11 @@ def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: i
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
 
     def cost_us(size: int) -> float:
-        started = reduced_bytes / size
-        costs = (
-            started * _start_us(hardware, "all_reduce", mesh, a) + _hidden_us(hardware, size, mesh, a) for a in axes
-        )
-        return max(costs, default=0.0)
+        def along(axis: str) -> float:
+            starts_us = reduced_bytes / size * _start_us(hardware, "all_reduce", mesh, axis)
+            return starts_us + _hidden_us(hardware, size, mesh, axis)
+
+        return max(map(along, axes), default=0.0)
 
     best = most_bytes
     while reduced_bytes and best // 2 >= _LEAST_BUCKET and cost_us(best // 2) < cost_us(best):
@@ -125,7 +110,6 @@ def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: i
 
 def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
     """Bucket size of all-reduces: `bucket_bytes`, doubled as often as concurrent computing hides less than half of one.
-
     A link that needs the processors hides nothing, and is cheapest with few collectives.
     """
 
@@ -134,7 +118,7 @@ def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
         return _hidden_us(hardware, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
 
     share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
-    while share <= TUNING.hidden_share and 2 * bucket_bytes <= _MOST_SUMMED:
+    while share <= TUNING.hidden_share and 2 * bucket_bytes <= TUNING.most_summed_bytes:
         bucket_bytes, share = 2 * bucket_bytes, 2 * share
     return bucket_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -25,6 +25,8 @@ class ContiguousShards(InPlace):
     that gathers it; later buckets are still copied. So is a bucket with a part that is updated while the gather may
     read it: the pass comes last, after the one that decides which ops write in place.
     """
+
+    must_precede: ClassVar[tuple[str, ...]] = ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Replace `join_rows` by `side_by_side` where that is safe."""

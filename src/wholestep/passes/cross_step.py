@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
@@ -60,7 +61,7 @@ class _Work:
         self.results = self.local.results()
         self.batch_dependent, main = forward_backward(self.local)
         reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
-        followers = {c: _followers(c) for c in reductions}
+        followers = {c: _reached(c.users, attrgetter("users")) for c in reductions}
         fixed = main | {node for out, node in self.results if not self._may_move(out)}
         movable = [c for c, after in followers.items() if after and not after & fixed]
         self.late = set[Node]().union(*(followers[c] for c in movable))
@@ -73,10 +74,10 @@ class _Work:
 
     def _move_operands(self) -> None:
         """Move operands of `late` that are functions of stored tensors along; the body computes its own copies."""
-        lasting = _needed_by([n for node in self.late for n in operands(node)], self._lasts)
+        lasting = _reached([n for node in self.late for n in operands(node)], where=self._lasts)
         moves = self.late | lasting
         kept = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
-        self.body = _needed_by([*self.carried, *kept, *self._crossing(moves)])
+        self.body = _reached([*self.carried, *kept, *self._crossing(moves)])
         self.updated = {out.target: node for out, node in self.results if out.kind == "update" and node in self.body}
         stale = {node for node, given in self.given.items() if given.name in self.updated}
         for node in self.calls:
@@ -130,11 +131,9 @@ class _Work:
 
     def _carry(self, number: int, node: Node) -> Input:
         """The next call's input for the result of `node`."""
-        made = meta.tensor(node)
-        assert made is not None, f"%{node.name} is one tensor"
         axis = str(node.args[-1]) if is_collective(node) else ""
         key = str(node.args[1]) if node.target is SCATTER else ""
-        return Input(f"carried/{number}", Role.CARRY, made, owner=axis, key=key)
+        return Input(f"carried/{number}", Role.CARRY, meta.one_tensor(node), owner=axis, key=key)
 
 
 class _Writer:
@@ -176,23 +175,14 @@ class _Writer:
         return replace(self.local, graph=self.graph, inputs=tuple(self.inputs), outputs=outputs, layouts=layouts)
 
 
-def _followers(node: Node) -> set[Node]:
-    """All nodes that depend on `node`."""
-    found, todo = set[Node](), [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "call_function" and user not in found:
-                found.add(user)
-                todo.append(user)
-    return found
-
-
-def _needed_by(nodes: Iterable[Node], where: Callable[[Node], bool] = bool) -> set[Node]:
-    """The calls among `nodes` and the calls that they depend on, as far as `where` is true of each."""
+def _reached(
+    nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]] = operands, where: Callable[[Node], bool] = bool
+) -> set[Node]:
+    """The calls among `nodes`, and those that `step` leads to, as far as `where` is true of each."""
     found, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()
         if node.op == "call_function" and node not in found and where(node):
             found.add(node)
-            todo += operands(node)
+            todo += step(node)
     return found

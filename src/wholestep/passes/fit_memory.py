@@ -24,10 +24,7 @@ _HIDDEN = TUNING.hidden_gather_share
 
 @dataclass(frozen=True)
 class Fitting:
-    """A choice that meets a budget: tensors to recompute or re-gather, and which of `smaller_buckets` follows.
-
-    `way` is the index into `smaller_buckets(passes)`.
-    """
+    """A choice that meets a budget: tensors to recompute or re-gather, after them number `way` of `smaller_buckets`."""
 
     way: int
     names: tuple[str, ...]
@@ -45,7 +42,7 @@ class FitMemory:
         hardware: prices computing and the links.
         gathers: gathered parameters may be re-gathered instead of kept.
         after: the passes that follow this one.
-        peak: peak memory of a finished program; by default that of any rank.
+        peak: peak memory of a finished program.
         agree: broadcasts the first rank's result of the given function, for the given program, to all ranks.
 
     Raises:
@@ -84,11 +81,7 @@ class FitMemory:
         return run_passes(self.applied(local, found), self.after)
 
     def choose(self, local: LocalGraph) -> Fitting:
-        """The shortest simulated step that fits.
-
-        Raises:
-            PlanError: nothing fits.
-        """
+        """The shortest simulated step that fits; PlanError where nothing does."""
         saved, ways, held = SavedTensors(local, gathers=self.gathers), smaller_buckets(self.after), held_by(local)
         path = choices(saved, held, self.hardware)
         found: list[tuple[float, int, tuple[str, ...]]] = []

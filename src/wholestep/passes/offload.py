@@ -1,20 +1,16 @@
-"""Stores parameters and optimizer state in host memory.
-
-Shards are copied to the device before they are gathered, reduced gradients to the host, where the update runs.
-"""
+"""Stores parameters and optimizer state in host memory, where the update runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import is_collective, is_wait
+from ..graph.nodes import add_call, is_collective, is_wait
 from ..partition.rank_ops import to_device, to_host
 from .base import InPlace, batch_dependent
 
@@ -25,30 +21,27 @@ _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 class Offload(InPlace):
     """Moves parameters, state and updates to host memory in a program with `offload`; other programs do not change.
 
-    Where the device is the CPU, `to_host` and `to_device` return their operand.
+    Shards are copied to the device before they are gathered, reduced gradients to the host. Where the device is the
+    CPU, `to_host` and `to_device` return their operand.
     """
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Insert copies between host and device into `local`."""
         if local.offload:
-            _Work(local, local.graph, local.offload).run()
+            _Work(local).run()
         return local
 
 
 @dataclass
 class _Work:
     local: LocalGraph
-    graph: Graph
-    device: str
     host: dict[Node, bool] = field(default_factory=dict[Node, bool])
     moved: dict[Node, Node] = field(default_factory=dict[Node, Node])
 
     def run(self) -> None:
         roles = {node: given.role for given, node in self.local.placeholders()}
         varying = batch_dependent(self.local)
-        for node in list(self.graph.nodes):
+        for node in list(self.local.graph.nodes):
             if node.op == "placeholder":
                 self.host[node] = roles[node] in _HOST
             elif node.op == "call_function":
@@ -57,7 +50,7 @@ class _Work:
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
                 if not _torch.is_getitem(node.target):
                     self._move_operands(node, self.host[node])
-        output = next(iter(reversed(self.graph.nodes)))
+        output = next(iter(reversed(self.local.graph.nodes)))
         ends = [
             self._copied(node, output, host=True) if out.kind == "update" and self._stored(out.target) else node
             for out, node in self.local.results()
@@ -66,8 +59,7 @@ class _Work:
 
     def _stored(self, target: str) -> bool:
         """True for a tensor that is stored on the host."""
-        role = next((i.role for i in self.local.inputs if i.name == target), Role.STATE)
-        return role in _HOST
+        return next((i.role for i in self.local.inputs if i.name == target), Role.STATE) in _HOST
 
     def _is_host(self, node: Node, varies: bool) -> bool:
         """Updates run on the host, functions of parameters alone where their operands are, all else on the device."""
@@ -94,11 +86,8 @@ class _Work:
         if self.host.get(given, host) == host or meta.tensor(given) is None:
             return given
         if given not in self.moved:
-            with self.graph.inserting_before(reader):
-                args = (given,) if host else (given, self.device)
-                new = self.graph.call_function(to_host if host else to_device, args)
-            meta.copy(given, new)
-            meta.set_value(new, None)
-            meta.set_tensors(new, meta.tensors(given))
+            with self.local.graph.inserting_before(reader):
+                args = (given,) if host else (given, self.local.offload)
+                new = add_call(self.local.graph, to_host if host else to_device, args, meta.one_tensor(given), given)
             self.moved[given], self.host[new] = new, host
         return self.moved[given]

@@ -17,7 +17,6 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
-from ..tuning import TUNING
 from .base import InPlace, batch_dependent
 
 _NEVER = float("inf")
@@ -28,8 +27,8 @@ class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in order of
-    use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them, wait for it; `SizeBuckets`
-    decides where `in_flight_bytes` is None. Optimizer updates that feed a parameter all-gather are issued as soon as
+    use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them (by the program's sizes), wait
+    for it. Optimizer updates that feed a parameter all-gather are issued as soon as
     their gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the
     next call start in the order in which that call reads their parameters.
 
@@ -37,24 +36,16 @@ class Overlap(InPlace):
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
-    in_flight_bytes: int | None = TUNING.in_flight_bytes
-    in_flight: int | None = 1
 
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    must_follow: ClassVar[tuple[str, ...]] = ("SizeBuckets",)
     orders: ClassVar[bool] = True
-
-    @property
-    def must_follow(self) -> tuple[str, ...]:
-        """`SizeBuckets`, unless bounds are given."""
-        return ("SizeBuckets",) if self.in_flight_bytes is None else ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Reorder the nodes of `local`."""
-        most = most_in_flight(local, self.in_flight_bytes, self.in_flight)
-        work = _Work(local, self.hardware, most, {})
+        work = _Work(local, self.hardware, {})
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.hardware, most, arrivals_after(local, work.clock))
+            work = _Work(local, self.hardware, arrivals_after(local, work.clock))
             work.run()
         _order(local.graph, work.order)
         return local if local.across is None else in_one_order(local)
@@ -63,7 +54,6 @@ class Overlap(InPlace):
 @dataclass(frozen=True)
 class SameOrder:
     """Gives all ranks the order of collectives that `ask` returns for a program; without `ask` nothing changes.
-
     `Overlap` may order collectives differently on ranks whose batches differ in size: they would deadlock.
     """
 
@@ -78,14 +68,6 @@ class SameOrder:
             return local
         local = with_collectives_in(local, self.ask(local))
         return local if local.across is None else in_one_order(local)
-
-
-def most_in_flight(local: LocalGraph, given_bytes: int | None, given: int | None) -> tuple[int, int]:
-    """Bounds on bytes and number of collectives in flight: as given, or by `SizeBuckets`."""
-    if given_bytes is not None:
-        return given_bytes, 1 if given is None else given
-    assert local.sizes is not None, "SizeBuckets came before"
-    return local.sizes.in_flight_bytes, local.sizes.in_flight
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
@@ -165,7 +147,6 @@ class _Work:
 
     local: LocalGraph
     hardware: Hardware
-    most: tuple[int, int]
     arrivals: Mapping[str, float]
     order: list[Node] = field(default_factory=list[Node])
     placed: set[Node] = field(default_factory=set[Node])
@@ -262,7 +243,7 @@ class _Work:
                 return
             needed.discard(gather)
             self._place_all(self.ahead.pop(gather))
-            self.in_flight[gather] = _bytes(gather)
+            self.in_flight[gather] = meta.size_bytes(gather)
 
     def _has_links(self, node: Node) -> bool:
         """True unless a collective along another axis is on the links that `node` needs: it would slow that down."""
@@ -272,8 +253,10 @@ class _Work:
 
     def _must_wait(self, gather: Node) -> bool:
         """True if `gather` would exceed the bounds, or its operand has not arrived."""
-        size_bytes, count = self.most
-        if len(self.in_flight) >= count and sum(self.in_flight.values()) + _bytes(gather) > size_bytes:
+        sizes = self.local.sizes
+        assert sizes is not None, "SizeBuckets came before"
+        held = sum(self.in_flight.values()) + meta.size_bytes(gather)
+        if len(self.in_flight) >= sizes.in_flight and held > sizes.in_flight_bytes:
             return True
         arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
         return max(arrives, default=0.0) > self.clock.now
@@ -363,11 +346,6 @@ def _cone(node: Node, outside: set[Node]) -> list[Node]:
             todo.append((at, True))
             todo += [(n, False) for n in operands(at)]
     return list(found)
-
-
-def _bytes(gather: Node) -> int:
-    made = meta.tensor(gather)
-    return made.size_bytes if made else 0
 
 
 def _in_order(graph: Graph, order: list[Node]) -> Graph:

@@ -18,8 +18,6 @@ from .rematerialize import rematerialized
 from .saved_tensors import SavedTensors
 
 Peak = Callable[[LocalGraph], PeakMemory]
-_WORTH, _NEAR = TUNING.remat_worth, TUNING.remat_near
-_MOST_TRIES = TUNING.remat_tries
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,7 @@ class Recompute:
 
 
 def fitted(saved: SavedTensors, budget_bytes: int, hardware: Hardware, peak: Peak) -> LocalGraph:
-    """`saved.local` with values rematerialized until `peak` is at most `budget_bytes`, at the least added time.
-
-    Raises:
-        PlanError: no choice of values reaches the budget.
-    """
+    """`saved.local` with values rematerialized until `peak` is within the budget; PlanError where no choice does."""
     path = choices(saved, held_by(saved.local), hardware)
     names = choose(saved, path, budget_bytes, peak)
     if names is None:
@@ -73,10 +67,8 @@ def in_place_peak(local: LocalGraph) -> PeakMemory:
 
 
 def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> tuple[str, ...] | None:
-    """Names of the values to rematerialize so that `peak` is at most `budget_bytes`; None if no choice reaches it.
-
-    The result is the cheapest choice on `path`. The path is the same for all budgets, so that a larger budget never
-    costs more.
+    """Names of the values of the cheapest choice on `path` whose `peak` is within the budget; None if there is none.
+    The path is the same for all budgets, so that a larger budget never costs more.
     """
     now = peak(saved.local).size_bytes
     if now <= budget_bytes:
@@ -91,7 +83,7 @@ def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
     """`path` without the choices that save less than 0.2 % over the one before."""
     found = list(path[:1])
     for choice in path[1:]:
-        if choice.peak_bytes < found[-1].peak_bytes * _WORTH:
+        if choice.peak_bytes < found[-1].peak_bytes * TUNING.remat_worth:
             found.append(choice)
     return found if found[-1] is path[-1] else [*found, path[-1]]
 
@@ -105,8 +97,8 @@ def _cheapest(
     computes few, and corrects expected peaks by the difference `differs` found for the last choice.
     """
     low, high = 0, len(path)
-    for _ in range(_MOST_TRIES):
-        near = high < len(path) and path[low].peak_bytes - path[high].peak_bytes < budget_bytes * _NEAR
+    for _ in range(TUNING.remat_tries):
+        near = high < len(path) and path[low].peak_bytes - path[high].peak_bytes < budget_bytes * TUNING.remat_near
         if near or low + 1 >= high:
             break
         likely = (i for i in range(low + 1, high) if path[i].peak_bytes + differs <= budget_bytes)

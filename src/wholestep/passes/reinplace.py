@@ -1,14 +1,10 @@
-"""Turns functional ops whose operand dies into in-place ops, and writes new state into the storage of the old.
-
-Bitwise the same, except that sums over tensors whose strides the trace does not fix may run in another order.
-State that cannot be updated in place is copied at the end: a parameter always keeps its storage.
-"""
+"""Turns functional ops whose operand dies into in-place ops, and writes new state into the storage of the old."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -16,12 +12,11 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
-from ..graph.nodes import is_collective, is_mutating, is_wait, operands, redirect
+from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS
-from ..partition.collectives import contiguous
 from ..partition.rank_ops import MAY_ALIAS
 from .base import InPlace
-from .bucket import GATHER, add_call, in_rows, part_of_gather, rows_of_gather
+from .bucket import GATHER, in_rows, part_of_gather, rows_of_gather
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
@@ -34,7 +29,11 @@ class Reinplace(InPlace):
     """Updates parameters and state in place, and lets other ops overwrite operands that nothing reads afterwards.
 
     Takes a functional LocalGraph; the outputs of the result are the step's results and the state that it creates.
+    State that cannot be updated in place is copied at the end: a parameter always keeps its storage. Bitwise the same,
+    except that sums over tensors whose strides the trace does not fix may run in another order.
     """
+
+    must_precede: ClassVar[tuple[str, ...]] = ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Let the ops of `local` write in place."""
@@ -64,7 +63,6 @@ class _Work:
             for given in operands(node):
                 self._use(given, _END if node.op == "output" else self._until(node))
 
-    # -- aliases ------------------------------------------------------------------------
     def _join(self, node: Node) -> None:
         source = _aliased(node)
         root = self.root[source] if source is not None else node
@@ -96,7 +94,6 @@ class _Work:
             self.members[new].append(node)
         self.last_use[new] = max(self.last_use.get(new, -1), self.last_use.pop(old, -1))
 
-    # -- nodes ---------------------------------------------------------------------------
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if node.target is part_of_gather:
@@ -122,7 +119,7 @@ class _Work:
         if self.last_use.get(self.root[stored], -1) >= self.index[node]:
             return
         parts = cast(int, node.args[3])
-        rows = contiguous([parts, made.numel // parts], made)
+        rows = meta.contiguous([parts, made.numel // parts], made)
         with self.graph.inserting_before(node):
             target = add_call(self.graph, in_rows, (stored, parts), rows, node)
             source = add_call(self.graph, rows_of_gather, node.args, rows, node)
@@ -183,7 +180,6 @@ class _Work:
                 self.graph.erase_node(inner)
             self.graph.erase_node(user)
 
-    # -- the end --------------------------------------------------------------------------
     def finish(self) -> tuple[Output, ...]:
         """Copy updates that are not in their storage; keep results and created state as outputs."""
         placeholders = {i.name: n for i, n in self.local.placeholders()}

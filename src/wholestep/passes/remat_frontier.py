@@ -23,7 +23,6 @@ from ..tuning import TUNING
 from .saved_tensors import SavedTensor, SavedTensors
 
 _STAGES = TUNING.remat_stages
-_LEAST_US = TUNING.remat_least_us
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Span = tuple[int, int]
 _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recomputed; -1 for the original
@@ -31,20 +30,16 @@ _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recom
 
 @dataclass(frozen=True)
 class RematChoice:
-    """Names of values to rematerialize, the time that adds, and the expected peak."""
+    """Names of values to rematerialize, and the expected peak."""
 
     names: tuple[str, ...]
-    added_us: float
     peak_bytes: int
 
 
 def choices(
-    saved: SavedTensors,
-    held: Sequence[int],
-    hardware: Hardware,
-    wire_price: float = 1.0,
+    saved: SavedTensors, held: Sequence[int], hardware: Hardware, wire_price: float = 1.0,
     times: Mapping[Node, int] | None = None,
-) -> list[RematChoice]:
+) -> list[RematChoice]:  # fmt: skip
     """The frontier, cheapest choice first; `held` is the live bytes at each call of the unchanged step.
 
     A gather costs `wire_price` of the time for which it occupies the link. `times`: how many equal calls a call of a
@@ -68,7 +63,6 @@ class _Search:
     wire_price: float
     held: Array
     times: Mapping[Node, int]
-    us: float = 0.0
     names: list[str] = field(default_factory=list[str])
     dropped: set[int] = field(default_factory=set[int])
     spans: dict[_Spot, Span] = field(default_factory=dict[_Spot, Span])
@@ -76,7 +70,7 @@ class _Search:
     leaning: dict[int, list[tuple[Node, int, int]]] = field(default_factory=dict[int, list[tuple[Node, int, int]]])
 
     def choice(self) -> RematChoice:
-        return RematChoice(tuple(self.names), self.us, int(self.held.max(initial=0)))
+        return RematChoice(tuple(self.names), int(self.held.max(initial=0)))
 
     def excess(self, held: Array, target: int) -> int:
         """Bytes above `target`, summed over all calls."""
@@ -105,10 +99,10 @@ class _Search:
 
     def _score(self, value: SavedTensor, target: int, before: int) -> tuple[float, _Trial | None]:
         """Added microseconds per byte (summed over calls) of excess that dropping `value` removes; None if none is."""
-        trial = _Trial(self)
-        trial.drop(value)
+        trial = _Trial(self, value, {*self.dropped, id(value.storage)})
+        trial.drop()
         gained = before - self.excess(trial.after(), target)
-        return (max(trial.us, _LEAST_US) / gained, trial) if gained > 0 else (float("inf"), None)
+        return (max(trial.us, TUNING.remat_least_us) / gained, trial) if gained > 0 else (float("inf"), None)
 
     def cost_us(self, node: Node) -> float:
         if is_wait(node):
@@ -127,16 +121,16 @@ class _Trial:
     """The change by dropping one more value; `commit` applies it."""
 
     base: _Search
+    value: SavedTensor
+    dropped: set[int]
     us: float = 0.0
-    value: SavedTensor | None = None
     spans: dict[_Spot, Span] = field(default_factory=dict[_Spot, Span])
     copies: dict[tuple[Node, int], int] = field(default_factory=dict[tuple[Node, int], int])
     leaning: list[tuple[int, Node, int, int]] = field(default_factory=list[tuple[int, Node, int, int]])
     sizes: dict[_Spot, int] = field(default_factory=dict[_Spot, int])
 
-    def drop(self, value: SavedTensor) -> None:
-        self.value = value
-        key = (id(value.storage), -1)
+    def drop(self) -> None:
+        value, key = self.value, (id(self.value.storage), -1)
         self.spans[key], self.sizes[key] = (value.storage.first, value.last_read), value.storage.size_bytes
         for segment, reads in value.reads.items():
             for at, member in reads:
@@ -155,7 +149,7 @@ class _Trial:
             if twin is not None:
                 for storage in saved.of.get(twin, ()):
                     self._extend(storage, -1, at)
-            elif self._is_alive(node, segment):
+            elif saved.is_alive(node, segment, self.dropped):
                 for storage in saved.of.get(node, ()):
                     self._extend(storage, -1, at)
                     self.leaning.append((id(storage), node, segment, at))
@@ -173,15 +167,6 @@ class _Trial:
             self.us += self.base.cost_us(node)
         self.copies[key] = at
         return [(given, at) for given in operands(node)]
-
-    def _is_alive(self, node: Node, segment: int) -> bool:
-        saved = self.base.saved
-        if not saved.repeatable(node):
-            return True
-        held = saved.of.get(node, ())
-        if len(held) != 1 or id(held[0]) in self.base.dropped:
-            return False
-        return saved.last_segment[id(held[0])] >= segment and (self.value is None or held[0] is not self.value.storage)
 
     def _extend(self, storage: Storage, segment: int, at: int) -> None:
         """Let the lifetime of `storage` in `segment` include call `at`."""
@@ -210,10 +195,8 @@ class _Trial:
         return self.base.held + np.cumsum(steps[:-1])
 
     def commit(self) -> None:
-        assert self.value is not None, "something was dropped"
         self.base.held = self.after()
-        self.base.us += self.us
-        self.base.dropped.add(id(self.value.storage))
+        self.base.dropped = self.dropped
         self.base.spans |= self.spans
         self.base.copies |= self.copies
         for storage, node, segment, at in self.leaning:

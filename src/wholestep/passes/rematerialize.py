@@ -16,7 +16,7 @@ from .saved_tensors import SavedTensors
 
 
 def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
-    """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`Value.name`).
+    """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`SavedTensor.name`).
 
     Each is recomputed just before its first reader from tensors that are still alive; operands that are not alive are
     recomputed too. The same ops run on the same operands: bitwise the same.
@@ -122,12 +122,5 @@ class _Work:
         self.copies[node, segment] = new
 
     def _is_alive(self, node: Node, segment: int) -> bool:
-        known = self._origins.get(node)
-        if known is None:  # recomputed itself
-            return False
-        held = self.saved.of.get(known, ())
-        if not self.saved.repeatable(known):
-            return True
-        if len(held) != 1 or id(held[0]) in self.dropped:
-            return False
-        return self.saved.last_segment[id(held[0])] >= segment
+        known = self._origins.get(node)  # None for a node that is recomputed itself
+        return known is not None and self.saved.is_alive(known, segment, self.dropped)

@@ -1,17 +1,12 @@
-"""The tensors that a step saves from the forward for the backward, and which of them can be rematerialized.
-
-A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment than
-its own reads it.
-"""
+"""The tensors that a step saves from the forward for the backward, and which of them can be rematerialized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from .. import _torch
@@ -23,10 +18,9 @@ from ..graph.storage import Storage, storages
 from ..partition import rank_ops
 from ..rules.registry import is_random
 from .base import batch_dependent
+from .bucket import GATHER
 
 _PURE: frozenset[Any] = frozenset({*rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged})
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_UNINITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
 @dataclass
@@ -51,7 +45,9 @@ class SavedTensor:
 class SavedTensors:
     """The values of `local` (a functional graph) with their positions among call nodes.
 
-    `compute` allows values that depend on the batch to be recomputed, `gathers` gathered parameters to be re-gathered.
+    A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
+    than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
+    parameters to be re-gathered.
     """
 
     local: LocalGraph
@@ -113,7 +109,6 @@ class SavedTensors:
             return None
         return self._twins.get((self._number[node], segment))
 
-    # -- what is saved --------------------------------------------------------------------
     def _readers(self, storage: Storage) -> list[tuple[Node, Node]]:
         inside = set(storage.members)
         return [(user, m) for m in storage.members for user in m.users if user not in inside]
@@ -151,22 +146,24 @@ class SavedTensors:
                 last_read = max(last_read, at)
         return SavedTensor(storage, last_read, reads) if reads else None
 
-    # -- what can be rematerialized ---------------------------------------------------------
     def repeatable(self, node: Node) -> bool:
-        """True for a call that gives the same bits when it runs twice.
+        """True for a call that gives the same bits when it runs twice, as gathers of stored tensors do."""
+        if node not in self._repeatable:
+            self._repeatable[node] = self._can_repeat(node)
+        return self._repeatable[node]
 
-        Random numbers and collectives do not, except gathers of stored tensors.
-        """
-        found = self._repeatable.get(node)
-        if found is None:
-            found = self._repeatable[node] = self._can_repeat(node)
-        return found
+    def is_alive(self, node: Node, segment: int, dropped: Collection[int]) -> bool:
+        """True if `node` can be read in `segment` while the storages with the ids `dropped` are not kept for it."""
+        if not self.repeatable(node):
+            return True
+        held = self.of.get(node, ())
+        return len(held) == 1 and id(held[0]) not in dropped and self.last_segment[id(held[0])] >= segment
 
     def _can_repeat(self, node: Node) -> bool:
         if _torch.is_getitem(node.target) or is_wait(node):
             return self.repeatable(operands(node)[0])
         if is_collective(node):
-            return self.gathers and node.target is _GATHER and node not in self.batch_dependent
+            return self.gathers and node.target is GATHER and node not in self.batch_dependent
         if node.op != "call_function" or (node in self.batch_dependent and not self.compute):
             return False
         if not _torch.is_op(node.target):

@@ -55,4 +55,4 @@ class Schedule:
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
         merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
         across = (CrossStep(),) if self.across_steps else ()
-        return (*merging, *across, Overlap(self.hardware, None, None), LimitInflight())
+        return (*merging, *across, Overlap(self.hardware), LimitInflight())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch.fx import Node
 
@@ -20,8 +19,6 @@ class SinkWaits(InPlace):
     Views move with their wait. So does the addition to a gradient that an earlier call left: it would close the
     bucket of the reduction.
     """
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Move the waits of `local` down."""

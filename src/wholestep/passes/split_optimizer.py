@@ -22,31 +22,17 @@ Waits = frozenset[Node]
 @dataclass(frozen=True)
 class SplitOptimizer(InPlace):
     """Splits fused and foreach optimizers into one op for each set of collectives that their gradients wait for.
-
-    Given `by`, names of gradient nodes, it makes two groups instead: these and all others. Bitwise the same.
-
-    Raises:
-        ValueError: `by` leaves one side empty.
+    Bitwise the same. Without buckets each tensor would get its own optimizer op.
     """
 
-    by: frozenset[str] | None = None
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-
-    @property
-    def must_follow(self) -> tuple[str, ...]:
-        """`Bucket`: without buckets each tensor would get its own optimizer op."""
-        return ("Bucket",) if self.by is None else ()
+    must_follow: ClassVar[tuple[str, ...]] = ("Bucket",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Split the list ops of `local`."""
-        work = _Work(local.graph, self.by)
-        work.run()
-        if self.by is not None and not work.split:
-            raise ValueError(
-                f"splitting by {sorted(self.by) or 'no gradient'} leaves one of two optimizers empty: "
-                "name some gradients of a fused optimizer, and not all"
-            )
+        work = _Work(local.graph)
+        for node in list(local.graph.nodes):
+            if node.op == "call_function":
+                work.visit(node)
         local.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         return local
 
@@ -54,25 +40,12 @@ class SplitOptimizer(InPlace):
 @dataclass
 class _Work:
     graph: Graph
-    by: frozenset[str] | None
     after: dict[Node, Waits] = field(default_factory=dict[Node, Waits])
     items: dict[Node, list[Waits]] = field(default_factory=dict[Node, list[Waits]])
-    split: int = 0
-    marker: Node | None = None
 
-    def run(self) -> None:
-        for node in list(self.graph.nodes):
-            if node.op == "call_function":
-                self._visit(node)
-
-    def _visit(self, node: Node) -> None:
-        after = union([self.after.get(n, frozenset()) for n in node.all_input_nodes])
-        if self.by is not None:
-            named = node.name in self.by
-            self.marker = self.marker or (node if named else None)
-            after |= {self.marker} if named and self.marker else frozenset()
-        elif is_wait(node):
-            after = frozenset({node})
+    def visit(self, node: Node) -> None:
+        before = [self.after.get(n, frozenset()) for n in node.all_input_nodes]
+        after = frozenset({node}) if is_wait(node) else union(before)
         lists = _lists(node)
         if lists:
             waits = [union([self.after.get(n, frozenset()) for n in at]) for at in zip(*lists, strict=True)]
@@ -98,7 +71,6 @@ class _Work:
 
     def _split(self, node: Node, groups: list[list[int]]) -> None:
         """Replace `node` by one op for each group of positions, and let each getitem read from the op of its item."""
-        self.split += 1
         length = sum(len(g) for g in groups)
         made: list[Node] = []
         with self.graph.inserting_before(node):

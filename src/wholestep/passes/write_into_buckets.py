@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph
-from ..graph.nodes import node_at
+from ..graph.meta import one_tensor
+from ..graph.nodes import add_call, node_at
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, WRITES_A_PART, priced_like
 from ..graph.storage import shares
 from ..mesh import Mesh
 from .base import InPlace
-from .bucket import REDUCE, SCATTER, add_call, join_rows, made_by
+from .bucket import REDUCE, SCATTER, join_rows
 
 aten = torch.ops.aten
 
@@ -35,8 +36,6 @@ class WriteIntoBuckets(InPlace):
     Bitwise the same, except that a BLAS may sum a product in another order if its output is aligned differently, as it
     is after pieces of odd sizes: elements differ by 5e-7 of the largest in float32, by 2e-15 in float64.
     """
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Fill the buckets of `local`; no change on several axes, where sizes of pieces differ between ranks."""
@@ -60,7 +59,7 @@ def _scale_of(by: Node, mesh: Mesh) -> float | None:
     is a sum of products on another that has more micro-batches.
     """
     given = node_at(by, 0)
-    if by.args[1] != "avg" or made_by(given).dtype == torch.float16:
+    if by.args[1] != "avg" or one_tensor(given).dtype == torch.float16:
         return None
     if given.target is join_rows and given.args[1] != 1:
         return None
@@ -75,19 +74,18 @@ def _scale(graph: Graph, by: Node, scale: float) -> bool:
         given.target, given.args = part_of_average, (*given.args, scale)
     else:
         with graph.inserting_before(by):
-            by.update_arg(0, add_call(graph, aten.mul.Tensor, (given, scale), made_by(given), given))
+            by.update_arg(0, add_call(graph, aten.mul.Tensor, (given, scale), one_tensor(given), given))
     return True
 
 
 def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> bool:
-    """Replace `join`, the pieces of an all-reduce, by a bucket into which each is written times `scale`.
-
-    False if it is no such join, or no piece is a matrix product.
+    """Replace `join`, the pieces of an all-reduce, by a bucket into which each is written times `scale`. False if it is
+    no such join, or no piece is a matrix product.
     """
     if join.target is not join_rows or join.args[1] != 1 or len(join.users) != 1:
         return False
-    pieces, whole = cast(list[Node], join.args[0]), made_by(join)
-    sizes = [made_by(piece).numel for piece in pieces]
+    pieces, whole = cast(list[Node], join.args[0]), one_tensor(join)
+    sizes = [one_tensor(piece).numel for piece in pieces]
     products = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
     products.sort(key=lambda i: place[pieces[i]])
     if not products:

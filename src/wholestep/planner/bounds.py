@@ -13,8 +13,8 @@ from ..cost.memory import peak_memory
 from ..cost.simulation import kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.list_calls import is_list_op
 from ..graph.nodes import is_collective
+from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import run_passes

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..backend.gloo.buffers import Buffers
 from ..distributed.launch import World
+from ..hardware.curves import CollectiveCost, sent_bytes
 from ..hardware.hardware import Hardware
-from ..hardware.measured import CollectiveCost, sent_bytes
 from ..tuning import TUNING
 
 

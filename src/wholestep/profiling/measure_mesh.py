@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..backend.gloo.exchange import add_parts, exchanges, funcol, gather, swap
 from ..errors import MeshError
-from ..hardware.calibration import Measurements, TimedCollective, TimedProduct
-from ..hardware.curve_fit import TimeSample
+from ..hardware.calibration import Measurements, TimedCollective, TimedProduct, TimeSample
 from .measure_hardware import seconds
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..backend.pipeline import pipeline
-from ..cost.timeline import COMPUTE, Timeline, timeline
+from ..cost.timeline import Timeline, timeline, title
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human
@@ -16,13 +16,11 @@ from ..partition.lower import partition
 from ..passes.base import run_passes
 from ..plan.plan import Plan
 from .compare import PlanRow
-from .drawing import COLUMNS, columns, lanes, outline, peak_at, title
-from .tables import by_op, sent, verdicts
-from .tree import tree
+from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
 from .what_if import WhatIf
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_LARGEST, _OPS = 12, 12
+_ROWS = 12  # of the longest ops and the largest tensors
 
 
 def report(
@@ -83,13 +81,13 @@ def page(
     environment.filters |= {"human": human, "time": show_us, "title": title}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
-    shown: dict[str, Any] = {"plan": plan, "model": model or "training step", "hardware": hardware.name, **raw}
-    shown["tree"] = tree(plan)
-    shown |= _head(plan, local, made) | _memory(made, hardware) | _streams(local, made)
     capacity = hardware.memory_bytes
+    shown = _memory(made, capacity) | {"plan": plan, "local": local, "made": made, "tree": tree(plan), **raw}
+    shown |= {"sent": sent(local, made), "lanes": lanes(made), "ops": by_op(made), "rows": _ROWS}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
                         for one in what_if]  # fmt: skip
+    shown |= {"model": model or "training step", "hardware": hardware.name}
     return environment.get_template("page.html").render(**shown, chosen=chosen)
 
 
@@ -114,33 +112,13 @@ def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> L
     return graph
 
 
-def _head(plan: Plan, local: LocalGraph, made: Timeline) -> dict[str, Any]:
-    totals = local.collectives().values()
-    step = made.simulated.step_us
-    return {
-        "step_us": step,
-        "exposed_us": made.simulated.exposed_us,
-        "exposed": made.simulated.exposed_us / step if step else 0.0,
-        "mfu": made.simulated.mfu,
-        "param_bytes": plan.stored_bytes("param"),
-        "state_bytes": plan.stored_bytes("state"),
-        "sent_bytes": sum(total.bytes for total in totals),
-        "collectives": sum(total.count for total in totals),
-        "ranks": plan.mesh.size,
-        "operations": sum(node.op == "call_function" for node in local.graph.nodes),
-    }
-
-
-def _memory(made: Timeline, hardware: Hardware) -> dict[str, Any]:
-    step, peak, capacity = made.simulated.step_us, made.peak, hardware.memory_bytes
-    near = capacity is not None and capacity <= 2 * peak.size_bytes
-    top = max(int(1.08 * peak.size_bytes), int(1.04 * capacity) if near and capacity else 0, 1)
+def _memory(made: Timeline, capacity: int | None) -> dict[str, Any]:
+    """The drawing of live bytes; the capacity is in it where the peak is at least half of it."""
+    step, peak = made.simulated.step_us, made.peak
+    near = capacity if capacity is not None and capacity <= 2 * peak.size_bytes else None
+    top = max(int(1.08 * peak.size_bytes), int(1.04 * near) if near else 0, 1)
     most = columns(made.memory, step)
     return {
-        "peak": peak,
-        "kinds": list(peak.by_kind().items()),
-        "largest": peak.live[:_LARGEST],
-        "smaller": (len(peak.live) - _LARGEST, sum(one.size_bytes for one in peak.live[_LARGEST:])),
         "area": outline(most, top),
         "columns": COLUMNS,
         "rest_y": 100 - 100 * peak.rest_bytes / top,
@@ -148,20 +126,8 @@ def _memory(made: Timeline, hardware: Hardware) -> dict[str, Any]:
         "peak_us": peak_at(made),
         "peak_y": 100 - 100 * peak.size_bytes / top,
         "capacity": capacity,
-        "capacity_y": 100 - 100 * capacity / top if near and capacity else None,
+        "capacity_y": 100 - 100 * near / top if near else None,
         "held": {"bytes": most, "step": round(step, 3)},
-    }
-
-
-def _streams(local: LocalGraph, made: Timeline) -> dict[str, Any]:
-    ops = by_op(made)
-    return {
-        "sent": sent(local, made),
-        "lanes": lanes(made),
-        "busy": [(stream, made.busy_us(stream)) for stream in made.streams],
-        "ops": ops[:_OPS],
-        "other_ops": (len(ops) - _OPS, sum(row[1] for row in ops[_OPS:]), sum(row[2] for row in ops[_OPS:])),
-        "compute_us": made.busy_us(COMPUTE),
     }
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..errors import MeshError, PlanError
+from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
@@ -20,9 +19,8 @@ _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "b
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """One change to a plan: another mesh, machine or step.
-
-    `batch_parts`: the batch of `graph` in batches of the plan: 2 if it is twice as large.
+    """One change to a plan: another mesh, machine or step. `batch_parts`: the batch of `graph` in batches of the plan:
+    2 if it is twice as large.
     """
 
     name: str
@@ -34,29 +32,17 @@ class WhatIfCase:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The costs of a case; `times` is its time for a batch of the plan relative to the plan itself."""
+    """The costs of a case, its seconds for a batch of the plan, and that time relative to the plan itself."""
 
     case: WhatIfCase
     mesh: Mesh
     row: PlanRow
-    times: float = field(default=float("inf"))
-
-    @property
-    def batch_s(self) -> float:
-        """Seconds for a batch of the plan."""
-        return self.row.batch_s / self.case.batch_parts
+    batch_s: float
+    times: float
 
 
-def what_if(
-    plan: Plan,
-    graph: TrainGraph,
-    hardware: Hardware,
-    cases: Sequence[WhatIfCase],
-    watch: Callable[[str], None] | None = None,
-) -> list[WhatIf]:
+def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
     """The plan itself, then each case; the row of a case that cannot be planned has the error.
-
-    `watch` is called with the name of each case before it is planned.
 
     Raises:
         PlanError: the plan does not contain its strategies.
@@ -67,36 +53,26 @@ def what_if(
             "a plan of strategies that a file can store",
             "plan again",
         )
-    template, found = plan.strategies.parts, list[WhatIf]()
+    found: list[WhatIf] = []
     for case in (WhatIfCase("this plan"), *cases):
-        if watch is not None:
-            watch(case.name)
-        mesh = case.mesh or plan.mesh
-        row = compare(case.graph or graph, mesh, [Template(case.name, template)], case.hardware or hardware)[0]
-        made = WhatIf(case, mesh, row)
-        plan_s = found[0].batch_s if found else made.batch_s
-        found.append(WhatIf(case, mesh, row, made.batch_s / plan_s if row.costs else float("inf")))
+        mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
+        row = compare(case.graph or graph, mesh, [template], case.hardware or hardware)[0]
+        batch_s = row.batch_s / case.batch_parts
+        times = batch_s / (found[0].batch_s if found else batch_s) if row.costs else float("inf")
+        found.append(WhatIf(case, mesh, row, batch_s, times))
     return found
 
 
 def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     """Twice and half as many ranks on the first axis larger than one."""
     axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
-    sizes = {"twice the ranks": 2 * axis.size, "half the ranks": axis.size // 2}
-    return [
-        WhatIfCase(f"{name} on {axis.name}", resized(mesh, axis.name, size)) for name, size in sizes.items() if size
-    ]
-
-
-def resized(mesh: Mesh, axis: str, size: int) -> Mesh:
-    """`mesh` with another size of one axis.
-
-    Raises:
-        MeshError: it has no such axis.
-    """
-    if axis not in mesh.names:
-        raise MeshError(f"mesh {mesh} has no axis {axis!r}", f"one of {', '.join(mesh.names)}", "correct the name")
-    return Mesh(",".join(f"{one.name}={size if one.name == axis else one.size}" for one in mesh.axes))
+    found: list[WhatIfCase] = []
+    for name, size in (("twice the ranks", 2 * axis.size), ("half the ranks", axis.size // 2)):
+        if size:
+            sizes = {one.name: one.size for one in mesh.axes} | {axis.name: size}
+            other = Mesh(",".join(f"{key}={value}" for key, value in sizes.items()))
+            found.append(WhatIfCase(f"{name} on {axis.name}", other))
+    return found
 
 
 def show(rows: Sequence[WhatIf]) -> str:
@@ -114,12 +90,3 @@ def _cells(row: WhatIf) -> tuple[str, ...]:
         seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-",
         f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s), f"{row.times:.2f}",
     )  # fmt: skip
-
-
-def as_json(rows: Sequence[WhatIf]) -> list[dict[str, Any]]:
-    """The rows in bytes and seconds."""
-    return [
-        {"case": r.case.name, "mesh": str(r.mesh), "batches": r.row.batches * r.case.batch_parts,
-         "error": r.row.error or None, **(vars(r.row.costs) if r.row.costs else {})}
-        for r in rows
-    ]  # fmt: skip

@@ -11,10 +11,9 @@ from torch.fx import Graph, Node
 from ...errors import GraphError
 from .. import meta
 from ..graph import TrainGraph
-from ..list_calls import ListCalls, first_list
 from ..nodes import add_node, copy_node, operands
 from ..verify import check_train_graph
-from .blocks import owner_block
+from .blocks import ListCalls, first_list, owner_block
 from .repeats import Repeats
 
 

@@ -20,10 +20,9 @@ from torch.fx import Node
 from ...tuning import TUNING
 from .. import meta
 from ..graph import Input, Role, TrainGraph
-from ..list_calls import ListCalls
 from ..nodes import operands
 from ..ops import GRAD_READY
-from .blocks import LEAST, NoRepeatsError, check_blocks, shape_of
+from .blocks import LEAST, ListCalls, NoRepeatsError, check_blocks, shape_of
 
 _LONGEST = TUNING.longest_period
 _SHRINKS = TUNING.dropped_layers
@@ -31,9 +30,8 @@ _SHRINKS = TUNING.dropped_layers
 
 @dataclass(frozen=True)
 class Repeats:
-    """`count` equal blocks of a step: layers `prefix.first` and on, `period` of them each.
-
-    `places` gives the block and the slot of every node in a block, inputs included, both from 0.
+    """`count` equal blocks of a step: layers `prefix.first` and on, `period` of them each. `places` gives the block and
+    the slot of every node in a block, inputs included, both from 0.
     """
 
     prefix: str

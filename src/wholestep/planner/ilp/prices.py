@@ -15,8 +15,8 @@ from ...cost.compute import node_us
 from ...graph import meta
 from ...graph.meta import TensorMeta
 from ...graph.nodes import operands
+from ...hardware.device import Work
 from ...hardware.hardware import Hardware
-from ...hardware.work import Work
 from ...layout import REPLICATED, AxisState
 from ...mesh import Mesh
 from ...plan.data_parallel import StorageOption

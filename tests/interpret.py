@@ -1,4 +1,4 @@
-"""Interprets graphs in one process: a TrainGraph as one device, a LocalGraph for all ranks with its collectives."""
+"""Interprets graphs in one process, as an oracle: a TrainGraph as one device, a LocalGraph for all ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .. import _torch
-from ..errors import GraphError
-from ..mesh import Mesh
-from . import meta
-from .graph import LocalGraph, TrainGraph
-from .nodes import function_of, is_collective, is_mutating, is_wait, operands
-from .op_kinds import Collective, collective_kind
+from wholestep import _torch
+from wholestep.errors import GraphError
+from wholestep.graph import meta
+from wholestep.graph.graph import LocalGraph, TrainGraph
+from wholestep.graph.nodes import function_of, is_collective, is_mutating, is_wait, operands
+from wholestep.graph.op_kinds import Collective, collective_kind
+from wholestep.mesh import Mesh
 
 Value = Any
 

@@ -1,0 +1,76 @@
+"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--whole` and `--what-if`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .target import check_mesh, hardware_of, refuse
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Replicate, Shard
+
+REPLICATE = "replicate"
+WHAT_IF_FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
+
+
+def batch_sizes(batch: str | None, auto: bool) -> tuple[int, ...] | None:
+    """Sequences for each rank, of which to choose from several; empty for `auto`, None without `--batch`."""
+    if batch is None:
+        return None
+    numbers = [] if batch == "auto" else [part.strip() for part in batch.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        refuse(f"--batch {batch}: needed a number of at least 1, or with --auto several, as 1,2,4, or auto")
+    found = tuple(dict.fromkeys(map(int, numbers)))
+    if len(found) != 1 and not auto:
+        refuse(f"--batch {batch} without --auto: a plan is for one size of batches")
+    return found
+
+
+def constraints(pin: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
+    """The fields of `Auto` for `--pin pattern=axis:dim` and `--whole pattern=axis,axis`."""
+    found = {"pinned": _pinned(pin), "whole": _whole(whole)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _pinned(given: Sequence[str]) -> dict[str, dict[str, Shard | Replicate]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    found: dict[str, dict[str, Shard | Replicate]] = {}
+    for entry in given:
+        pattern, _, layout = entry.rpartition("=")
+        axis, _, dim = layout.partition(":")
+        if not (pattern and axis and (dim == REPLICATE or dim.removeprefix("-").isdecimal())):
+            refuse(f"--pin {entry}: needed pattern=axis:replicate, or pattern=axis:dim, as lm_head=tp:2")
+        placement = Replicate() if dim == REPLICATE else Shard(int(dim))
+        if found.setdefault(pattern, {}).setdefault(axis, placement) != placement:
+            refuse(f"--pin {entry}: {pattern} is pinned on {axis} already, to {found[pattern][axis]}")
+    return found
+
+
+def _whole(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in given:
+        pattern, _, axes = entry.rpartition("=")
+        names = tuple(name.strip() for name in axes.split(","))
+        if not pattern or not all(names):
+            refuse(f"--whole {entry}: needed pattern=axis or pattern=axis,axis, as norm=dp,tp")
+        found[pattern] = tuple(dict.fromkeys((*found.get(pattern, ()), *names)))
+    return found
+
+
+def check_what_if(asked: Sequence[str], hf: bool) -> None:
+    """Refuse malformed cases before the long work."""
+    for text in asked:
+        kind, equals, value = text.partition("=")
+        if not equals or kind not in ("mesh", "hardware", "batch", "seq"):
+            refuse(f"--what-if {text}: needed {WHAT_IF_FORMS}")
+        if kind in ("batch", "seq"):
+            if not hf:
+                refuse(f"--what-if {text} without --hf: the function that returns the step decides that")
+            if not value.isdigit() or int(value) < 1:
+                refuse(f"--what-if {text}: needed a number of at least 1")
+        elif kind == "mesh":
+            check_mesh(value)
+        else:
+            hardware_of(value)
