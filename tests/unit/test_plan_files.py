@@ -118,6 +118,14 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
 
 
 # -- what differs ----------------------------------------------------------------------
+def test_a_name_that_is_no_dtype_is_refused(graph: ws.TrainGraph) -> None:
+    """Not another attribute of torch: a file gives values alone."""
+    data = ws.plan(graph, "dp=2").to_json()
+    assert '"float32"' in data
+    with pytest.raises(ws.PlanError, match=r"torch has no dtype 'hub'"):
+        ws.Plan.from_json(data.replace('"float32"', '"hub"'))
+
+
 def test_tensors_that_move_alike_are_one_row(graph: ws.TrainGraph) -> None:
     whole, parts = (ws.plan(graph, "dp=2", ws.DataParallel(style)) for style in ("replicate", "fully_shard"))
     found = whole.diff(parts)

@@ -105,7 +105,7 @@ def read(kind: Any, value: Any, layouts: Sequence[Layout] = ()) -> Any:
     if kind is Layout:
         return cast(Layout, layouts[value])
     if kind is torch.dtype:
-        return getattr(torch, value)
+        return _dtype(value)
     if kind is Input:
         made = {name: value[name] for name in _hints(TensorMeta)}
         return _dataclass(Input, {"meta": made} | {k: v for k, v in value.items() if k not in made}, layouts)
@@ -120,6 +120,12 @@ def _dataclass(kind: Any, value: Any, layouts: Sequence[Layout]) -> Any:
     hints = _hints(kind)
     given = cast(dict[str, Any], value if isinstance(value, dict) else dict(zip(hints, value, strict=True)))
     return kind(**{name: read(hints[name], one, layouts) for name, one in given.items()})
+
+
+def _dtype(name: str) -> torch.dtype:
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
 
 
 @cache
@@ -167,7 +173,7 @@ def _decoded(value: Any) -> Any:
         return value
     given = cast(dict[str, Any], value)
     if "dtype" in given:
-        return getattr(torch, given["dtype"])
+        return _dtype(given["dtype"])
     if "map" in given:
         return {_decoded(k): _decoded(v) for k, v in given["map"]}
     return _KINDS[given["is"]](**{k: _decoded(v) for k, v in given.items() if k != "is"})
