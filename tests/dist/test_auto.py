@@ -102,7 +102,7 @@ def _refused(rank: int, world: int, budget: int) -> str:
 def test_all_ranks_refuse_alike() -> None:
     first, second = run_ranks(_refused, 2, 10_000)
     assert first == second
-    assert first.startswith("PlanError: no plan fits: the nearest, ")
+    assert first.startswith("BudgetError: no plan fits: the nearest, ")
 
 
 def _one_fails(rank: int, world: int) -> str:

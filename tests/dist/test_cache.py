@@ -45,11 +45,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 def train(rank: int, world: int, folders: list[str], kind: str, rows: tuple[int, int], warm: bool) -> dict[str, Any]:
     """Three steps: what the cache did, the parameters after them, the program. A warm start searches nothing."""
     if warm:
-        finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = refuse
-        found = resolve.with_auto_solved
-        resolve.with_auto_solved = lambda strategies, *rest: (
-            refuse() if choose_strategy.has_open_layouts(strategies) else found(strategies, *rest)
-        )
+        finalize.measure_hardware = choose_strategy._chosen = fit_memory.choices = resolve.solve_layouts = refuse
     case = CASES["tokens"]
     model = case.build(torch.float32)
     optimizer = OPTIMIZERS["AdamW-fused"].make(model.parameters())
