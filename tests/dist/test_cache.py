@@ -35,6 +35,7 @@ def options_of(kind: str) -> dict[str, Any]:
     }[kind]
 
 
+USUAL = ("Auto", "budget", "solved and sharded")
 KINDS = ("fully_shard", "across steps", "Auto", "budget", "solved", "solved for a machine", "solved and sharded")
 
 
@@ -67,7 +68,9 @@ def logs(found: list[dict[str, Any]]) -> list[str]:
     return [one["log"][0] for one in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.full) for kind in KINDS]
+)
 def test_a_second_start_measures_and_searches_nothing(kind: str, tmp_path: Path) -> None:
     """Only the first rank's folder is read and written; its figures are those that the job measured."""
     folders = [str(tmp_path / name) for name in ("first", "second")]

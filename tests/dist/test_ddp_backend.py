@@ -93,16 +93,16 @@ def _logged(ddp: Ddp) -> list[set[str]]:
 
 RUNS = [
     ("mlp", "", "aot_eager"),
-    ("mlp", "", "eager"),
     ("mlp", "default", "aot_eager"),
-    ("mlp", "views", "aot_eager"),
-    ("mlp", "static", "aot_eager"),
     ("mlp", "unused", "aot_eager"),
     ("measured", "", "aot_eager"),
-    ("autocast", "", "aot_eager"),
-    ("custom", "", "aot_eager"),
     ("checkpointed", "", "aot_eager"),
-    ("mixed", "", "aot_eager"),
+    pytest.param("mlp", "", "eager", marks=pytest.mark.full),
+    pytest.param("mlp", "views", "aot_eager", marks=pytest.mark.full),
+    pytest.param("mlp", "static", "aot_eager", marks=pytest.mark.full),
+    pytest.param("autocast", "", "aot_eager", marks=pytest.mark.full),
+    pytest.param("custom", "", "aot_eager", marks=pytest.mark.full),
+    pytest.param("mixed", "", "aot_eager", marks=pytest.mark.full),
     pytest.param(
         "mlp",
         "",

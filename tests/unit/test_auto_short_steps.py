@@ -85,14 +85,8 @@ def short_of(graph: ws.TrainGraph, hardware: Any) -> FoldedStep:
     return short
 
 
-@pytest.mark.parametrize(
-    ("kind", "hardware"),
-    [
-        pytest.param("wide", "slow", marks=pytest.mark.full),
-        pytest.param("wide", "dgx-h100", marks=pytest.mark.full),
-        ("narrow", "dgx-h100"),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "hardware"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
 def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
     graph, hardware = GRAPHS[kind], MACHINES[hardware]

@@ -153,6 +153,7 @@ def test_the_optimum_of_many_layers() -> None:
     assert found.solution.variables < 8000
 
 
+@pytest.mark.full
 def test_a_solution_is_that_of_smaller_budgets_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     solved: list[float | None] = []
 
@@ -343,6 +344,7 @@ def test_a_pin_that_cannot_be() -> None:
 # -- in Auto ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_budget_that_only_a_mixed_plan_meets() -> None:
     """Neither any template nor anything that recomputes: some parameters in parts, others not, fit and are faster."""
     hardware, (graph, model), mesh = Hardware.preset("dgx-h100"), llama(2), "dp=32,tp=8"

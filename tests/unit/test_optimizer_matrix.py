@@ -73,12 +73,15 @@ def test_all_of_torch_in_float64(kind: Kind) -> None:
     check(kind, torch.float64, 1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [k for k in of_torch() if "=" not in k.name or "foreach=True" in k.name], ids=str)
 def test_torch_in_float32(kind: Kind) -> None:
     check(kind, torch.float32, 5e-6)
 
 
-@pytest.mark.parametrize("kind", of_others(), ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if "=" in kind.name else ()) for kind in of_others()], ids=str
+)
 def test_other_libraries_in_float64(kind: Kind) -> None:
     check(kind, torch.float64, 1e-12)
 

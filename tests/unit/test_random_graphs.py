@@ -15,7 +15,7 @@ from tests.random_graphs.shrink import show, shrink
 
 BLOCK = 100
 FIRST, LAST = map(int, os.environ.get("WHOLESTEP_SEEDS", "0:2000").split(":"))
-USUAL = 500  # seeds of `make test`
+USUAL = 300  # seeds of `make test`
 MORE = range(LAST, LAST + 4000, BLOCK)
 
 
