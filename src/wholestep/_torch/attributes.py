@@ -11,7 +11,7 @@ _INHERITED = object()
 
 @contextlib.contextmanager
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
-    """Set attributes inside this context, each given as (owner, name, value); remove those that the owner inherited."""
+    """Set attributes, given as (owner, name, value), and restore them on exit; what was inherited is deleted again."""
     undo: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in changes:

@@ -106,7 +106,7 @@ def _insert_shapes(graph: Graph, values: dict[Node, Any]) -> None:
     for node in [n for n in graph.nodes if n.target is outline]:
         shape = tuple(values[node_at(node, 0)].shape)
         for user in list(node.users):
-            user.args = map_arg(user.args, lambda n, node=node, shape=shape: shape if n is node else n)  # pyright: ignore
+            user.args = map_arg(user.args, lambda n, node=node, shape=shape: shape if n is node else n)  # pyright: ignore[reportUnknownLambdaType]
         graph.erase_node(node)
 
 

@@ -178,7 +178,7 @@ class _Writer:
 def _reached(
     nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]] = operands, where: Callable[[Node], bool] = bool
 ) -> set[Node]:
-    """The calls among `nodes`, and those that `step` leads to, as far as `where` is true of each."""
+    """Calls that a traversal reaches from `nodes` by `step`; it stops at calls for which `where` is false."""
     found, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()

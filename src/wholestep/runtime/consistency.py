@@ -271,7 +271,7 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
 def option_lines(
     state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Every option of every parameter group: first the constants of the program, then those that may change.
+    """Two lists of optimizer options, a line each: constants of the program, and options that may change.
 
     Options that schedulers add to a group may appear later. `carried` are options that the step itself changes:
     identity of the optimizer, number of the group, key.
