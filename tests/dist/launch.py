@@ -32,6 +32,7 @@ from wholestep.runtime import finalize
 
 HOST = "127.0.0.1"
 STACK_SECONDS = 1.0  # how long a hanging rank gets to write its stack
+DEATH_SECONDS = 0.5  # how long after a failure another rank may turn out dead: peers see its broken connection first
 EXIT_SECONDS = 10.0  # how long a rank gets to tear its process group down once all results are in
 PRELOAD = [
     "pytest",
@@ -111,28 +112,29 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float, stacks
     deadline = time.monotonic() + timeout
     rank_of = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     results: dict[int, Any] = {}
-    while len(results) < len(ranks):
-        waiting = [connection for connection, rank in rank_of.items() if rank not in results]
-        ready = wait(waiting, deadline - time.monotonic()) if time.monotonic() < deadline else []
-        if not ready:
-            late = [rank_of[connection] for connection in waiting]
-            raise RankTimeout(_hang_text(ranks, late, timeout, stacks))
-        failures: list[tuple[float, str]] = []
+    failures: list[tuple[bool, float, str]] = []
+    while rank_of:
+        ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            raise RankTimeout(_hang_text(ranks, list(rank_of.values()), timeout, stacks))
         for connection in ready:
             assert isinstance(connection, Connection)
-            rank = rank_of[connection]
+            rank, died = rank_of.pop(connection), False
             try:
                 when, ok, value = pickle.loads(connection.recv_bytes())
             except EOFError:
                 ranks[rank][0].join(EXIT_SECONDS)
                 code = ranks[rank][0].exitcode
-                when, ok, value = time.monotonic(), False, f"the process ended with exit code {code} and no result"
+                died, when, ok = True, time.monotonic(), False
+                value = f"the process ended with exit code {code} and no result"
             if ok:
                 results[rank] = value
             else:
-                failures.append((when, f"rank {rank} of {len(ranks)} failed:\n{value}"))
+                failures.append((not died, when, f"rank {rank} of {len(ranks)} failed:\n{value}"))
         if failures:
-            raise RankError(min(failures)[1])
+            if any(not alive for alive, _, _ in failures) or not ready or not rank_of:
+                raise RankError(min(failures)[-1])
+            deadline = min(deadline, time.monotonic() + DEATH_SECONDS)
     return [results[rank] for rank in range(len(ranks))]
 
 
