@@ -178,7 +178,7 @@ def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
         assert said.startswith("the plan does not fit this step: 6.0.weight: absent in the plan, f32[")
 
 
-ASKED: Any = {"pinned": {"0.0.weight": {"data": Replicate()}}, "whole": {"0.2": "data"}}
+ASKED: Any = {"pinned": {"0.0.weight": {"data": Replicate()}}, "replicated": {"0.2": "data"}}
 
 
 def _wished(rank: int, world: int, auto: ws.Auto, path: str) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def test_wishes_are_kept_and_compute_the_same(tmp_path: Path) -> None:
 
 def _impossible(rank: int, world: int) -> str:
     try:
-        trained(rank, parallel=ws.Auto(whole={"no.such": "dp"}))
+        trained(rank, parallel=ws.Auto(replicated={"no.such": "dp"}))
     except ws.WholestepError as error:
         return f"{type(error).__name__}: {error.found}"
     return ""

@@ -51,7 +51,7 @@ def test_whole_is_whole_in_every_candidate(mesh: str) -> None:
     free = auto().search(graph, mesh)
     cut = [name for name, plan in planned(free, graph) if plan.storage["net1.weight"].axes]
     assert cut, "without the wish it is cut by some"
-    found = auto(whole={"net1": axes}).search(graph, mesh)
+    found = auto(replicated={"net1": axes}).search(graph, mesh)
     assert {row.name for row in found.rows} == {row.name for row in free.rows}
     several = 0
     for name, plan in planned(found, graph):
@@ -65,7 +65,7 @@ def test_pinned_whole_leaves_the_state_to_be_cut() -> None:
     """As ZeRO-1 does: that is the difference between `pinned` and `whole`."""
     graph = mlp()
     pinned = auto(styles=("fully_shard",), pinned={"net1.weight": {"dp": Replicate()}}).search(graph, "dp=4").plan
-    whole = auto(styles=("fully_shard",), whole={"net1.weight": "dp"}).search(graph, "dp=4").plan
+    whole = auto(styles=("fully_shard",), replicated={"net1.weight": "dp"}).search(graph, "dp=4").plan
     assert shape_on(pinned, "net1.weight") == shape_on(whole, "net1.weight") == "32 12"
     assert shape_on(pinned, "net1.weight/exp_avg") == "32@dp 12"
     assert shape_on(whole, "net1.weight/exp_avg") == "32 12"
@@ -81,14 +81,14 @@ def test_pinned_cut_is_cut() -> None:
 
 def test_groups_keep_one_axis() -> None:
     """Whole over the groups, it may be cut inside them."""
-    found = auto(styles=("fully_shard",), whole={"net1": "replicate"}).search(mlp(), "replicate=2,shard=2")
+    found = auto(styles=("fully_shard",), replicated={"net1": "replicate"}).search(mlp(), "replicate=2,shard=2")
     assert "hybrid" in found.plan.strategy
     assert shape_on(found.plan, "net1.weight") == "32@shard 12"
     assert shape_on(found.plan, "net2.weight") == "12@replicate,shard 32"
 
 
 def test_the_solver_stores_as_is_wanted() -> None:
-    asked = {"pinned": {"net2.weight": {"dp": Shard(0)}}, "whole": {"net1": "dp"}}
+    asked = {"pinned": {"net2.weight": {"dp": Shard(0)}}, "replicated": {"net1": "dp"}}
     found = auto(**asked).search(mlp(), "dp=4")
     made = [
         p
@@ -116,18 +116,18 @@ def test_results_and_parameters_along_tp() -> None:
 def test_a_module_is_whole_along_tp() -> None:
     graph = mlp()
     assert "32@tp" in shape_on(ws.plan(graph, "tp=2", auto()), "net1.weight")
-    plan = ws.plan(graph, "tp=2", auto(whole={"net1": "tp"}, styles=("replicate",)))
+    plan = ws.plan(graph, "tp=2", auto(replicated={"net1": "tp"}, styles=("replicate",)))
     assert shape_on(plan, "net1.weight") == "32 12"
 
 
 def test_a_plan_by_module_that_breaks_a_wish_is_none() -> None:
     tensor = ws.TensorParallel({"net1": "colwise", "net2": "rowwise"})
-    found = auto(tensor=tensor, whole={"net1": "tp"}).search(mlp(), "dp=2,tp=2")
+    found = auto(tensor=tensor, replicated={"net1": "tp"}).search(mlp(), "dp=2,tp=2")
     by_hand = [row for row in found.rows if "tensor parallel on tp" in row.name]
     assert by_hand
     assert {row.status for row in by_hand} == {"no plan"}
-    assert by_hand[0].why.startswith("'net1' is to be whole over tp: net1.weight is cut along dim 0; needed: ")
-    assert auto(tensor=tensor, whole={"net1": "dp"}).search(mlp(), "dp=2,tp=2").best.status == "chosen"
+    assert by_hand[0].why.startswith("'net1' is to be replicated over tp: net1.weight is cut along dim 0; needed: ")
+    assert auto(tensor=tensor, replicated={"net1": "dp"}).search(mlp(), "dp=2,tp=2").best.status == "chosen"
 
 
 def test_tensor_parallel_auto_gets_the_wishes() -> None:
@@ -147,7 +147,7 @@ def test_the_check_finds_what_is_broken() -> None:
     fine.check(plan, complete=True)
     broken = constraints_of(graph, [plan.mesh], {}, {"net1": "dp"})
     assert broken is not None
-    with pytest.raises(ws.PlanError, match=r"'net1' is to be whole over dp: net1\.(weight|bias) is cut along dim 0"):
+    with pytest.raises(ws.PlanError, match=r"'net1' is to be replicated over dp: net1\.(weight|bias) is cut along dim 0"):
         broken.check(plan)
     lost = Constraints({"dp": AxisConstraints({"gone": (plan.storage["net1.weight"].state("dp"), "*.gone")})})
     lost.check(plan)
@@ -169,7 +169,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     """Its equals are the layers on one side of it, if they are enough; what is said of the winner is of all."""
     graph = deep(256)
     options: dict[str, Any] = {"solve": layer == 0, "styles": None if layer == 0 else ("replicate", "fully_shard")}
-    asked = auto(hardware=FAST, tensor=PAIRS, whole={f"layers.{layer}": ("dp", "tp")}, **options)
+    asked = auto(hardware=FAST, tensor=PAIRS, replicated={f"layers.{layer}": ("dp", "tp")}, **options)
     found = asked.search(graph, "dp=4,tp=2")
     assert (found.folded.count if found.folded else 0) == equal
     assert found.best.blocks is None
@@ -180,7 +180,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
 
 
 def test_a_wish_for_all_layers_leaves_them_equal() -> None:
-    found = auto(hardware=FAST, whole={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
+    found = auto(hardware=FAST, replicated={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
     assert found.folded is not None
     assert found.folded.count == LAYERS
     assert found.plan.storage["layers.7.norm.weight"].is_replicated
@@ -202,18 +202,18 @@ def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.
 def test_on_searched_meshes_axes_that_a_mesh_lacks_are_left_out() -> None:
     tensor, graph = ws.TensorParallel({"net1": "colwise", "net2": "rowwise"}), mlp()
     nodes = ws.Hardware.preset("dgx-h100")
-    found = auto(tensor=tensor, whole={"net1.weight": ("shard", "dp")}, hardware=nodes).search(graph, "auto=16")
+    found = auto(tensor=tensor, replicated={"net1.weight": ("shard", "dp")}, hardware=nodes).search(graph, "auto=16")
     assert {str(row.mesh) for row in found.rows if row.status != "no plan"} >= {"dp=16", "replicate=2,shard=8"}
     assert not {"dp", "shard"} & set(found.plan.storage["net1.weight"].axes)
     with pytest.raises(ws.PlanError, match=r"axis 'sp' of the constraint on 'net1' is on no mesh: the \d+ meshes"):
-        auto(tensor=tensor, whole={"net1": "sp"}).search(graph, "auto=8")
+        auto(tensor=tensor, replicated={"net1": "sp"}).search(graph, "auto=8")
     with pytest.raises(ws.PlanError, match="axis 'tp' of the constraint on 'net1'"):
-        auto(whole={"net1": "tp"}).search(graph, "auto=8")
+        auto(replicated={"net1": "tp"}).search(graph, "auto=8")
 
 
 def test_the_plan_goes_through_a_file() -> None:
     graph = mlp()
-    made = ws.plan(graph, "dp=4", auto(styles=("fully_shard",), whole={"net1": "dp"}, solve=False))
+    made = ws.plan(graph, "dp=4", auto(styles=("fully_shard",), replicated={"net1": "dp"}, solve=False))
     read = ws.Plan.from_json(made.to_json())
     assert read == made
     assert read.strategies is not None
@@ -227,7 +227,7 @@ def test_the_plan_goes_through_a_file() -> None:
 def test_what_is_wanted_computes_the_same(mesh: str) -> None:
     one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
     data = ws.DataParallel(semantics="global")
-    asked: Any = {"pinned": {"net2.weight": {"dp": Replicate()}}, "whole": {"net1": "dp"}}
+    asked: Any = {"pinned": {"net2.weight": {"dp": Replicate()}}, "replicated": {"net1": "dp"}}
     for style in ("fully_shard", "zero1", "replicate"):
         found = auto(data=data, styles=(style,), solve=False, **asked).search(one.capture.graph, mesh)
         assert found.best.strategies is not None
@@ -239,19 +239,22 @@ def test_what_is_wanted_computes_the_same(mesh: str) -> None:
     ("options", "said"),
     [
         ({"pinned": {"net3": {"dp": Replicate()}}}, "the pattern 'net3' names no module and no parameter"),
-        ({"whole": {"net3": "dp"}}, "the pattern 'net3' names no module and no parameter"),
-        ({"whole": {"net1": "tp"}}, "axis 'tp' of the constraint on 'net1' is on no mesh: mesh dp=4\n  needed: one of"),
+        ({"replicated": {"net3": "dp"}}, "the pattern 'net3' names no module and no parameter"),
+        (
+            {"replicated": {"net1": "tp"}},
+            "axis 'tp' of the constraint on 'net1' is on no mesh: mesh dp=4\n  needed: one of",
+        ),
         ({"pinned": {"net1.weight": {"dp": Shard(2)}}}, "'net1.weight' is to be cut along dim 2: %net1.weight has no"),
         ({"pinned": {"net2": {"dp": Shard(-3)}}}, "'net2' is to be cut along dim -3: %addmm_1 has no such layout, it"),
         ({"pinned": {"net1.weight": {"dp": Shard(1)}}}, "net1.weight to be cut along dim 1 over dp: no way to store a"),
         ({"pinned": {"net2": {"dp": Shard(0)}}}, "'net2' is to be cut along dim 0 over dp: addmm_1 is another value"),
         (
-            {"pinned": {"net1.weight": {"dp": Shard(0)}}, "whole": {"net*": "dp"}},
-            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, 'net*' for it to be whole over dp",
+            {"pinned": {"net1.weight": {"dp": Shard(0)}}, "replicated": {"net*": "dp"}},
+            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, 'net*' for it to be replicated over dp",
         ),
         (
             {"pinned": {"net1.weight": {"dp": Shard(0)}, "*.weight": {"dp": Replicate()}}},
-            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, '*.weight' for it to be whole over dp",
+            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, '*.weight' for it to be replicated over dp",
         ),
     ],
 )
@@ -269,9 +272,9 @@ def test_wishes_that_cannot_be(options: dict[str, Any], said: str) -> None:
         ({"pinned": {"a": {}}}, "pinned={'a': {}}"),
         ({"pinned": {"a": {"tp": 0}}}, "pinned={'a': {'tp': 0}}"),
         ({"pinned": ["a"]}, "pinned=['a']"),
-        ({"whole": "a"}, "whole='a'"),
-        ({"whole": {"a": ()}}, "whole={'a': ()}"),
-        ({"whole": {"a": 3}}, "whole={'a': 3}"),
+        ({"replicated": "a"}, "replicated='a'"),
+        ({"replicated": {"a": ()}}, "replicated={'a': ()}"),
+        ({"replicated": {"a": 3}}, "replicated={'a': 3}"),
     ],
 )
 def test_malformed_wishes(options: dict[str, Any], said: str) -> None:
@@ -282,5 +285,5 @@ def test_malformed_wishes(options: dict[str, Any], said: str) -> None:
 
 def test_ranks_that_wish_for_other_things_say_so() -> None:
     mesh = ws.Mesh("dp=2")
-    said = {a.describe(mesh) for a in (auto(), auto(whole={"a": "dp"}), auto(pinned={"a": {"dp": Shard(0)}}))}
+    said = {a.describe(mesh) for a in (auto(), auto(replicated={"a": "dp"}), auto(pinned={"a": {"dp": Shard(0)}}))}
     assert len(said) == 3

@@ -193,4 +193,4 @@ def test_what_is_wrong_is_said_and_not_taken_for_a_size_that_does_not_fit() -> N
         with pytest.raises(ws.PlanError, match="sizes of batches"):
             search_batches(ws.Auto(), wide, "dp=4", sizes)
     with pytest.raises(ws.PlanError, match="names no module"):
-        search_batches(ws.Auto(whole={"no.such": "dp"}), wide, "dp=4", [1, 2])
+        search_batches(ws.Auto(replicated={"no.such": "dp"}), wide, "dp=4", [1, 2])

@@ -275,7 +275,7 @@ def test_results_of_modules_can_be_pinned() -> None:
 
 
 def test_modules_can_be_left_whole() -> None:
-    tensor = TensorParallel("auto", hardware=QUICK_LINK, whole=("net1",))
+    tensor = TensorParallel("auto", hardware=QUICK_LINK, replicated=("net1",))
     planned = ws.plan(small(), "tp=2", tensor)
     assert planned.storage["net1.weight"].is_replicated
     assert planned.storage["net1.bias"].is_replicated
@@ -285,7 +285,7 @@ def test_modules_can_be_left_whole() -> None:
 @pytest.mark.usefixtures("double")
 def test_what_is_asked_for_computes_the_same() -> None:
     one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
-    for options in ({"pinned": {"net1.weight": Shard(1), "net2": Shard(0)}}, {"whole": ("net2",)}):
+    for options in ({"pinned": {"net1.weight": Shard(1), "net2": Shard(0)}}, {"replicated": ("net2",)}):
         assert compare(one, "tp=2", TensorParallel("auto", hardware=QUICK_LINK, **options)).worst < TOLERANCE
 
 
@@ -302,7 +302,7 @@ class Three(nn.Module):
 def test_an_op_that_is_left_whole_behind_one_that_is_cut() -> None:
     """It could be written out to stay cut, which is not what was asked for: it takes its operand whole."""
     one = OneDevice(builder(Three), step_of(squares), floats(6, 12))
-    tensor = TensorParallel("auto", hardware=Hardware.preset("dgx-h100"), pinned={"b": Shard(1)}, whole=("c",))
+    tensor = TensorParallel("auto", hardware=Hardware.preset("dgx-h100"), pinned={"b": Shard(1)}, replicated=("c",))
     found = compare(one, "tp=2", tensor)
     assert found.worst < TOLERANCE
     assert not any(
@@ -329,7 +329,7 @@ def test_an_empty_softmax_is_not_decomposed() -> None:
 
 
 def test_patterns_that_name_nothing() -> None:
-    for options in ({"pinned": {"net.weight": Shard(0)}}, {"whole": ("net3",)}):
+    for options in ({"pinned": {"net.weight": Shard(0)}}, {"replicated": ("net3",)}):
         with pytest.raises(
             ws.PlanError, match=r"names no module and no parameter\n  needed: those of the step, as '.*net"
         ):

@@ -307,7 +307,7 @@ def test_wishes_on_the_command_line(step: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text = run(
         f"{step}:four", "--mesh", "dp=2,tp=2", "--auto", "--pin", "0.weight=tp:replicate", "--pin", "0.weight=dp:0",
-        "--whole", "2=dp,tp", "--json", str(out),
+        "--replicated", "2=dp,tp", "--json", str(out),
     )  # fmt: skip
     assert code == 0, text
     made = ws.Plan.from_json(out.read_text())
@@ -366,16 +366,16 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
         (["--auto", "--style", "zero1"], "--style with --auto"),
         (["--memory", "1GiB"], "--memory without --auto"),
         (["--pin", "0.weight=dp:replicate"], "--pin without --auto"),
-        (["--whole", "0=dp"], "--whole without --auto"),
+        (["--replicated", "0=dp"], "--replicated without --auto"),
         (["--auto", "--pin", "0.weight=dp"], "--pin 0.weight=dp: needed pattern=axis:replicate, or pattern=axis:dim"),
         (["--auto", "--pin", "0.weight=dp:x"], "--pin 0.weight=dp:x: needed pattern=axis:replicate"),
         (
             ["--auto", "--pin", "0.weight=dp:0", "--pin", "0.weight=dp:replicate"],
             "--pin 0.weight=dp:replicate: 0.weight is pinned on dp already",
         ),
-        (["--auto", "--whole", "0"], "--whole 0: needed pattern=axis or pattern=axis,axis"),
-        (["--auto", "--whole", "0=tp"], "axis 'tp' of the constraint on '0' is on no mesh: mesh dp=4"),
-        (["--auto", "--whole", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
+        (["--auto", "--replicated", "0"], "--replicated 0: needed pattern=axis or pattern=axis,axis"),
+        (["--auto", "--replicated", "0=tp"], "axis 'tp' of the constraint on '0' is on no mesh: mesh dp=4"),
+        (["--auto", "--replicated", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
         (["--batch", "2"], "--batch without --hf"),
         (["--auto", "--batch", "1,2"], "--batch without --hf"),
         (["--auto", "--batch", "auto"], "--batch without --hf"),

@@ -45,9 +45,11 @@ _Pin = Annotated[
     list[str] | None,
     typer.Option("--pin", help="With --auto: a layout, as embed.weight=tp:replicate or lm_head=tp:2; repeatable."),
 ]
-_Whole = Annotated[
+_Replicated = Annotated[
     list[str] | None,
-    typer.Option("--whole", help="With --auto: axes that may not shard a module, as norm=dp,tp; repeatable."),
+    typer.Option(
+        "--replicated", help="With --auto: axes along which a module stays replicated, as norm=dp,tp; repeatable."
+    ),
 ]
 _Explain = Annotated[
     list[str] | None, typer.Option("--explain", help="Explain the layout of a tensor or operation; repeatable.")
@@ -77,7 +79,7 @@ def plan(
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
     memory: Annotated[str | None, typer.Option(help="With --auto: memory of a rank, as 80GiB.")] = None,
     pin: _Pin = None,
-    whole: _Whole = None,
+    replicated: _Replicated = None,
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     stop_after: Annotated[
@@ -105,7 +107,7 @@ def plan(
     given = {"batch": first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
     check_given(target, hf)
     single = {"style": style, "explain": explain, "program": show or None}
-    _check_effects(hf, given, compare, single, auto, style, {"memory": memory, "pin": pin, "whole": whole})
+    _check_effects(hf, given, compare, single, auto, style, {"memory": memory, "pin": pin, "replicated": replicated})
     if hardware is not None and not (auto or compare or explain or html or trace or what_if):
         refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
     if stop_after and not show:
@@ -124,7 +126,7 @@ def plan(
         if compare:
             done = planning.compared(shown, asked)
         elif auto:
-            chooser = planning.chooser(shown, asked, memory, constraints(pin or [], whole or []))
+            chooser = planning.chooser(shown, asked, memory, constraints(pin or [], replicated or []))
             done, spec = planning.chosen(shown, asked, chooser, sizes, spec)
         else:
             done = planning.planned(shown, asked, style or FULLY_SHARD)

@@ -1,4 +1,4 @@
-"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--whole` and `--what-if`."""
+"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--replicated` and `--what-if`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def batch_sizes(batch: str | None, auto: bool) -> tuple[int, ...] | None:
     return found
 
 
-def constraints(pin: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Auto` for `--pin pattern=axis:dim` and `--whole pattern=axis,axis`."""
-    found = {"pinned": _pinned(pin), "whole": _whole(whole)}
+def constraints(pin: Sequence[str], replicated: Sequence[str]) -> dict[str, Any]:
+    """The fields of `Auto` for `--pin pattern=axis:dim` and `--replicated pattern=axis,axis`."""
+    found = {"pinned": _pinned(pin), "replicated": _replicated(replicated)}
     return {name: value for name, value in found.items() if value}
 
 
@@ -48,13 +48,13 @@ def _pinned(given: Sequence[str]) -> dict[str, dict[str, Shard | Replicate]]:
     return found
 
 
-def _whole(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _replicated(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for entry in given:
         pattern, _, axes = entry.rpartition("=")
         names = tuple(name.strip() for name in axes.split(","))
         if not pattern or not all(names):
-            refuse(f"--whole {entry}: needed pattern=axis or pattern=axis,axis, as norm=dp,tp")
+            refuse(f"--replicated {entry}: needed pattern=axis or pattern=axis,axis, as norm=dp,tp")
         found[pattern] = tuple(dict.fromkeys((*found.get(pattern, ()), *names)))
     return found
 

@@ -79,7 +79,8 @@ class TensorParallel(_OneAxis):
         hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
         pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
             `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
-        whole: globs of modules (and parameters) whose forward and parameters `"auto"` does not shard along the axis.
+        replicated: globs of modules (and parameters) whose forward and parameters `"auto"` leaves replicated along the
+            axis.
 
     Example:
         >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
@@ -94,7 +95,7 @@ class TensorParallel(_OneAxis):
     strict: bool = True
     hardware: Hardware | None = None
     pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.is_open:
@@ -102,7 +103,7 @@ class TensorParallel(_OneAxis):
                 found = 'loss_parallel with TensorParallel("auto")'
                 raise PlanError(found, "nothing: it solves for that", "drop loss_parallel")
             return
-        unused = next((name for name in ("hardware", "pinned", "whole") if getattr(self, name)), None)
+        unused = next((name for name in ("hardware", "pinned", "replicated") if getattr(self, name)), None)
         if unused:
             needed = f'TensorParallel("auto", {unused}=...)'
             raise PlanError(f"{unused} with a plan by module", needed, f"drop {unused}")

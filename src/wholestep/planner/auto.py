@@ -22,7 +22,7 @@ from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
-from .constraints import Pinned, Whole, check_form, constraints_of
+from .constraints import Pinned, ReplicatedAxes, check_form, constraints_of
 from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
@@ -59,8 +59,8 @@ class Auto:
             templates do best. A program takes seconds, and meshes far behind with templates do not catch up.
         pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
             `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
-        whole: axes that may not shard a module (or a parameter), by glob: `{"norm": ("dp", "tp")}`. Its parameters and
-            their state are replicated along them, and where ranks of the axis compute together, so is its forward.
+        replicated: axes along which a module (or a parameter) stays replicated, by glob: `{"norm": ("dp", "tp")}`: its
+            parameters with their state, and where ranks of the axis compute together, its forward.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Hardware.preset("dgx-h100")))
@@ -78,10 +78,10 @@ class Auto:
     solve: bool = True
     solved_meshes: int = 3
     pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
-    whole: Whole = field(default_factory=dict[str, str])
+    replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        check_form(self.pinned, self.whole)
+        check_form(self.pinned, self.replicated)
         if type(self.solved_meshes) is not int or self.solved_meshes < 0:
             raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
@@ -142,7 +142,7 @@ class Auto:
         passes = tuple(pipeline(hardware) if passes is None else passes)
         watch = watch or unwatched
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
-        asked = constraints_of(graph, on, self.pinned, self.whole)
+        asked = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
         folded = fold_step(graph, hardware, placed, asked.marks(graph))
         evaluator = Evaluator(graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked)
@@ -227,7 +227,7 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        asked = "".join(f", {one!r}" for one in (self.pinned, self.whole) if one)
+        asked = "".join(f", {one!r}" for one in (self.pinned, self.replicated) if one)
         return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:

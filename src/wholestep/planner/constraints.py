@@ -23,21 +23,20 @@ from .candidates import Template
 from .ilp.axis_constraints import AxisConstraints, axis_constraints, state_text
 
 Pinned = Mapping[str, Mapping[str, Shard | Replicate]]
-Whole = Mapping[str, str | Sequence[str]]
+ReplicatedAxes = Mapping[str, str | Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """The constraints on one step by axis; `pinned` and `whole` as the user gave them.
+    """The constraints on one step by axis; `pinned` and `replicated` as the user gave them.
 
-    A pinned name has that layout; the optimizer state of a pinned parameter is free. A module that is `whole` is not
-    sharded: its parameters and their state are replicated along the axis, and where ranks along it compute together, so
-    are its operations.
+    A pinned name has that layout; the optimizer state of a pinned parameter is free. The parameters and the state of a
+    `replicated` module are replicated along the axis, and where ranks along it compute together, so are its operations.
     """
 
     axes: Mapping[str, AxisConstraints] = field(default_factory=dict[str, AxisConstraints])
     pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
-    whole: Whole = field(default_factory=dict[str, str])
+    replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
     def marks(self, graph: TrainGraph) -> dict[Node, Hashable]:
         """The constraints of nodes and parameters: layers with different ones are not equal."""
@@ -45,7 +44,7 @@ class Constraints:
             return {}
         named = {given.name: node for given, node in graph.placeholders() if given.role is Role.PARAM}
         named = {node.name: node for node in graph.graph.nodes if node.op == "call_function"} | named
-        names = {name for asked in self.axes.values() for name in (*asked.states, *asked.whole)}
+        names = {name for asked in self.axes.values() for name in (*asked.states, *asked.replicated)}
         found = {name: tuple((axis, asked.mark(name)) for axis, asked in self.axes.items()) for name in names}
         return {named[name]: mark for name, mark in found.items() if name in named}
 
@@ -54,8 +53,8 @@ class Constraints:
         if not tensor.is_open or tensor.axis not in self.axes:
             return tensor
         pins = {pattern: by[tensor.axis] for pattern, by in self.pinned.items() if tensor.axis in by}
-        whole = [pattern for pattern, axes in self.whole.items() if tensor.axis in _names(axes)]
-        return replace(tensor, pinned={**tensor.pinned, **pins}, whole=(*tensor.whole, *whole))
+        replicated = [pattern for pattern, axes in self.replicated.items() if tensor.axis in _names(axes)]
+        return replace(tensor, pinned={**tensor.pinned, **pins}, replicated=(*tensor.replicated, *replicated))
 
     def storages(self, graph: TrainGraph, mesh: Mesh, axes: Sequence[str]) -> dict[str, tuple[StorageOption, ...]]:
         """The storage options that are left to each parameter with a constraint along data-parallel `axes`.
@@ -66,7 +65,7 @@ class Constraints:
         asked = {axis: self.axes[axis] for axis in axes if axis in self.axes and mesh.axis_size(axis) > 1}
         found: dict[str, tuple[StorageOption, ...]] = {}
         for given in graph.inputs if asked else ():
-            mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.whole}
+            mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.replicated}
             if given.role is Role.PARAM and mine:
                 options = [s for s in STORAGE_OPTIONS if not s.kind.grouped or len(axes) > 1]
                 found[given.name] = tuple(s for s in options if _keeps(given, s, mesh, tuple(axes), mine))
@@ -127,13 +126,15 @@ class Constraints:
                     raise PlanError(found, "a plan of this step")
                 if layout is not None and layout.state(axis) != state:
                     raise _broken(pattern, name, axis, state_text(state), layout.state(axis))
-            for name, pattern in asked.whole.items():
+            for name, pattern in asked.replicated.items():
                 for layout in held(name, computes=axis not in stored):
                     if layout.state(axis).kind == "S":
-                        raise _broken(pattern, name, axis, "whole", layout.state(axis))
+                        raise _broken(pattern, name, axis, "replicated", layout.state(axis))
 
 
-def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, whole: Whole) -> Constraints:
+def constraints_of(
+    graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, replicated: ReplicatedAxes
+) -> Constraints:
     """The constraints on `graph`.
 
     Raises:
@@ -141,7 +142,7 @@ def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, wh
     """
     known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
     asked = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
-    asked += [(pattern, axis) for pattern, axes in whole.items() for axis in _names(axes)]
+    asked += [(pattern, axis) for pattern, axes in replicated.items() for axis in _names(axes)]
     for pattern, axis in asked:
         if axis not in known:
             on = f"mesh {meshes[0]}" if len(meshes) == 1 else f"the {len(meshes)} meshes that are searched"
@@ -154,15 +155,15 @@ def constraints_of(graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, wh
         axis: axis_constraints(
             graph,
             {pattern: by[axis] for pattern, by in pinned.items() if axis in by},
-            [pattern for pattern, axes in whole.items() if axis in _names(axes)],
+            [pattern for pattern, axes in replicated.items() if axis in _names(axes)],
             axis,
         )
         for axis in dict.fromkeys(axis for _, axis in asked)
     }
-    return Constraints(found, pinned, whole)
+    return Constraints(found, pinned, replicated)
 
 
-def check_form(pinned: object, whole: object) -> None:
+def check_form(pinned: object, replicated: object) -> None:
     """Raise PlanError for malformed constraints."""
     for pattern, by in _items(pinned, "pinned"):
         places = cast(Mapping[Any, Any], by) if isinstance(by, Mapping) else dict[Any, Any]()
@@ -172,12 +173,13 @@ def check_form(pinned: object, whole: object) -> None:
                 f"pinned={{{pattern!r}: {by!r}}}", "a layout for each axis, Shard(dim) or Replicate()",
                 f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}',
             )  # fmt: skip
-    for pattern, axes in _items(whole, "whole"):
+    for pattern, axes in _items(replicated, "replicated"):
         several = isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in cast(Sequence[Any], axes))
         if not axes or not (isinstance(axes, str) or several):
             raise PlanError(
-                f"whole={{{pattern!r}: {axes!r}}}", "names of axes", f'give whole={{{pattern!r}: ("dp", "tp")}}'
-            )
+                f"replicated={{{pattern!r}: {axes!r}}}", "names of axes",
+                f'give replicated={{{pattern!r}: ("dp", "tp")}}',
+            )  # fmt: skip
 
 
 def _items(given: object, name: str) -> list[tuple[str, object]]:
@@ -198,7 +200,7 @@ def _keeps(
     for axis, one in asked.items():
         if given.name in one.states and rest.param.state(axis) != one.states[given.name][0]:
             return False
-        if given.name in one.whole and "S" in (rest.param.state(axis).kind, rest.state.state(axis).kind):
+        if given.name in one.replicated and "S" in (rest.param.state(axis).kind, rest.state.state(axis).kind):
             return False
     return True
 
@@ -231,8 +233,8 @@ def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError
         f"{pattern!r} asks for {given.name} to be {state_text(state)} over {axis}"
         for axis, one in asked.items() if given.name in one.states for state, pattern in [one.states[given.name]]
     ]  # fmt: skip
-    said += [f"{one.whole[given.name]!r} for nothing of it to be cut over {a}" for a, one in asked.items()
-             if given.name in one.whole]  # fmt: skip
+    said += [f"{one.replicated[given.name]!r} for nothing of it to be cut over {a}" for a, one in asked.items()
+             if given.name in one.replicated]  # fmt: skip
     return PlanError(
         f"{', '.join(said)}: no way to store a parameter does that",
         "data parallelism cuts dim 0, over all of its axes or over the last",

@@ -21,16 +21,16 @@ from .problem import Option
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """`states` that parameters and results must have, and names that must not be sharded (`whole`); each with the
+    """`states` that parameters and results must have, and names that must not be sharded (`replicated`); each with the
     pattern of the user that names it.
     """
 
     states: Mapping[str, tuple[AxisState, str]] = field(default_factory=dict[str, tuple[AxisState, str]])
-    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+    replicated: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def mark(self, name: str) -> object:
         """Equal for nodes and parameters with the same constraint."""
-        return self._state(name), self._is_whole(name)
+        return self._state(name), self._is_replicated(name)
 
     def allows(self, node: Node, name: str, option: Option) -> bool:
         """True for an option that the constraints leave to a node, or to the parameter called `name`."""
@@ -38,13 +38,13 @@ class AxisConstraints:
         if asked is not None and not any(user.name.startswith(f"{_decomposed_op(name)}__") for user in node.users):
             return option.gives.get(0) == asked[0]
         states = (*option.gives.values(), *option.takes.values())
-        return not self._is_whole(name) or all(s.kind != "S" for s in states)
+        return not self._is_replicated(name) or all(s.kind != "S" for s in states)
 
     def _state(self, name: str) -> tuple[AxisState, str] | None:
         return self.states.get(name) or self.states.get(_decomposed_op(name))
 
-    def _is_whole(self, name: str) -> bool:
-        return name in self.whole or _decomposed_op(name) in self.whole
+    def _is_replicated(self, name: str) -> bool:
+        return name in self.replicated or _decomposed_op(name) in self.replicated
 
     def infeasible(self, name: str) -> PlanError:
         """The error for a choice without an option that is allowed."""
@@ -57,7 +57,7 @@ class AxisConstraints:
 
 
 def axis_constraints(
-    graph: TrainGraph, pins: Mapping[str, Shard | Replicate], whole: Iterable[str], axis: str = ""
+    graph: TrainGraph, pins: Mapping[str, Shard | Replicate], replicated: Iterable[str], axis: str = ""
 ) -> AxisConstraints:
     """The constraints of patterns along one axis: globs of parameters and modules, as `TensorParallel` takes them.
 
@@ -75,7 +75,7 @@ def axis_constraints(
                 before = states.setdefault(name, (state, pattern))
                 if before[0] != state:
                     raise _contradiction(before[1], before[0], pattern, state, name, axis)
-    for pattern in whole:
+    for pattern in replicated:
         for path in _matching(modules, pattern):
             owned = [name for name in modules.params if name == path or name.startswith(f"{path}.")]
             kept |= dict.fromkeys(owned or modules.held(path), pattern)
@@ -134,4 +134,4 @@ def _decomposed_op(name: str) -> str:
 
 def state_text(state: AxisState) -> str:
     """A state in the words of messages."""
-    return f"cut along dim {state.dim}" if state.kind == "S" else "whole"
+    return f"cut along dim {state.dim}" if state.kind == "S" else "replicated"

@@ -80,7 +80,7 @@ def problem_spec(
             rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
     storages = (storage_of(data),) if data is not None and axes else ()
     prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
-    return ProblemSpec(prices, axes, storages, rest, axis_constraints(graph, tensor.pinned, tensor.whole))
+    return ProblemSpec(prices, axes, storages, rest, axis_constraints(graph, tensor.pinned, tensor.replicated))
 
 
 @dataclass
