@@ -167,7 +167,7 @@ def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
     budget = int(free.objective.peak_bytes * 0.9)
     made = offline(budget)
     assert made.objective is not None
-    assert made.objective.again
+    assert made.objective.rematerialized
     made.save(path)
     for peak, again, same, strategy in run_ranks(_applied, 2, path):
         assert peak <= budget

@@ -102,7 +102,7 @@ def _mixed(rank: int, world: int) -> dict[str, Any]:
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     assert step.plan is not None
     worst = max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs))
-    return {"worst": worst, "strategy": step.plan.strategy, "again": step.plan.options.again}
+    return {"worst": worst, "strategy": step.plan.strategy, "again": step.plan.options.regathered}
 
 
 def test_each_parameter_stored_by_itself() -> None:

@@ -147,7 +147,9 @@ def test_the_check_finds_what_is_broken() -> None:
     fine.check(plan, complete=True)
     broken = constraints_of(graph, [plan.mesh], {}, {"net1": "dp"})
     assert broken is not None
-    with pytest.raises(ws.PlanError, match=r"'net1' is to be replicated over dp: net1\.(weight|bias) is cut along dim 0"):
+    with pytest.raises(
+        ws.PlanError, match=r"'net1' is to be replicated over dp: net1\.(weight|bias) is cut along dim 0"
+    ):
         broken.check(plan)
     lost = Constraints({"dp": AxisConstraints({"gone": (plan.storage["net1.weight"].state("dp"), "*.gone")})})
     lost.check(plan)
@@ -254,7 +256,7 @@ def test_what_is_wanted_computes_the_same(mesh: str) -> None:
         ),
         (
             {"pinned": {"net1.weight": {"dp": Shard(0)}, "*.weight": {"dp": Replicate()}}},
-            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, '*.weight' for it to be replicated over dp",
+            "'net1.weight' asks for net1.weight to be cut along dim 0 over dp, '*.weight' for it to be replicated",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     names = [node.name for node, (_, slot) in short.repeats.places.items() if node.op == "call_function"]
     by_slot: dict[object, set[str]] = {}
     slots = {node.name: slot for node, (_, slot) in short.repeats.places.items()}
-    for name, ways in even.pins.ways.items():
+    for name, ways in even.pins.op_strategies.items():
         base, _, part = name.partition("__")
         if base in slots:
             by_slot.setdefault((slots[base], part), set()).add(str(ways))
@@ -84,8 +84,8 @@ def test_equal_layers_get_what_the_one_in_the_middle_has() -> None:
     assert by_slot
     assert all(len(ways) == 1 for ways in by_slot.values())
     assert set(even.params) == set(made.params)
-    outside = {n: w for n, w in made.pins.ways.items() if n.partition("__")[0] not in slots}
-    assert {n: even.pins.ways[n] for n in outside} == outside
+    outside = {n: w for n, w in made.pins.op_strategies.items() if n.partition("__")[0] not in slots}
+    assert {n: even.pins.op_strategies[n] for n in outside} == outside
     strategies = compose([SolvedLayouts("tp", even.params, even.pins), ws.DataParallel("zero1", axis="dp")])
     ws.partition(graph, ws.plan(graph, mesh, strategies))
 

@@ -183,7 +183,9 @@ def test_the_command(tmp_path: Path) -> None:
 def test_pins_by_pairs_of_names_come_back() -> None:
     """What a node reads of another is pinned by both names."""
     pins = Pins(
-        reads={("relu", "addmm"): {"tp": AxisState("S", 1)}}, ways={"mm": {"tp": ("n", "")}}, decomposed=("mean",)
+        reads={("relu", "addmm"): {"tp": AxisState("S", 1)}},
+        op_strategies={"mm": {"tp": ("n", "")}},
+        decomposed=("mean",),
     )
     cuts = Strategies((SolvedLayouts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
     assert decode_strategies(json.loads(json.dumps(encode_strategies(cuts)))) == cuts

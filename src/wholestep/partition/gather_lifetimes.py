@@ -77,7 +77,7 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
 
 def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
     """Return the parameters used in several segments that the plan names, or that exceed its budget."""
-    budget, named = plan.options.keep_gathered_bytes, frozenset(plan.options.again)
+    budget, named = plan.options.keep_gathered_bytes, frozenset(plan.options.regathered)
     if budget is None and not named:
         return set()
     chosen = {node for given, node in graph.placeholders() if given.name in named}

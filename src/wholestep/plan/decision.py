@@ -38,14 +38,14 @@ class Options:
     """Choices of a plan that are not layouts.
 
     `keep_gathered_bytes` bounds the gathered parameters that are kept from forward to backward; parameters beyond it
-    are re-gathered (0: all, None: none). `again` names further parameters to re-gather. `reduce_dtype` is the dtype of
-    gradient reductions, None for the dtype of the gradient.
+    are re-gathered (0: all, None: none). `regathered` names further ones. `reduce_dtype` is the dtype of gradient
+    reductions, None for the dtype of the gradient.
     """
 
     keep_gathered_bytes: int | None = None
     reduce_dtype: str | None = None
     broadcast_buffers: bool = False
-    again: tuple[str, ...] = ()
+    regathered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Objective:
     """The estimates by which `Auto` chose a plan.
 
     `batch_s`: simulated seconds for each captured batch. `bound_s`: a lower bound for all schedules of all plans that
-    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `again`: names of values that are
-    rematerialized for that. Where an integer program chose the layouts, `model_s` is the shortest step by its cost
-    model, and `model_bound_s` its proven lower bound.
+    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `rematerialized`: names of
+    the values that are, for that. Where an integer program chose the layouts, `model_s` is the shortest step by its
+    cost model, and `model_bound_s` its proven lower bound.
     """
 
     batch_s: float
     bound_s: float
     peak_bytes: int
     budget_bytes: int | None = None
-    again: tuple[str, ...] = ()
+    rematerialized: tuple[str, ...] = ()
     model_s: float = 0.0
     model_bound_s: float = 0.0
 

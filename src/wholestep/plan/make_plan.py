@@ -112,7 +112,7 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start, scout=True)
-        more = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.ways]
+        more = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.op_strategies]
         if not more:
             break
         expanded += [n.name for n in more]

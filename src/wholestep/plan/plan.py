@@ -25,7 +25,7 @@ from .plan_table import plan_html, plan_line, show_plan
 from .strategies import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)

@@ -92,5 +92,7 @@ def _movement(plan: Plan) -> list[str]:
         if kept
         else "re-gathered for the backward"
     )
-    named = f"; {len(plan.options.again)} of them are re-gathered" if plan.options.again and kept is None else ""
+    named = (
+        f"; {len(plan.options.regathered)} of them are re-gathered" if plan.options.regathered and kept is None else ""
+    )
     return [f"gathered parameters are {text}{named}"]

@@ -115,7 +115,7 @@ class _Propagation:
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], int] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
-        pinned = self.situation.pins.ways.get(node.name, {})
+        pinned = self.situation.pins.op_strategies.get(node.name, {})
         for axis in in_order(list(self._active()), have, [n in self.batch_dependent for n in given]):
             states = [layout.state(axis) for layout in have]
             varies = VARIES in states or (random and axis in self.situation.per_rank)
@@ -281,7 +281,7 @@ class _CallOnAxis:
 
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
-        names = self.run.situation.pins.ways.get(self.node.name, {}).get(self.axis, ())
+        names = self.run.situation.pins.op_strategies.get(self.node.name, {}).get(self.axis, ())
         found = named(group, names[number]) if number < len(names) else None
         if found is None or any(_lost(self.states[i], s) for i, s in found.takes.items()):
             return None

@@ -64,7 +64,10 @@ class Strategies:
         pins = [part.pins(graph, mesh) for part in self.parts]
         decomposed = tuple(dict.fromkeys(name for one in pins for name in one.decomposed))
         return Pins(
-            _merged(p.results for p in pins), _merged(p.reads for p in pins), _merged(p.ways for p in pins), decomposed
+            _merged(p.results for p in pins),
+            _merged(p.reads for p in pins),
+            _merged(p.op_strategies for p in pins),
+            decomposed,
         )
 
     @property

@@ -21,14 +21,16 @@ States = Mapping[str, AxisState]
 class Pins:
     """Layouts that a strategy fixes along its axes.
 
-    `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `ways`: how a node
-    runs along an axis, the name of an op strategy (`op_strategies.OpStrategy`) for each group of its rule.
-    `decomposed`: ops to decompose first; nodes in `ways` are not decomposed.
+    `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `op_strategies`: names
+    of an `OpStrategy` for each group of a node's rule, by node and axis. `decomposed`: ops to decompose first; nodes in
+    `op_strategies` are not decomposed.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])
     reads: Mapping[tuple[str, str], States] = field(default_factory=dict[tuple[str, str], States])
-    ways: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict[str, Mapping[str, tuple[str, ...]]])
+    op_strategies: Mapping[str, Mapping[str, tuple[str, ...]]] = field(
+        default_factory=dict[str, Mapping[str, tuple[str, ...]]]
+    )
     decomposed: tuple[str, ...] = ()
 
 

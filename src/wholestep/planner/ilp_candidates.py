@@ -167,7 +167,12 @@ class Symmetrizer:
     def __call__(self, made: IlpResult) -> IlpResult:
         """The symmetrized solution."""
         pins, expanded = made.pins, tuple(self._names(made.pins.decomposed))
-        pins = replace(pins, results=self._spread(pins.results), ways=self._spread(pins.ways), decomposed=expanded)
+        pins = replace(
+            pins,
+            results=self._spread(pins.results),
+            op_strategies=self._spread(pins.op_strategies),
+            decomposed=expanded,
+        )
         return replace(made, pins=pins, params=self._spread(made.params), storage=self._spread(made.storage))
 
     def _spread(self, given: Mapping[str, V]) -> dict[str, V]:

@@ -77,7 +77,7 @@ def decomposable(graph: TrainGraph) -> list[str]:
 def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
     """The ops of `names` whose decomposition has partial values inside."""
     partial = set(solved.pins.results)
-    parts = {name: [n for n in solved.pins.ways if n.startswith(f"{name}__")] for name in names}
+    parts = {name: [n for n in solved.pins.op_strategies if n.startswith(f"{name}__")] for name in names}
     return [name for name in names if any(part in partial for part in parts[name])]
 
 
