@@ -7,6 +7,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the test's own process, not in a pool of helpers
 
 import datetime
+import gc
+import logging
 import multiprocessing
 import signal
 import time
@@ -21,6 +23,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# pytest hands a handler to each logger that does not propagate; with one, torch notes the stack of each fake tensor.
+logging.getLogger("torch.__trace").propagate = True
+if not torch.cuda.is_available():  # torch.manual_seed formats the stack of each call, for when these devices start
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "golden", "op_db", "dist", "gpu")
@@ -64,6 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     minutes = config.getoption("--minutes")
     config.stash[END] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what torch and the tests are made of is not walked again by each collection
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -77,7 +77,9 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     outside = torch.get_rng_state()
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     outside_gpu = torch.cuda.get_rng_state() if on_gpu else None
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack for each device that is not there
+    if on_gpu:
+        torch.cuda.manual_seed(seed)
     try:
         return op(*args, **kwargs)
     finally:
