@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,6 +143,13 @@ def _shapes_for_fused_optimizers() -> None:
                 _fused_library.impl(full.removeprefix("aten::"), nothing, "Meta")
 
 
+@cache
+def _hidden_on_cuda() -> Mapping[Any, Any]:
+    """Decompositions of ops that only cuDNN has; torch searches its whole table for them."""
+    found: Mapping[Any, Any] = get_decompositions([_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward])
+    return found
+
+
 def trace(
     fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]]
 ) -> torch.fx.GraphModule:
@@ -152,12 +160,7 @@ def trace(
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
-        hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
-        table: dict[Any, Callable[..., Any]] = {
-            **get_decompositions(hidden_on_cuda),
-            _aten.native_batch_norm.default: _batch_norm,
-            **forms,
-        }
+        table = {**_hidden_on_cuda(), _aten.native_batch_norm.default: _batch_norm, **forms}
         with _use_lazy_graph_module(True), quick_dispatch(table):
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
