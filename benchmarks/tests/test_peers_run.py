@@ -47,6 +47,7 @@ def namespaces(pid: int) -> list[str]:
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"wspeers{pid}-")]
 
 
+@pytest.mark.full
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     peers = "ddp wholestep:zero1 wire:parts,late"
     options = ["--peers", peers, "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]

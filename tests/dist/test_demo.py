@@ -153,6 +153,7 @@ def test_checkpoint_of_other_data_is_refused(interrupted: tuple[Path, int]) -> N
         restore(options, standard_library(QUICK.text_bytes), model, new_optimizer(model))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     run = started(tmp_path)

@@ -17,7 +17,7 @@ from wholestep.planner.evaluate import Evaluator
 from wholestep.planner.folded_memory import FoldedFit
 from wholestep.planner.folded_step import FEWEST, FoldedStep, fold_step
 from wholestep.planner.search import SURE, Search
-from wholestep.planner.search_result import SearchResult
+from wholestep.planner.search_result import SearchResult, explained
 
 LAYERS = 12
 FAST = ws.Hardware.measured(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -243,6 +243,6 @@ def test_auto_says_what_is_extrapolated() -> None:
     found = ws.Auto(hardware=FAST, tensor=PAIRS).search(graph, MESH)
     assert found.folded is not None
     assert any(row.blocks is not None and row.costs is not None for row in found.rows)
-    plan = ws.plan(graph, MESH, ws.Auto(hardware=FAST, tensor=PAIRS))
+    plan = explained(found)
     assert plan.objective is not None
     assert plan.objective.batch_s == found.best.batch_s

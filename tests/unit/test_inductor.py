@@ -21,7 +21,15 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor ne
 
 
 @needs_compiler
-@pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-nesterov-wd", "Adagrad-plain", "NAdam-weight_decay"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "SGD-nesterov-wd",
+        "NAdam-weight_decay",
+        pytest.param("SGD-plain", marks=pytest.mark.full),
+        pytest.param("Adagrad-plain", marks=pytest.mark.full),
+    ],
+)
 def test_scheduled_numbers_and_weight_decay(recipe: str) -> None:
     """Learning rates that eager mode reads into Python; a decay that is added to a product of matrices."""
     case = CASES["mlp-mean"]

@@ -81,7 +81,7 @@ EXCHANGES: dict[str, Callable[[Rendezvous], Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 16, 17, 1024])
+@pytest.mark.parametrize("size", [2, 16, 17, 300, pytest.param(1024, marks=pytest.mark.full)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_no_rank_asks_the_store_for_all_others(exchange: str, size: int) -> None:
     """A rank asks O(arity x log ranks) times, all together O(ranks); each polls one key."""

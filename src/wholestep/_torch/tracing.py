@@ -144,10 +144,10 @@ def _shapes_for_fused_optimizers() -> None:
 
 
 @cache
-def _hidden_on_cuda() -> Mapping[Any, Any]:
-    """Decompositions of ops that only cuDNN has; torch searches its whole table for them."""
-    found: Mapping[Any, Any] = get_decompositions([_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward])
-    return found
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Of batch norm, and of the ops that cuDNN has for it. Torch searches its whole table for them."""
+    hidden_on_cuda = [_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward]
+    return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
 
 
 def trace(
@@ -160,7 +160,7 @@ def trace(
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
-        table = {**_hidden_on_cuda(), _aten.native_batch_norm.default: _batch_norm, **forms}
+        table = {**_decompositions(), **forms}
         with _use_lazy_graph_module(True), quick_dispatch(table):
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
