@@ -49,12 +49,19 @@ def test_mlp_learns_and_no_thread_outlives_the_job(tmp_path: Path) -> None:
     """A thread that lets go of a tensor while the interpreter ends would abort the process."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"""import atexit, sys
+        f"""import atexit, sys, time
 from pathlib import Path
-def count():
-    names = [f.read_text() for f in Path("/proc/self/task").glob("*/comm")]
-    print(f"left {{sum('gloo' in name for name in names)}}", flush=True)
-atexit.register(count)
+def gloo(thread):
+    try:
+        return "gloo" in (thread / "comm").read_text()
+    except OSError:  # it has ended
+        return False
+def count(until=0):
+    deadline = time.monotonic() + until  # a thread that has been joined is listed for a moment longer
+    while (left := sum(map(gloo, Path("/proc/self/task").iterdir()))) and time.monotonic() < deadline:
+        pass
+    print(f"left {{left}}", flush=True)
+atexit.register(count, until=5)
 sys.path.insert(0, {str(EXAMPLES)!r})
 import mlp
 mlp.main()
