@@ -8,12 +8,12 @@ more, for the first rank's call, so that ranks compare functions and not batches
 from __future__ import annotations
 
 import hashlib
-import io
+import pickle
 import platform
 import re
-import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -39,8 +39,6 @@ from ..tuning import TUNING
 from .compile_options import StepOptions
 from .progress import Stages
 from .step_inputs import StepInputs
-
-_CANNOT = b"?"
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
@@ -151,46 +149,45 @@ class ConsistencyCheck:
 
 
 def _written(given: StepInputs, reads: bool) -> bytes:
-    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some."""
+    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some.
+    Empty for a call that cannot be encoded.
+    """
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             integers, parts = not leaf.is_floating_point(), name in given.whole
             if leaf.layout != torch.strided or (reads and integers and parts):
-                return _CANNOT
+                return b""
             shape = given.whole.get(name, tuple(leaf.shape))
             stride = torch.empty(shape, device="meta").stride() if parts else leaf.stride()
             values = leaf.detach().cpu() if reads and integers else None
-            leaves.append(["tensor", shape, stride, leaf.dtype, leaf.device.type, leaf.requires_grad, values])
+            leaves.append(("tensor", shape, stride, leaf.dtype, leaf.device.type, leaf.requires_grad, values))
         elif isinstance(leaf, (nn.Module, Optimizer)):
-            leaves.append(["own", name])
+            leaves.append(("own", name))
+        elif isinstance(leaf, (*_PLAIN, torch.device, set)):
+            leaves.append(("plain", leaf))
         else:
-            leaves.append(["plain", leaf])
-    data = io.BytesIO()
+            return b""
     try:
-        torch.save({"structure": _write_structure(given.structure), "leaves": leaves}, data)
-        torch.load(io.BytesIO(data.getvalue()), weights_only=True)
-    except Exception:  # a container or a value of a kind that torch does not write
-        return _CANNOT
-    return data.getvalue() if data.tell() <= TUNING.guarded_call_bytes else _CANNOT
+        data = pickle.dumps((given.structure, leaves))
+    except Exception:  # a container of a class that cannot be looked up by its name
+        return b""
+    return data if len(data) <= TUNING.guarded_call_bytes else b""
 
 
 def _recaptured(
     call: bytes, given: StepInputs, world: World, recapture: Callable[[Any, Any], Capture]
 ) -> dict[str, Section]:
     """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
-    unknown = {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
-    if call == _CANNOT:
-        return unknown
     try:
-        said = torch.load(io.BytesIO(call), weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own specs of trees
+            structure, said = pickle.loads(call)
         own = dict(zip(given.names, given.leaves, strict=True))
-        leaves = [_leaf(one, own, world.device) for one in said["leaves"]]
-        args, kwargs = put_together(_read_structure(said["structure"]), leaves)
-        capture = recapture(args, kwargs)
+        args, kwargs = put_together(structure, [_leaf(one, own, world.device) for one in said])
+        return graph_sections(recapture(args, kwargs), world.device)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
-        return unknown
-    return graph_sections(capture, world.device)
+        return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
@@ -200,25 +197,6 @@ def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
     where = device if torch.device(device).type == kind else kind
     made = torch.empty_strided(shape, stride, dtype=dtype, device=where)
     return made.copy_(torch.zeros(()) if values is None else values).requires_grad_(requires_grad)
-
-
-def _write_structure(structure: Structure) -> dict[str, Any]:
-    opened = [
-        [i, kind.__module__, kind.__qualname__, list(names), _write_structure(inner)]
-        for i, kind, names, inner in structure.opened
-    ]
-    return {"spec": _torch.write_spec(structure.spec), "opened": opened}
-
-
-def _read_structure(data: Mapping[str, Any]) -> Structure:
-    """Inverse of `_write_structure`. Classes are looked up among those that are imported already."""
-    opened: list[tuple[int, type, tuple[str, ...], Structure]] = []
-    for i, module, name, names, inner in cast(Sequence[Any], data["opened"]):
-        kind = getattr(sys.modules.get(module), name, None)
-        if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, Mapping)):
-            raise LookupError(f"the class {module}.{name} is not here")
-        opened.append((i, cast(type, kind), tuple(names), _read_structure(inner)))
-    return Structure(_torch.read_spec(data["spec"]), tuple(opened))
 
 
 def versions() -> list[str]:
