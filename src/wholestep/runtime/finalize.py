@@ -28,28 +28,24 @@ from .progress import Stages
 
 
 @dataclass
-class Measured:
-    """What the compiles of one step share: the measured hardware, the schedule for it, and what the first rank chose
-    for the programs with certain collectives (fitting into memory, order of collectives).
-    """
-
-    hardware: Hardware | None = None
-    schedule: Schedule | None = None
-    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
-    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-
-
-@dataclass(frozen=True)
 class Finalizer:
-    """Schedules the program of one compile; ranks run collectives in the order of the first rank."""
+    """Schedules the programs of one step; ranks run collectives in the order of the first rank.
+
+    The fields after `label` are what its compiles share: the measured hardware, the schedule for it, and what the first
+    rank chose for the programs with certain collectives (fitting into memory, order of collectives). `choices` are
+    those of the compile that runs.
+    """
 
     options: StepOptions
     world: World
     rendezvous: Rendezvous
     stages: Stages
-    measured: Measured
-    choices: CachedChoices
     label: str
+    hardware: Hardware | None = None
+    schedule: Schedule | None = None
+    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
+    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    choices: CachedChoices = field(init=False)
 
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. The compile cache keeps what was chosen.
@@ -79,19 +75,17 @@ class Finalizer:
         if self.world.mesh.size > 1:
             hardware = self.options.given.hardware or self._measure()
             across = given == "across_steps"
-            self.measured.schedule = self.measured.schedule or Schedule(hardware, across_steps=across)
-        return self.measured.schedule
+            self.schedule = self.schedule or Schedule(hardware, across_steps=across)
+        return self.schedule
 
     def _measure(self) -> Hardware:
         """The hardware as measured by all ranks once, or by an earlier start."""
-        measured = self.measured.hardware
-        if measured is None:
+        if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
-                measured = self.choices.earlier.hardware or measure_hardware(self.world)
-        self.measured.hardware = measured
-        self.choices.note(hardware=measured)
-        return measured
+                self.hardware = self.choices.earlier.hardware or measure_hardware(self.world)
+        self.choices.note(hardware=self.hardware)
+        return self.hardware
 
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
         passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
@@ -104,8 +98,7 @@ class Finalizer:
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
-        fits = self.measured.fits
-        known = key in fits
+        known = key in self.fits
         label = "" if known else self.rendezvous.next_label("memory")
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = self.rendezvous.waiting_for(self.rendezvous.timeout_s + search_s)
@@ -115,13 +108,13 @@ class Finalizer:
 
         def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
             """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
-            if key not in fits:
+            if key not in self.fits:
                 self.choices.look_up()
                 earlier = self.choices.fitting_for(local)
                 chosen = choose if earlier is None else lambda: earlier
-                fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
-                self.choices.note_fitting(local, fits[key])
-            return fits[key]
+                self.fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
+                self.choices.note_fitting(local, self.fits[key])
+            return self.fits[key]
 
         backend = self.options.backend
         plain = pipeline(
@@ -147,11 +140,10 @@ class Finalizer:
         own = collectives_of(local)
         if self.world.mesh.size == 1 or self.options.given.schedule is None:
             return own
-        orders = self.measured.orders
-        if key not in orders:
-            what = "in which order collectives run"
-            orders[key] = self.rendezvous.broadcast(f"{self.label}/order/{len(orders)}", own, what)
-        return orders[key]
+        if key not in self.orders:
+            label, what = f"{self.label}/order/{len(self.orders)}", "in which order collectives run"
+            self.orders[key] = self.rendezvous.broadcast(label, own, what)
+        return self.orders[key]
 
 
 def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:

@@ -162,7 +162,7 @@ class CompiledStep:
         given = self.options.given.schedule
         if not isinstance(given, str):
             return given
-        return self._compiler.measured.schedule if self._compiler else None
+        return self._compiler.finalizer.schedule if self._compiler else None
 
     @property
     def strategies(self) -> Strategies:
