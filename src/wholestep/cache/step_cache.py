@@ -39,12 +39,7 @@ def path_of(folder: Path, key: Key) -> Path:
 
 
 def read(folder: Path, key: Key) -> Choices | None:
-    """The choices that are kept under a key; None where there is no file.
-
-    Raises:
-        DamagedError: the file is cut short, changed, of another version, or no entry.
-        OSError: it cannot be read.
-    """
+    """The choices that are kept under a key; None where there is no file. Raises DamagedError, OSError."""
     try:
         data = path_of(folder, key).read_bytes()
     except FileNotFoundError:
@@ -59,11 +54,7 @@ def read(folder: Path, key: Key) -> Choices | None:
 
 
 def write(folder: Path, key: Key, choices: Choices) -> None:
-    """Put an entry into the folder as one act; the oldest go where there are many.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Put an entry into the folder as one act; the oldest go where there are many. Raises OSError."""
     body = {"key": dict(key.parts), "choices": choices.to_json()}
     entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +117,8 @@ def _age(path: Path) -> float:
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the cache: the option's, or that of WHOLESTEP_CACHE; None for no cache.
-
-    Raises:
-        CacheError: there is a file in its place.
+    """The folder of the cache: the option's, or that of WHOLESTEP_CACHE; None for no cache. Raises CacheError: there is
+    a file in its place.
     """
     named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
@@ -202,11 +191,7 @@ class CachedChoices:
     _key: Key | None = None
 
     def look_up(self) -> None:
-        """Know `earlier` from now on.
-
-        Raises:
-            RankMismatchError: the first rank does not broadcast in time what it found.
-        """
+        """Know `earlier` from now on. Raises RankMismatchError: the first rank does not say it in time."""
         if self.cache is None or self._looked:
             return
         self._looked = True

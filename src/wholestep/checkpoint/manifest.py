@@ -66,10 +66,8 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, of another program or of a newer version.
+    """The manifest of a checkpoint folder. Raises CheckpointError: there is none, or it is damaged, of another program
+    or of a newer version.
     """
     try:
         text = (folder / NAME).read_text()
@@ -112,11 +110,7 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with what the manifest says of them.
-
-    Raises:
-        CheckpointError: some are missing or altered; the first of them are named.
-    """
+    """Raise CheckpointError, which names the first of them, where files are missing or not as the manifest says."""
     wrong: list[str] = []
     for name in names:
         size, crc = manifest.files[name]
@@ -169,11 +163,7 @@ def new_name(root: Path, number: int) -> str:
 
 
 def locate(directory: Path) -> Path:
-    """The checkpoint folder that `directory` is, or that its `latest` file names; without one, that saved last.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint folder that `directory` is, or that its `latest` file names; without one, that saved last."""
     if (directory / NAME).exists() or _FOLDER.fullmatch(directory.name):
         return directory
     pointer = directory / LATEST

@@ -50,10 +50,8 @@ def job() -> tuple[int, int]:
 def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
     """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one.
 
-    State rests on `home`, by default on `device` too.
-
-    Raises:
-        MeshError: the mesh does not have as many ranks as the job.
+    State rests on `home`, by default on `device` too. Raises MeshError: the mesh does not have as many ranks as the
+    job.
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device.startswith("cuda"):

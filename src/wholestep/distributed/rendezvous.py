@@ -94,11 +94,9 @@ class Rendezvous:
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
 
-        Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program:
-        it stops all others, and returns at once.
-
-        Raises:
-            RankMismatchError: on every rank, with the ranks and the first difference, or the failed or missing rank.
+        Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program: it
+        stops all others, and returns at once. Raises RankMismatchError: on every rank, with the ranks and the first
+        difference, or the failed or missing rank.
         """
         if self.size == 1:
             return Calls(0, True)
@@ -119,10 +117,8 @@ class Rendezvous:
         return Calls(first_other, call == first_call)
 
     def broadcast(self, label: str, value: Any, what: str) -> Any:
-        """Rank 0's `value`, on every rank. `what` names the value in the error.
-
-        Raises:
-            RankMismatchError: rank 0 does not publish it in time.
+        """Rank 0's `value`, on every rank. `what` names the value in the error. Raises RankMismatchError: rank 0 does
+        not publish it in time.
         """
         if self.size == 1:
             return value
@@ -136,10 +132,8 @@ class Rendezvous:
         return get(self.store, label)
 
     def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
-        """What `choose()` returns on rank 0, on every rank.
-
-        Raises:
-            PlanError: on every rank, where it raised that. After another error, only the other ranks get a PlanError.
+        """What `choose()` returns on rank 0, on every rank. Raises PlanError: on every rank, where it raised that.
+        After another error, only the other ranks get a PlanError.
         """
         made: Any = None
         if self.rank == 0:
@@ -156,10 +150,8 @@ class Rendezvous:
         return made
 
     def gather(self, label: str, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error.
-
-        Raises:
-            RankMismatchError: on every rank, with the missing ranks.
+        """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error. Raises
+        RankMismatchError: on every rank, with the missing ranks.
         """
         if self.size == 1:
             return [value]
@@ -176,10 +168,8 @@ class Rendezvous:
     def barrier(self, what: str) -> None:
         """Wait until every rank is at the same barrier; `what` names it in errors.
 
-        Two or three requests a rank, and nothing stays in the store. After an error a rank may come again.
-
-        Raises:
-            RankMismatchError: some ranks do not come in time, or wait at another barrier.
+        Two or three requests a rank, and nothing stays in the store. After an error a rank may come again. Raises
+        RankMismatchError: some ranks do not come in time, or wait at another barrier.
         """
         if self.size == 1:
             return

@@ -92,10 +92,8 @@ def page(
 
 
 def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
-    """The program of a rank for `plan`, scheduled for `machine` as in a compiled step; a program is returned unchanged.
-
-    Raises:
-        PlanError: `graph` is not the planned graph.
+    """The program of a rank for `plan`, scheduled for `hardware` as in a compiled step; a program of it is returned
+    unchanged. Raises PlanError: `graph` is not the planned graph.
     """
     if isinstance(graph, TrainGraph):
         return run_passes(partition(graph, plan), pipeline(hardware))

@@ -42,10 +42,8 @@ class WhatIf:
 
 
 def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
-    """The plan itself, then each case; the row of a case that cannot be planned has the error.
-
-    Raises:
-        PlanError: the plan does not contain its strategies.
+    """The plan itself, then each case; the row of a case that cannot be planned has the error. Raises PlanError: the
+    plan does not contain its strategies.
     """
     if plan.strategies is None:
         raise PlanError(

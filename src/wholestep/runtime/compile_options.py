@@ -107,11 +107,7 @@ class CompileOptions:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> CompileOptions:
-        """Options by name.
-
-        Raises:
-            PlanError: a name is unknown.
-        """
+        """Options by name. Raises PlanError: a name is unknown."""
         names = [field.name for field in fields(CompileOptions)]
         for name in given:
             if name not in names:
@@ -142,10 +138,8 @@ class StepOptions:
 
     @staticmethod
     def of(given: CompileOptions) -> StepOptions:
-        """What follows from the options that were given.
-
-        Raises:
-            PlanError, MeshError, BackendError, CacheError: they contradict each other.
+        """What follows from the options that were given. Raises PlanError, MeshError, BackendError, CacheError: they
+        contradict each other.
         """
         backend = backend_of(given.backend)
         _check_backend(backend, given)

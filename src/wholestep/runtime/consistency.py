@@ -97,10 +97,8 @@ class ConsistencyCheck:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
         A program that differs only in the batch is not compared: the other ranks do not compile when one rank gets a
-        batch of another size. `recapture` captures the step for other arguments.
-
-        Raises:
-            RankMismatchError: on every rank, naming what differs.
+        batch of another size. `recapture` captures the step for other arguments. Raises RankMismatchError: on every
+        rank, naming what differs.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())

@@ -159,9 +159,7 @@ def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
 
 def materialize(state: StepState, device: str) -> None:
     """Make parameters and buffers that are on `meta`, and initialize them by their modules' own `reset_parameters`.
-
-    Raises:
-        StateError: a module has parameters on `meta` and no way to initialize them.
+    Raises StateError: a module has parameters on `meta` and no way to initialize them.
     """
     on_meta = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
     if not on_meta:

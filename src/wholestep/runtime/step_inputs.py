@@ -64,10 +64,8 @@ class BatchSharder:
         return number
 
     def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
-        """Sizes of all parts.
-
-        Raises:
-            RankMismatchError: ranks that hold the same part were given different sizes, or another number of tensors.
+        """Sizes of all parts. Raises RankMismatchError: ranks that hold the same part were given different sizes, or
+        another number of tensors.
         """
         own = [int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared]
         if self.whole or not self.exchange:
@@ -102,10 +100,8 @@ class BatchSharder:
         return out
 
     def shard(self, leaves: Sequence[Any], sizes: BatchSizes) -> Sequence[Any]:
-        """This rank's part of every cut leaf.
-
-        Raises:
-            RankMismatchError: a tensor that is cut along two dims has parts of unequal size.
+        """This rank's part of every cut leaf. Raises RankMismatchError: a tensor that is cut along two dims has parts
+        of unequal size.
         """
         out = list(leaves)
         often = Counter(cut.leaf for cut in self.shared)
@@ -149,10 +145,8 @@ class BatchSharder:
 def batch_sharder(
     strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World
 ) -> BatchSharder | None:
-    """How batches of this kind are sharded; None where each rank runs on its own batch.
-
-    Raises:
-        PlanError: the batch has more tensors than one exchange of sizes holds.
+    """How batches of this kind are sharded; None where each rank runs on its own batch. Raises PlanError: the batch has
+    more tensors than one exchange of sizes holds.
     """
     options, mesh = strategies.options, world.mesh
     shared = tuple(
@@ -195,11 +189,7 @@ class StepInputs:
         fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any],
         sharder: BatchSharder | None, sizes: BatchSizes | None,
     ) -> StepInputs:  # fmt: skip
-        """The inputs of `fn(*args, **kwargs)`; `extra` are modules and optimizers by name that it is not given.
-
-        Raises:
-            CaptureError: there is no model and no optimizer.
-        """
+        """The inputs of `fn(*args, **kwargs)`; `extra` are modules and optimizers by name that it is not given."""
         state, structure, leaves, names = find_state(fn, args, kwargs, extra)
         whole = sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
         return StepInputs(args, kwargs, structure, leaves, tuple(names), state, sharder, sizes, whole)

@@ -117,11 +117,8 @@ class _Swap:
             optimizer.state = state
 
     def check(self, rendezvous: Rendezvous) -> None:
-        """What was written fits what it came from, and is the same on all ranks.
-
-        Raises:
-            StateError: something does not fit, here.
-            RankMismatchError: something does not on another rank, or ranks differ.
+        """What was written fits what it came from, and is the same on all ranks. Raises StateError: something does not
+        fit, here; RankMismatchError: something does not on another rank, or ranks differ.
         """
         failure, sums = self._misfit(), dict[str, int]()
         for name, held in () if failure else self.state.params.items():  # buffers are each rank's own

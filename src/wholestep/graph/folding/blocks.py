@@ -96,10 +96,8 @@ def _plain(given: Any) -> object:
 def check_blocks(
     graph: TrainGraph, blocks: Sequence[Sequence[Node]], lists: ListCalls, names: Names
 ) -> dict[Node, Place]:
-    """Block and slot of every node of `blocks`.
-
-    Raises:
-        NoRepeatsError: they are not equal, or something reads of them what blocks that are left out would not have.
+    """Block and slot of every node of `blocks`. Raises NoRepeatsError: they are not equal, or something reads of them
+    what blocks that are left out would not have.
     """
     places = {node: (b, s) for b, block in enumerate(blocks) for s, node in enumerate(block)}
     if len(places) != sum(map(len, blocks)):
