@@ -7,10 +7,12 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import CheckpointError
+from ..plan.plan_file import read as decoded
 from . import durable
 
 FORMAT = "wholestep.checkpoint"
@@ -90,19 +92,8 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(found, f"version {VERSION} or older", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):
         raise _damaged(folder, f" {NAME} does not match its own checksum")
-    return _decode(fields)
-
-
-def _decode(fields: dict[str, Any]) -> Manifest:
     del fields["format"]
-    tensors: dict[str, CheckpointTensor] = {}
-    for name, about in fields.pop("tensors").items():
-        about["shape"] = tuple(about["shape"])
-        tensors[name] = CheckpointTensor(**about)
-    saved = fields.pop("optimizers").items()
-    optimizers = {n: SavedOptimizer(o["kind"], tuple(tuple(group) for group in o["groups"])) for n, o in saved}
-    files = {n: (size, crc) for n, (size, crc) in fields.pop("files").items()}
-    return Manifest(**fields, tensors=tensors, optimizers=optimizers, files=files)
+    return decoded(Manifest, fields)
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -156,10 +147,9 @@ def checkpoints(root: Path) -> list[Path]:
 
 def new_name(root: Path, number: int) -> str:
     """A free folder name for checkpoint `number`."""
-    name, again = f"step-{number:08d}", 1
-    while (root / name).exists():
-        name, again = f"step-{number:08d}-{again + 1}", again + 1
-    return name
+    first = f"step-{number:08d}"
+    names = chain([first], (f"{first}-{again}" for again in count(2)))
+    return next(name for name in names if not (root / name).exists())
 
 
 def locate(directory: Path) -> Path:
