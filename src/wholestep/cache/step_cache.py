@@ -131,17 +131,17 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass
 class StepCache:
-    """The entries of one step in `folder`. `log` holds an event for each compile; `say` is called with each event."""
+    """The entries of one step in `folder`. `log` holds an event for each compile; `report` is told of each."""
 
     folder: Path
-    say: Callable[[str], None]
+    report: Callable[[str, str], None]
     log: list[str] = field(default_factory=list[str])
     _warned: set[str] = field(default_factory=set[str])
 
     def tell(self, text: str) -> None:
         """Note what the cache did."""
         self.log.append(text)
-        self.say(text)
+        self.report(f"cache: {text}", "done")
 
     def find(self, key: Key) -> tuple[str, Choices, str]:
         """The event to log, the choices of an earlier start (empty without an entry), and a warning."""

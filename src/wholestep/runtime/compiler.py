@@ -26,7 +26,6 @@ from ..errors import WholestepError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..partition.lower import partition
-from ..passes.base import Watch
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -60,12 +59,8 @@ class Dump:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{value}\n")
 
-    @property
-    def watch(self) -> Watch | None:
-        """Writes the program after each pass."""
-        return self._after_pass if self.folder else None
-
-    def _after_pass(self, name: str, local: LocalGraph) -> None:
+    def after_pass(self, name: str, local: LocalGraph) -> None:
+        """Write the program that a pass returned."""
         self.passes += 1
         self.write(f"3-pass-{self.passes:02}-{name}", local)
 
@@ -132,7 +127,7 @@ class Compiler:
             again = partial(self._capture, whole={}, held=held or ())
             self._consistency.program(made, inputs, self.world, self.options, again)
         keeps = self.strategies.options.reshard_after_forward is False
-        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, dump.watch)
+        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, dump.after_pass)
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)

@@ -96,22 +96,14 @@ class Stages:
     def stage(self, name: str) -> Generator[None]:
         """The time inside is that of a stage."""
         start = time.perf_counter()
-        self.report(name, "start", 0.0)
+        self.report(name, "start")
         yield
         self.report(name, "done", time.perf_counter() - start)
 
-    def report(self, stage: str, what: str, seconds: float) -> None:
+    def report(self, stage: str, what: str, seconds: float = 0.0) -> None:
         """One event."""
         if self._progress:
             self._progress(stage, what, seconds)
-
-    def report_cache(self, text: str) -> None:
-        """What the compile cache did."""
-        self.report(f"cache: {text}", "done", 0.0)
-
-    def report_waiting(self, ranks: list[int]) -> None:
-        """The ranks that have not come yet."""
-        self.report(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
 
 def _is_terminal() -> bool:

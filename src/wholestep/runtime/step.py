@@ -64,7 +64,7 @@ class CompiledStep:
         self.__doc__ = fn.__doc__
         self._clock = WaitClock() if options.given.measure else None
         self._stages = Stages(options.given.progress, self.__name__)
-        self._cache = StepCache(options.cache, self._stages.report_cache) if options.cache else None
+        self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
         self._compiler: Compiler | None = None
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
@@ -227,7 +227,10 @@ class CompiledStep:
         """Join the job."""
         options = self.options
         world = join(options.mesh, options.capture.device or device_of(inputs.state), options.capture.offload)
-        ranks = Rendezvous.of_job(options.given.agree_timeout, self._stages.report_waiting)
+        ranks = Rendezvous.of_job(
+            options.given.agree_timeout,
+            lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
+        )
         self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache)
         return self._compiler
 
