@@ -288,23 +288,22 @@ class CompiledStep:
 
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
-        change = miss.change
-        if change is None:
+        if not miss.where:
             return
-        if change.number and self._compiler is not None:
-            self._compiler.note_changing(change.where)
-        self._missed[change.where] += 1
-        count = self._missed[change.where]
-        if change.replaced and count >= MOST_VALUES:
+        if miss.number and self._compiler is not None:
+            self._compiler.note_changing(miss.where)
+        self._missed[miss.where] += 1
+        count = self._missed[miss.where]
+        if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone
             if count == MOST_VALUES:
                 warnings.warn(
-                    f"{self.__name__} was captured {count} times because {change.where} is another object, or holds "
+                    f"{self.__name__} was captured {count} times because {miss.where} is another object, or holds "
                     "other items, in each of these calls: change its items or attributes, or pass it to the step",
                     stacklevel=4,
                 )
         elif count >= MOST_VALUES:
-            found = f"the step {change.what} that keeps changing: {MOST_VALUES} captures so far"
+            found = f"the step {miss.use} that keeps changing: {MOST_VALUES} captures so far"
             needed = "values that say what kind of call it is, of which there are few"
             next_step = "compute with the tensor instead of its value, or pass the value as a Python number"
-            raise CaptureError(found, needed, next_step, change.where)
+            raise CaptureError(found, needed, next_step, miss.where)
