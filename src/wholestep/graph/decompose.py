@@ -19,7 +19,7 @@ from ..tuning import TUNING
 from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
-from .nodes import copy_node, node_at
+from .nodes import copy_node, node_at, operands
 from .verify import check_train_graph
 
 ROUNDS = TUNING.expand_rounds
@@ -88,8 +88,7 @@ def _decomposition(node: Node) -> Graph | None:
     make = EXPANSIONS.get(node.target)
     if make is None:
         return None
-    given: list[Node] = []
-    map_arg((node.args, node.kwargs), given.append)
+    given = operands(node)
     if any(found is not None and not found.numel for found in map(meta.tensor, given)):
         return None  # amax fails for empty tensors
     mode = _torch.fake_mode()
@@ -110,10 +109,8 @@ def _decomposition(node: Node) -> Graph | None:
 
 def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
     """Copy `body` in place of `node`; return its result, a node or a tuple of nodes."""
-    given: list[Node] = []
-    map_arg((node.args, node.kwargs), given.append)
     inner: dict[Node, Any] = {}
-    feed = iter(given)
+    feed = iter(operands(node))
     for part in body.nodes:
         if part.op == "placeholder":
             inner[part] = at[next(feed)]
