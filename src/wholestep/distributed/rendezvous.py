@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -59,14 +59,8 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Exchanges among all ranks of a job. Every rank makes the same ones; a label is used once.
-
-    Args:
-        store: the job's key-value store.
-        rank: this rank.
-        size: the number of ranks; with one rank, nothing is sent.
-        timeout_s: seconds to wait for the other ranks.
-        on_wait: called with the missing ranks every few seconds while this rank waits.
+    """Exchanges among all ranks of a job through its key-value store. Every rank makes the same ones; a label is used
+    once. With one rank, nothing is sent. `on_wait` is called with the missing ranks every few seconds of waiting.
     """
 
     store: Any
@@ -81,10 +75,6 @@ class Rendezvous:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return Rendezvous(None, 0, 1, timeout_s, on_wait)
         return Rendezvous(_torch.default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, on_wait)
-
-    def waiting_for(self, timeout_s: float) -> Rendezvous:
-        """The same with another timeout."""
-        return replace(self, timeout_s=timeout_s)
 
     def next_label(self, kind: str) -> str:
         """A new label, the same on all ranks that ask equally often; counted in the store."""
@@ -103,7 +93,8 @@ class Rendezvous:
         if failure:
             self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
             return Calls(0, True)
-        found = self._combine(label, {entry_of(sections, call): [(self.rank, self.rank)]}, merged, _conclude)
+        own = {entry_of(sections, call): [(self.rank, self.rank)]}
+        found = self._combine(label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)))
         if found.failed is not None:
             other, text = found.failed
             what = f"rank {other} could not compile its step: {text}"
@@ -293,10 +284,6 @@ class Rendezvous:
 
     def _waits_at(self, rank: int) -> str:
         return self.store.get(_at(rank)).decode() if self.store.check([_at(rank)]) else ""
-
-
-def _conclude(tally: Any) -> _Outcome:
-    return _Outcome(difference(tally) or first_other_call(tally))
 
 
 def _at(rank: int) -> str:

@@ -57,7 +57,8 @@ def choose_strategy(
         timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
         passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
-        chosen = AutoChoice.from_json(rendezvous.waiting_for(timeout_s).choose(label, search, "which plan it chose"))
+        rendezvous = replace(rendezvous, timeout_s=timeout_s)
+        chosen = AutoChoice.from_json(rendezvous.choose(label, search, "which plan it chose"))
     choices.note(auto=chosen)
     return chosen, _strategies(chosen, candidates), auto.hardware or measured
 

@@ -32,7 +32,7 @@ from ..plan.strategies import Strategies
 from ..planner.resolve import plan
 from .choose_strategy import choose_strategy, open_parts, with_hardware
 from .compile_options import StepOptions
-from .consistency import ConsistencyCheck, RankProgram, cache_line, constant_lines, graph_lines, program_lines
+from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
 from .placement import placed
 from .progress import Stages
@@ -94,8 +94,8 @@ class Compiler:
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
-        self._consistency = ConsistencyCheck(self.rendezvous, self.stages, label)
-        self.finalizer = Finalizer(self.options, self.world, self.rendezvous, self.stages, label)
+        shared = self.options, self.world, self.rendezvous, self.stages, label
+        self._consistency, self.finalizer = ConsistencyCheck(*shared), Finalizer(*shared)
 
     @property
     def strategies(self) -> Strategies:
@@ -125,7 +125,7 @@ class Compiler:
             raise
         if several:
             again = partial(self._capture, whole={}, held=held or ())
-            self._consistency.program(made, inputs, self.world, self.options, again)
+            self._consistency.program(made, inputs, again)
         keeps = self.strategies.options.reshard_after_forward is False
         made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, dump.after_pass)
         dump.write("4-final-graph", made.local)
@@ -167,14 +167,14 @@ class Compiler:
         options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices
         if options.auto is not None and self._choice is None:
             if mesh.size > 1:
-                self._compare_before_choosing(options.auto.describe(mesh))
+                self._consistency.before_choosing(options.auto.describe(mesh))
             label = f"{self._consistency.label}/auto/{self._consistency.round}"
             with self.stages.stage("choose"):
                 found = choose_strategy(options.auto, captured, self.finalizer, label)
             self._choice, self._strategies, self._chosen_on = found
         open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
         if open_to_solve and self._consistency.is_new:
-            self._compare_before_choosing(self.strategies.describe(mesh))
+            self._consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
         if any(part.hardware is None for part in open_to_solve):
             self._strategies = with_hardware(self.strategies, self.finalizer.hardware_and_schedule()[0])
@@ -187,10 +187,6 @@ class Compiler:
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         return planned
-
-    def _compare_before_choosing(self, description: str) -> None:
-        """Before the first rank chooses for all, a rank that failed until here stops all."""
-        self._consistency.lines([description, cache_line(self.options)])
 
     def _key_values(self, captured: Capture) -> dict[str, object]:
         """The values that choices follow from: the key of the compile cache."""

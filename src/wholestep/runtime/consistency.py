@@ -44,6 +44,9 @@ VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "option
 MEMBERS = "parameters of optimizers"
 ORDER = (VERSIONS, STEP, OPTIMIZERS, NUMBERS, LAYOUTS, MEMBERS, CONSTANTS, GRAPH)  # causes before their effects
 
+Recapture = Callable[[Any, Any], Capture]
+"""Captures the step for other arguments."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 4
 
@@ -62,6 +65,8 @@ class RankProgram:
 class ConsistencyCheck:
     """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons."""
 
+    options: StepOptions
+    world: World
     rendezvous: Rendezvous
     stages: Stages
     label: str
@@ -83,46 +88,42 @@ class ConsistencyCheck:
         """Stop the other ranks: this rank has no program."""
         self._compare({}, failure)
 
-    def lines(self, lines: list[str]) -> None:
-        """Compare a few lines, once."""
-        section = Section.of(lines)
+    def before_choosing(self, description: str) -> None:
+        """Before the first rank chooses for all, a rank that failed until here stops all. Compares once."""
+        section = Section.of([description, cache_line(self.options)])
         if section.fingerprint not in self._agreed:
             self._compare({LAYOUTS: section})
             self._agreed.add(section.fingerprint)
 
-    def program(
-        self, made: RankProgram, inputs: StepInputs, world: World, options: StepOptions,
-        recapture: Callable[[Any, Any], Capture],
-    ) -> None:  # fmt: skip
+    def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> None:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
         A program that differs only in the batch is not compared: the other ranks do not compile when one rank gets a
-        batch of another size. `recapture` captures the step for other arguments. Raises RankMismatchError: on every
-        rank, naming what differs.
+        batch of another size. Raises RankMismatchError: on every rank, naming what differs.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
             VERSIONS: Section.of(versions()),
-            STEP: Section.of(step_lines(options)),
+            STEP: Section.of(step_lines(self.options)),
             LAYOUTS: Section.of(made.lines),
             MEMBERS: Section.of(member_lines(state)),
         }
         key = " ".join(section.fingerprint for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        graphs = graph_sections(made.capture, world.device)
+        graphs = graph_sections(made.capture, self.world.device)
         sections = {
             **lasting,
             OPTIMIZERS: Section.of(baked),
             NUMBERS: Section.of([*numbers, *state_lines(state)]),
             **graphs,
         }
-        call = call_fingerprint(inputs, world.rank, made.capture)
+        call = call_fingerprint(inputs, self.world.rank, made.capture)
         calls = self._compare({name: sections[name] for name in ORDER}, call=call)
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
-            self._for_first_call(graphs if calls.same else None, inputs, world, reads, recapture)
+            self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
         self._agreed.add(key)
         self._options.update(baked)
 
@@ -132,17 +133,16 @@ class ConsistencyCheck:
             return self.rendezvous.all_equal(self.round_label, sections, failure, call)
 
     def _for_first_call(
-        self, own: Mapping[str, Section] | None, inputs: StepInputs, world: World, reads: bool,
-        recapture: Callable[[Any, Any], Capture],
-    ) -> None:  # fmt: skip
+        self, own: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
+    ) -> None:
         """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
-        call = _written(inputs, reads) if world.rank == 0 else b""
-        if world.rank == 0 or own is None:
+        call = _written(inputs, reads) if self.world.rank == 0 else b""
+        if self.world.rank == 0 or own is None:
             what = "for which call it compiled its step"
             call = self.rendezvous.broadcast(f"{self.round_label}/call", call, what)
         if own is None:
             with self.stages.stage("capture for the first rank's batch"):
-                own = _recaptured(call, inputs, world, recapture)
+                own = _recaptured(call, inputs, self.world.device, recapture)
         self._compare(own)
 
 
@@ -173,17 +173,15 @@ def _written(given: StepInputs, reads: bool) -> bytes:
     return data if len(data) <= TUNING.guarded_call_bytes else b""
 
 
-def _recaptured(
-    call: bytes, given: StepInputs, world: World, recapture: Callable[[Any, Any], Capture]
-) -> dict[str, Section]:
+def _recaptured(call: bytes, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
     """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own specs of trees
             structure, said = pickle.loads(call)
         own = dict(zip(given.names, given.leaves, strict=True))
-        args, kwargs = put_together(structure, [_leaf(one, own, world.device) for one in said])
-        return graph_sections(recapture(args, kwargs), world.device)
+        args, kwargs = put_together(structure, [_leaf(one, own, device) for one in said])
+        return graph_sections(recapture(args, kwargs), device)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
 

@@ -99,7 +99,7 @@ class Finalizer:
         known = key in self.fits
         label = "" if known else self.rendezvous.next_label("memory")
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
-        rendezvous = self.rendezvous.waiting_for(self.rendezvous.timeout_s + search_s)
+        rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
 
         def peak(made: LocalGraph) -> PeakMemory:
             return peak_memory(bound_to_rank(made, self.world))
