@@ -43,12 +43,8 @@ class Choices:
     """Choices among programs that compute the same. None of them is a program: each start captures, plans and
     partitions, so an entry that is wrong makes a step slow, and not wrong.
 
-    Args:
-        hardware: how fast the job computes and communicates, as it was measured.
-        auto: what `Auto` chose.
-        solved: the strategies with the layouts that were solved for in place of `TensorParallel("auto")`.
-        fitting: how the step was fitted into its budget.
-        fitted: a fingerprint of the program that `fitting` is for; names of its nodes mean nothing in another one.
+    `solved` has the layouts that were solved for in place of `TensorParallel("auto")`. `fitting` fits the step into its
+    budget; `fitted` is a fingerprint of the program that it is for.
     """
 
     hardware: Hardware | None = None

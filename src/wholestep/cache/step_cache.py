@@ -117,9 +117,7 @@ def _age(path: Path) -> float:
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the cache: the option's, or that of WHOLESTEP_CACHE; None for no cache. Raises CacheError: there is
-    a file in its place.
-    """
+    """The folder of the cache, from `given` or WHOLESTEP_CACHE; None for no cache. Raises CacheError: it is a file."""
     named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
         return None

@@ -270,9 +270,8 @@ def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def _dcp() -> Generator[Any]:
-    """torch.distributed.checkpoint, imported where it is used: it takes a tenth of a second and 10 MB.
-
-    It does not warn that there are no other ranks; what failed is an exception that `except Exception` sees.
+    """torch.distributed.checkpoint, imported where it is used: it takes a tenth of a second and 10 MB. It does not warn
+    that there are no other ranks; what failed is an exception that `except Exception` sees.
     """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException

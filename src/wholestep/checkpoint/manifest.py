@@ -68,9 +68,7 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError: there is none, or it is damaged, of another program
-    or of a newer version.
-    """
+    """The manifest of a checkpoint folder. Raises CheckpointError: there is none that is whole and of this version."""
     try:
         text = (folder / NAME).read_text()
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -180,9 +180,8 @@ class Restore:
 
     @torch.no_grad()
     def commit(self, content: Mapping[str, Any], keep_primed: bool) -> None:
-        """Copy into the live state what was read, and the values that are no tensors.
-
-        State that the checkpoint does not have goes; `keep_primed` spares that of parameters it has no state of at all.
+        """Copy into the live state what was read, and the values that are no tensors. State that the checkpoint does
+        not have goes; `keep_primed` spares that of parameters it has no state of at all.
         """
         for name, held in {**self.state.params, **self.state.buffers}.items():
             copy(_torch.local_tensor(held.tensor), _torch.local_tensor(self.staged[self._own.get(name, name)]))

@@ -59,7 +59,6 @@ class _Part:
 @torch.no_grad()
 def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
     """Each tensor, gathered, in memory of its own: on the device of its mesh, or with `at_home` on that of its shard.
-
     All ranks call it with the same tensors.
     """
     places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
@@ -79,6 +78,12 @@ def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
                 _join(bucket, axis, places[devices])
         out += [_own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)]
     return out
+
+
+def gather_by_id(tensors: Sequence[Tensor], at_home: bool = False) -> dict[int, Tensor]:
+    """By identity, a gathered copy of each of these tensors that is a DTensor; see `gather`."""
+    pieces = {id(tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)}
+    return dict(zip(pieces, gather(list(pieces.values()), at_home), strict=True))
 
 
 def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:

@@ -108,9 +108,7 @@ class Rendezvous:
         return Calls(first_other, call == first_call)
 
     def broadcast(self, label: str, value: Any, what: str) -> Any:
-        """Rank 0's `value`, on every rank. `what` names the value in the error. Raises RankMismatchError: rank 0 does
-        not publish it in time.
-        """
+        """Rank 0's `value`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0 is not in time."""
         if self.size == 1:
             return value
         if self.rank == 0:
@@ -123,9 +121,7 @@ class Rendezvous:
         return get(self.store, label)
 
     def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
-        """What `choose()` returns on rank 0, on every rank. Raises PlanError: on every rank, where it raised that.
-        After another error, only the other ranks get a PlanError.
-        """
+        """What `choose()` returns on rank 0, or the PlanError that it raises; others get a PlanError of any error."""
         made: Any = None
         if self.rank == 0:
             try:
@@ -141,9 +137,7 @@ class Rendezvous:
         return made
 
     def gather(self, label: str, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error. Raises
-        RankMismatchError: on every rank, with the missing ranks.
-        """
+        """Every rank's `value`, in rank order. Raises RankMismatchError, which calls this `what`: ranks are missing."""
         if self.size == 1:
             return [value]
         found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], _Outcome)
@@ -157,10 +151,8 @@ class Rendezvous:
         return found.value
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank is at the same barrier; `what` names it in errors.
-
-        Two or three requests a rank, and nothing stays in the store. After an error a rank may come again. Raises
-        RankMismatchError: some ranks do not come in time, or wait at another barrier.
+        """Wait until every rank is at the barrier `what`. Two or three requests a rank, and nothing stays in the store.
+        Raises RankMismatchError: some do not come in time, or wait at another barrier. After it a rank may come again.
         """
         if self.size == 1:
             return

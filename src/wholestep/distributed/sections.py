@@ -23,9 +23,8 @@ Tally = dict[Entry, list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that ranks compare by their fingerprint; the fingerprint UNKNOWN equals any other.
-
-    `where` returns the user's source line behind a line.
+    """Lines that ranks compare by their fingerprint; the fingerprint UNKNOWN equals any other. `where` returns the
+    user's source line behind a line.
     """
 
     fingerprint: str

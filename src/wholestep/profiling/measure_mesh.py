@@ -65,9 +65,7 @@ def count_measurements(wanted: CalibrationSizes) -> int:
 
 
 def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measurements:
-    """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each.
-    Raises MeshError: nodes hold different numbers of ranks.
-    """
+    """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each."""
     levels = _levels()
     units = list(_units(levels))
     sent: list[TimedCollective] = []

@@ -25,10 +25,8 @@ __all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One template: its costs, or the error.
-
-    `batches`: captured batches in a step of the mesh. `layers`: the costs are extrapolated from steps with so many of
-    the equal layers.
+    """One template: its costs, or the error. `batches`: captured batches in a step of the mesh. `layers`: the costs are
+    extrapolated from steps with so many of the equal layers.
     """
 
     name: str

@@ -144,9 +144,7 @@ class StepOptions:
 
     @staticmethod
     def of(given: CompileOptions) -> StepOptions:
-        """What follows from the options that were given. Raises PlanError, MeshError, BackendError, CacheError: they
-        contradict each other.
-        """
+        """What follows from the options that were given, unless they contradict each other."""
         backend = backend_of(given.backend)
         _check_backend(backend, given)
         mesh = Mesh(given.mesh) if isinstance(given.mesh, str) else given.mesh

@@ -42,7 +42,6 @@ from .step_inputs import StepInputs
 @dataclass
 class Dump:
     """Writes what each stage of a compile returns to the folder that WHOLESTEP_DUMP names; without one, nothing.
-
     `rank0/train_step-1-2-plan.txt` is the plan of the first capture of `train_step`.
     """
 

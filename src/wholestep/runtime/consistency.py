@@ -348,7 +348,6 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
 
 def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
     """A fingerprint of all in the arguments that a graph may depend on: structure, sizes, Python values, values read.
-
     An argument of an unknown class makes it differ from every other rank's.
     """
     lines = _structure_lines(given.structure)

@@ -48,10 +48,7 @@ class Finalizer:
     choices: CachedChoices = field(init=False)
 
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch) -> RankProgram:
-        """The program that this rank runs. The compile cache keeps what was chosen.
-
-        `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
-        """
+        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = "\n".join(made.lines), self.options.memory_bytes
         if budget is None:
             local = self._scheduled(made.local, key, watch)

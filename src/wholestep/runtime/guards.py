@@ -62,9 +62,8 @@ class TensorGuard:
 
 
 class Condition:
-    """Small comparisons that all have to hold at every call, as one generated function.
-
-    A comparison costs 20 ns there; in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`.
+    """Small comparisons that all have to hold at every call, as one generated function. A comparison costs 20 ns there;
+    in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`.
     """
 
     def __init__(self) -> None:

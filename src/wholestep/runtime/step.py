@@ -271,9 +271,8 @@ class CompiledStep:
         return self.programs[-1]
 
     def _call_on_placed(self, program: Program, inputs: StepInputs) -> Miss | None:
-        """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays.
-
-        Returns why the program does not fit its own call any more.
+        """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays. Returns
+        why the program does not fit its own call any more.
         """
         optimizers = program.capture.state.optimizers.values()
         before = set(scheduled(optimizers))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..cache.key import digest
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect, put
-from ..distributed.full_tensors import copy, gather, put_piece
+from ..distributed.full_tensors import copy, gather_by_id, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
 from .between_steps import flush_pending, stand_in
@@ -117,9 +117,7 @@ class _Swap:
             optimizer.state = state
 
     def check(self, rendezvous: Rendezvous) -> None:
-        """What was written fits what it came from, and is the same on all ranks. Raises StateError: something does not
-        fit, here; RankMismatchError: something does not on another rank, or ranks differ.
-        """
+        """Raise StateError where what was written does not fit here, RankMismatchError where it differs elsewhere."""
         failure, sums = self._misfit(), dict[str, int]()
         for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
             sums[name] = int(checksum(held.tensor))
@@ -167,9 +165,8 @@ def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
 
 def _whole_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     """By identity, a whole copy of each, in the memory that it rests in."""
-    pieces = list({id(t): t for t in tensors if isinstance(t, DTensor)}.values())
-    out = dict(zip(map(id, pieces), gather(pieces, at_home=True), strict=True))
-    return out | {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
+    plain = {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
+    return gather_by_id(tensors, at_home=True) | plain
 
 
 def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
@@ -200,9 +197,7 @@ def _kept_entry(old: Any, now: Any) -> Any:
 
 
 def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> None:
-    """All ranks have the same sums by name, and no failure. Raises RankMismatchError: on every rank, naming the first
-    that differs, or what does not fit on another rank.
-    """
+    """Raise RankMismatchError, on every rank, where another rank has a failure or ranks have different sums by name."""
     own = failure, digest([repr(dict(sums))])
     label = rendezvous.next_label("whole")
     said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}")
