@@ -181,7 +181,6 @@ def _check_columns(call: Node, places: dict[Node, Place]) -> None:
 def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, names: Names) -> None:
     """Equal nodes update equal inputs; results of the step are in the first block or the last."""
     made: dict[str, dict[int, object]] = {}
-    inputs = {i.name: n for i, n in graph.placeholders()}
     owners = {i.name: places[n][0] for i, n in graph.placeholders() if n in places}
     for output, node in graph.results():
         block = owner_block(output.target, owners) if output.kind == "update" else None
@@ -194,7 +193,7 @@ def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, nam
         made.setdefault(names(output.target), {})[block] = told
     for target, found in made.items():
         if len(found) != count or len(set(found.values())) > 1:
-            raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(inputs)} inputs)")
+            raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(graph.inputs)} inputs)")
 
 
 def owner_block(target: str, owners: dict[str, int]) -> int | None:
