@@ -126,9 +126,6 @@ def shorten(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in [*lines[:SHOWN], *more])
 
 
-# -- the folder that checkpoints are in ----------------------------------------------------
-
-
 def checkpoints(root: Path) -> list[Path]:
     """The checkpoint folders in `root`, the one saved last first; those without a readable manifest come last."""
     found: list[tuple[float, int, int, Path]] = []

@@ -103,9 +103,6 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-# -- comparing ---------------------------------------------------------------------------
-
-
 def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[str, str]:
     """The saved name of each live optimizer: the same, or whatever it was called where there is one only."""
     if len(saved) == len(live) == 1:
@@ -150,9 +147,6 @@ def _different_names(manifest: Manifest, live: Mapping[str, CheckpointTensor]) -
             yield f"{name}: {before[name]} in the checkpoint, missing here"
         elif str(before[name]) != str(here[name]):
             yield f"{name}: {before[name]} in the checkpoint, {here[name]} here"
-
-
-# -- back --------------------------------------------------------------------------------
 
 
 @dataclass

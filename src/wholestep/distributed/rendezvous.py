@@ -24,7 +24,6 @@ from .sections import (
     Section,
     SectionDifference,
     difference,
-    entry_of,
     first_other_call,
     merged,
     other_program,
@@ -80,7 +79,6 @@ class Rendezvous:
         """A new label, the same on all ranks that ask equally often; counted in the store."""
         return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1) if self.store else 0}"
 
-    # -- exchanges -----------------------------------------------------------------------
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
 
@@ -93,7 +91,8 @@ class Rendezvous:
         if failure:
             self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
             return Calls(0, True)
-        own = {entry_of(sections, call): [(self.rank, self.rank)]}
+        prints = tuple((name, section.fingerprint) for name, section in sections.items())
+        own = {(call, prints): [(self.rank, self.rank)]}
         found = self._combine(label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)))
         if found.failed is not None:
             other, text = found.failed
@@ -175,7 +174,6 @@ class Rendezvous:
             next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
             raise RankMismatchError(f"{what}: rank {self.rank} is there, {missing}", needed, next_step, _user_line())
 
-    # -- combining -----------------------------------------------------------------------
     def _combine(
         self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome]
     ) -> _Outcome:
@@ -219,7 +217,6 @@ class Rendezvous:
             raise RankMismatchError(found, needed, "read the errors of the other ranks")
         return get(self.store, key)
 
-    # -- errors --------------------------------------------------------------------------
     def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
         if self.rank in ranks or not ranks:
             found = f"rank {self.rank} compiled its program when others no longer waited"
@@ -248,7 +245,6 @@ class Rendezvous:
             return other_value(section, own[1], lines, theirs[1], others)
         return other_value(section, theirs[1], others, own[1], lines)
 
-    # -- waiting at a barrier --------------------------------------------------------------
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
         self.store.set(_at(self.rank), what)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
-from ..graph.text import human, seconds, table
+from ..graph.text import seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..planner.candidates import Template
-from .compare import PlanRow, compare
+from .compare import PlanRow, compare, cost_cells
 
 _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
 
@@ -81,10 +81,6 @@ def show(rows: Sequence[WhatIf]) -> str:
 
 
 def _cells(row: WhatIf) -> tuple[str, ...]:
-    found = row.row.costs
-    assert found is not None, "only rows with costs have cells"
-    return (
-        row.case.name, str(row.mesh), human(found.rest_bytes), human(found.peak_bytes), human(found.sent_bytes),
-        seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-",
-        f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s), f"{row.times:.2f}",
-    )  # fmt: skip
+    stored, peak, sent, _, step, exposed = cost_cells(row.row)
+    batches, batch = f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s)
+    return row.case.name, str(row.mesh), stored, peak, sent, step, exposed, batches, batch, f"{row.times:.2f}"

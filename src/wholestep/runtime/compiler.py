@@ -132,7 +132,6 @@ class Compiler:
             dump.write(f"4-final-graph-{name}", program)
         return made
 
-    # -- capture -----------------------------------------------------------------------
     def _capture_call(self, inputs: StepInputs, held: Numbers, dump: Dump) -> Capture:
         with self.stages.stage("capture"):
             captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held)
@@ -149,7 +148,6 @@ class Compiler:
         carried, changing = self._carried, self._changing
         return capture_step(self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing)
 
-    # -- plan --------------------------------------------------------------------------
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
         planned, chosen = self._plan(captured), self._choice
         if first:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
@@ -81,16 +81,12 @@ class Stages:
     @contextmanager
     def reporting(self) -> Generator[None]:
         """Stages inside are reported: to the user's function, in a line on a terminal, or not at all."""
-        if self.given != "auto":
-            self._progress = self.given
+        line = None
+        if self.given == "auto" and os.environ.get("WHOLESTEP_PROGRESS") != "0" and job()[0] == 0 and _is_terminal():
+            line = ProgressLine(self.name, sys.stderr)
+        self._progress = line if self.given == "auto" else self.given
+        with nullcontext() if line is None else line.showing():
             yield
-        elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
-            self._progress = None
-            yield
-        else:
-            self._progress = line = ProgressLine(self.name, sys.stderr)
-            with line.showing():
-                yield
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -71,7 +71,6 @@ class CompiledStep:
         self._missed = Counter[str]()
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
-    # -- calling ----------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
@@ -184,7 +183,6 @@ class CompiledStep:
         """How often it was captured."""
         return self._compiler.captures if self._compiler else 0
 
-    # -- what was made -----------------------------------------------------------------
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that ran last; None before the first call."""
@@ -207,7 +205,6 @@ class CompiledStep:
         """
         return list(self._cache.log) if self._cache else []
 
-    # -- programs ------------------------------------------------------------------------
     def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
         """Sizes of the parts of a batch that ranks share; None where each rank runs on what it is given."""
         if self._compiler is None:
