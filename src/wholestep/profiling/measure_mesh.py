@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import cast
 
 import torch
@@ -47,16 +48,13 @@ class _Unit:
 def calibration_sizes(device: str, largest_bytes: int) -> CalibrationSizes:
     """What fits a device: a GPU gets larger products, and half precision."""
     on_gpu = device.startswith("cuda")
-    found, size = list[int](), 4 * _KIB
-    while size < largest_bytes:
-        found.append(size)
-        size *= 2
+    smaller = takewhile(lambda size: size < largest_bytes, (4 * _KIB << doubled for doubled in count()))
     sides = (1024, 2048, 4096, 8192) if on_gpu else (128, 256, 512)
     least, most = sides[0], sides[-1]
     products = [(1, s, s, s) for s in sides] + [(1, most, least, s) for s in sides] + [(4, least, least, least)]
     copies = tuple(n << 20 for n in ((1, 16, 256) if on_gpu else (1, 4, 16)))
     dtypes = ("float32", "bfloat16", "float16") if on_gpu else ("float32", "bfloat16")
-    return CalibrationSizes((*found, largest_bytes), tuple(products), dtypes, copies)
+    return CalibrationSizes((*smaller, largest_bytes), tuple(products), dtypes, copies)
 
 
 def count_measurements(wanted: CalibrationSizes) -> int:
@@ -159,16 +157,16 @@ def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, flo
 
 def _slowest(run: Callable[[], object], device: str, times: int) -> float:
     """Microseconds: the fastest of some runs after two that do not count, on the slowest rank."""
-    found: list[float] = []
-    for number in range(times + 2):
+
+    def once() -> float:
         if dist.is_initialized():
             dist.barrier()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        us = seconds(run, device) * 1e6
-        if number >= 2:
-            found.append(us)
-    slowest = torch.tensor([min(found)], dtype=torch.float64, device=device)
+        return seconds(run, device) * 1e6
+
+    fastest = min([once() for _ in range(times + 2)][2:])
+    slowest = torch.tensor([fastest], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return max(float(slowest), 0.1)

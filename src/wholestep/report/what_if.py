@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
@@ -46,11 +46,8 @@ def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[W
     plan does not contain its strategies.
     """
     if plan.strategies is None:
-        raise PlanError(
-            f"the plan does not hold what made it ({plan.strategy})",
-            "a plan of strategies that a file can store",
-            "plan again",
-        )
+        text = f"the plan does not hold what made it ({plan.strategy})"
+        raise PlanError(text, "a plan of strategies that a file can store", "plan again")
     found: list[WhatIf] = []
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
@@ -67,9 +64,8 @@ def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     found: list[WhatIfCase] = []
     for name, size in (("twice the ranks", 2 * axis.size), ("half the ranks", axis.size // 2)):
         if size:
-            sizes = {one.name: one.size for one in mesh.axes} | {axis.name: size}
-            other = Mesh(",".join(f"{key}={value}" for key, value in sizes.items()))
-            found.append(WhatIfCase(f"{name} on {axis.name}", other))
+            other = tuple(replace(one, size=size) if one == axis else one for one in mesh.axes)
+            found.append(WhatIfCase(f"{name} on {axis.name}", Mesh(other)))
     return found
 
 

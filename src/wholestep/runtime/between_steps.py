@@ -175,9 +175,7 @@ def stand_in(param: Tensor, whole: Tensor, requires_grad: bool, where: str) -> n
 
 
 def _refuse(name: str, grad: Tensor) -> None:
-    raise StateError(
-        f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call",
-        "gradients of a compiled step, which reduces them over ranks",
-        "call the model under torch.no_grad(), or put forward, backward and update into a function for "
-        "wholestep.compile",
-    )
+    found = f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call"
+    needed = "gradients of a compiled step, which reduces them over ranks"
+    instead = "put forward, backward and update into a function for wholestep.compile"
+    raise StateError(found, needed, f"call the model under torch.no_grad(), or {instead}")

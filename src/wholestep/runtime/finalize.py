@@ -143,14 +143,11 @@ class Finalizer:
 
 def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
     """Raise PlanError when the final program holds more than the budget."""
-    found = peak_memory(bound_to_rank(final, world))
-    if found.size_bytes > budget_bytes:
-        raise PlanError(
-            f"the step holds {found.size_bytes} bytes on rank {world.rank}",
-            f"at most {budget_bytes} bytes",
-            f"give memory_bytes={found.size_bytes} or more: collectives run in the first rank's order, "
-            f"which takes {human(found.size_bytes - budget_bytes)} more here",
-        )
+    size = peak_memory(bound_to_rank(final, world)).size_bytes
+    if size > budget_bytes:
+        why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
+        found, needed = f"the step holds {size} bytes on rank {world.rank}", f"at most {budget_bytes} bytes"
+        raise PlanError(found, needed, f"give memory_bytes={size} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
