@@ -157,13 +157,6 @@ class StepCache:
         names = f"{', '.join(others)} and {last}" if others else last
         return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
 
-    def store(self, key: Key, choices: Choices) -> None:
-        """Write an entry."""
-        try:
-            write(self.folder, key, choices)
-        except OSError as error:
-            self.warn(f"the compile cache {self.folder} cannot be written: {error}")
-
     def warn(self, text: str) -> None:
         """Once for each text."""
         if text and text not in self._warned:
@@ -180,9 +173,9 @@ class CachedChoices:
     """
 
     rendezvous: Rendezvous
-    cache: StepCache | None = None
-    values: Callable[[], Mapping[str, object]] = dict[str, object]
-    label: str = ""
+    cache: StepCache | None
+    values: Callable[[], Mapping[str, object]]
+    label: str
     earlier: Choices = field(default_factory=Choices)
     now: Choices = field(default_factory=Choices)
     _looked: bool = False
@@ -235,4 +228,7 @@ class CachedChoices:
         if not self._looked:
             self.cache.tell("nothing to choose")
         elif self._key is not None and self.now.to_json() != self.earlier.to_json():
-            self.cache.store(self._key, self.now)
+            try:
+                write(self.cache.folder, self._key, self.now)
+            except OSError as error:
+                self.cache.warn(f"the compile cache {self.cache.folder} cannot be written: {error}")

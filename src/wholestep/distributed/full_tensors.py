@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,14 @@ class _Part:
 
 
 @torch.no_grad()
-def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
-    """Each tensor, gathered, in memory of its own: on the device of its mesh, or with `at_home` on that of its shard.
-    All ranks call it with the same tensors.
+def gather(tensors: Iterable[Tensor], at_home: bool = False) -> dict[int, Tensor]:
+    """By identity, each of these tensors that is a DTensor, gathered, in memory of its own: on the device of its mesh,
+    or with `at_home` on that of its shard. All ranks call it with the same tensors.
     """
-    places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
-    out: list[Tensor] = []
-    for few in _bounded(tensors):
+    pieces = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)}.values())
+    places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in pieces}
+    out: dict[int, Tensor] = {}
+    for few in _bounded(pieces):
         parts: list[_Part] = []
         for tensor in few:
             layout = dtensor.layout_from(tensor.placements, tensor.dim(), places[tensor.device_mesh].mesh)
@@ -76,14 +77,8 @@ def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
                     buckets[tensor.device_mesh, found[0], part.piece.dtype].append((part, found[1]))
             for (devices, axis, _), bucket in buckets.items():
                 _join(bucket, axis, places[devices])
-        out += [_own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)]
+        out |= {id(tensor): _own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)}
     return out
-
-
-def gather_by_id(tensors: Sequence[Tensor], at_home: bool = False) -> dict[int, Tensor]:
-    """By identity, a gathered copy of each of these tensors that is a DTensor; see `gather`."""
-    pieces = {id(tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)}
-    return dict(zip(pieces, gather(list(pieces.values()), at_home), strict=True))
 
 
 def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:

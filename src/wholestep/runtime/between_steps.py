@@ -21,7 +21,7 @@ from .. import _torch
 from ..backend.protocol import Run
 from ..capture.call_structure import walk
 from ..capture.state import WHOLE
-from ..distributed.full_tensors import gather_by_id
+from ..distributed.full_tensors import gather
 from ..distributed.rendezvous import Rendezvous
 from ..errors import StateError
 
@@ -121,7 +121,7 @@ class EagerGather:
         if cut or _pending:
             Rendezvous.of_job(self.timeout_s).barrier(f"a call of {name} outside of a compiled step")
             flush_pending()
-        whole = gather_by_id(cut)
+        whole = gather(cut)
         if self.device is not None:
             plain, kind = [t for _, _, t in found if not isinstance(t, DTensor)], torch.device(self.device).type
             whole |= {id(t): t.detach().to(self.device) for t in plain if t.device.type != kind}

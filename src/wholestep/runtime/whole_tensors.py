@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..cache.key import digest
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect, put
-from ..distributed.full_tensors import copy, gather_by_id, put_piece
+from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
 from .between_steps import flush_pending, stand_in
@@ -90,7 +90,9 @@ class _Swap:
             if held.tensor.is_meta:
                 raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
         values = [v for _, _, entries in self.entries for entry in entries.values() for _, v in _tensors(entry)]
-        whole = _whole_of([*self.outside, *values])
+        tensors = [*self.outside, *values]
+        plain = {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
+        whole = gather(tensors, at_home=True) | plain
         for old in self.outside:
             new = whole[id(old)]
             is_param = isinstance(old, nn.Parameter)
@@ -161,12 +163,6 @@ class _Swap:
 def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
     items = cast(dict[Any, Any], entry).items() if isinstance(entry, dict) else ()
     return [(key, value) for key, value in items if isinstance(value, Tensor)]
-
-
-def _whole_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By identity, a whole copy of each, in the memory that it rests in."""
-    plain = {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
-    return gather_by_id(tensors, at_home=True) | plain
 
 
 def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
