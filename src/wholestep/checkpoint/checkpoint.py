@@ -289,14 +289,10 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
     if step is not None:
         if model is not None or optimizer is not None:
             raise CheckpointError("both a step and model= or optimizer= were given", "one of them", "leave one out")
-        _warn_of_gradients(step)
+        if step.programs and any(i.role is Role.GRAD for i in step.programs[-1].plan.inputs):
+            text = "this step carries gradients from one call to the next, and a checkpoint does not hold them"
+            warnings.warn(text, stacklevel=3)
         return step.state
     if model is None and optimizer is None:
         return None
     return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
-
-
-def _warn_of_gradients(step: CompiledStep) -> None:
-    if step.programs and any(i.role is Role.GRAD for i in step.programs[-1].plan.inputs):
-        text = "this step carries gradients from one call to the next, and a checkpoint does not hold them"
-        warnings.warn(text, stacklevel=4)

@@ -83,8 +83,9 @@ def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], No
     step("copies")
     moved, host_copy, launch = _copies(device, wanted)
     total, host = _memory(device)
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"
     return Measurements(
-        _name(device), total, host, launch, moved, host_copy, tuple(products),
+        name, total, host, launch, moved, host_copy, tuple(products),
         tuple((unit.name, unit.ranks) for unit in units), tuple(sent), dist.get_backend() if units else "",
     )  # fmt: skip
 
@@ -177,7 +178,3 @@ def _memory(device: str) -> tuple[int, int]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
     return torch.cuda.mem_get_info(device)[1] if device.startswith("cuda") else host, host
-
-
-def _name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"

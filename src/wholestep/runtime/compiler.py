@@ -149,11 +149,11 @@ class Compiler:
         return capture_step(self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing)
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
-        planned, chosen = self._plan(captured), self._choice
+        planned = self._plan(captured)
         if first:
             warn_of_semantics(planned, self.world)
-        if chosen is not None:
-            planned = replace(planned, objective=chosen.objective).with_notes(*chosen.notes)
+        if self._choice is not None:
+            planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
             local = partition(captured.graph, planned)

@@ -181,9 +181,10 @@ def _recaptured(call: bytes, given: StepInputs, device: str, recapture: Recaptur
             structure, said = pickle.loads(call)
         own = dict(zip(given.names, given.leaves, strict=True))
         args, kwargs = put_together(structure, [_leaf(one, own, device) for one in said])
-        return graph_sections(recapture(args, kwargs), device)
+        capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
+    return graph_sections(capture, device)
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
