@@ -210,9 +210,7 @@ class Restore:
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
-    """Random state and buffers that this rank alone had: the name of its copy by plain name. None in a job of another
-    size.
-    """
+    """Names of this rank's copies of random state and buffers, by plain name; nothing in a job of another size."""
     rank, size = job()
     prefix = f"rank{rank}/"
     own = [n for n, saved in manifest.tensors.items() if saved.role == "rank" and n.startswith(prefix)]
