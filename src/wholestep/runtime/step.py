@@ -284,7 +284,7 @@ class CompiledStep:
 
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
-        if not miss.where:
+        if not miss.use:
             return
         if miss.number and self._compiler is not None:
             self._compiler.note_changing(miss.where)
