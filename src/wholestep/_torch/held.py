@@ -11,7 +11,6 @@ import torch.utils._pytree as pytree
 
 TreeSpec = pytree.TreeSpec
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
-write_spec, read_spec = pytree.treespec_dumps, pytree.treespec_loads  # raises for a container without a registered name
 
 
 def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:

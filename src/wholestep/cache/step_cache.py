@@ -39,12 +39,7 @@ def path_of(folder: Path, key: Key) -> Path:
 
 
 def read(folder: Path, key: Key) -> Choices | None:
-    """The choices that are kept under a key; None where there is no file.
-
-    Raises:
-        DamagedError: the file is cut short, changed, of another version, or no entry.
-        OSError: it cannot be read.
-    """
+    """The choices that are kept under a key; None where there is no file. Raises DamagedError, OSError."""
     try:
         data = path_of(folder, key).read_bytes()
     except FileNotFoundError:
@@ -59,11 +54,7 @@ def read(folder: Path, key: Key) -> Choices | None:
 
 
 def write(folder: Path, key: Key, choices: Choices) -> None:
-    """Put an entry into the folder as one act; the oldest go where there are many.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Put an entry into the folder as one act; the oldest go where there are many. Raises OSError."""
     body = {"key": dict(key.parts), "choices": choices.to_json()}
     entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,11 +117,7 @@ def _age(path: Path) -> float:
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the cache: the option's, or that of WHOLESTEP_CACHE; None for no cache.
-
-    Raises:
-        CacheError: there is a file in its place.
-    """
+    """The folder of the cache, from `given` or WHOLESTEP_CACHE; None for no cache. Raises CacheError: it is a file."""
     named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
         return None
@@ -142,17 +129,17 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass
 class StepCache:
-    """The entries of one step in `folder`. `log` holds an event for each compile; `say` is called with each event."""
+    """The entries of one step in `folder`. `log` holds an event for each compile; `report` is told of each."""
 
     folder: Path
-    say: Callable[[str], None]
+    report: Callable[[str, str], None]
     log: list[str] = field(default_factory=list[str])
     _warned: set[str] = field(default_factory=set[str])
 
     def tell(self, text: str) -> None:
         """Note what the cache did."""
         self.log.append(text)
-        self.say(text)
+        self.report(f"cache: {text}", "done")
 
     def find(self, key: Key) -> tuple[str, Choices, str]:
         """The event to log, the choices of an earlier start (empty without an entry), and a warning."""
@@ -170,13 +157,6 @@ class StepCache:
         names = f"{', '.join(others)} and {last}" if others else last
         return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
 
-    def store(self, key: Key, choices: Choices) -> None:
-        """Write an entry."""
-        try:
-            write(self.folder, key, choices)
-        except OSError as error:
-            self.warn(f"the compile cache {self.folder} cannot be written: {error}")
-
     def warn(self, text: str) -> None:
         """Once for each text."""
         if text and text not in self._warned:
@@ -193,20 +173,16 @@ class CachedChoices:
     """
 
     rendezvous: Rendezvous
-    cache: StepCache | None = None
-    values: Callable[[], Mapping[str, object]] = dict[str, object]
-    label: str = ""
+    cache: StepCache | None
+    values: Callable[[], Mapping[str, object]]
+    label: str
     earlier: Choices = field(default_factory=Choices)
     now: Choices = field(default_factory=Choices)
     _looked: bool = False
     _key: Key | None = None
 
     def look_up(self) -> None:
-        """Know `earlier` from now on.
-
-        Raises:
-            RankMismatchError: the first rank does not broadcast in time what it found.
-        """
+        """Know `earlier` from now on. Raises RankMismatchError: the first rank does not say it in time."""
         if self.cache is None or self._looked:
             return
         self._looked = True
@@ -252,4 +228,7 @@ class CachedChoices:
         if not self._looked:
             self.cache.tell("nothing to choose")
         elif self._key is not None and self.now.to_json() != self.earlier.to_json():
-            self.cache.store(self._key, self.now)
+            try:
+                write(self.cache.folder, self._key, self.now)
+            except OSError as error:
+                self.cache.warn(f"the compile cache {self.cache.folder} cannot be written: {error}")

@@ -270,9 +270,8 @@ def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def _dcp() -> Generator[Any]:
-    """torch.distributed.checkpoint, imported where it is used: it takes a tenth of a second and 10 MB.
-
-    It does not warn that there are no other ranks; what failed is an exception that `except Exception` sees.
+    """torch.distributed.checkpoint, imported where it is used: it takes a tenth of a second and 10 MB. It does not warn
+    that there are no other ranks; what failed is an exception that `except Exception` sees.
     """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -290,14 +289,10 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
     if step is not None:
         if model is not None or optimizer is not None:
             raise CheckpointError("both a step and model= or optimizer= were given", "one of them", "leave one out")
-        _warn_of_gradients(step)
+        if step.programs and any(i.role is Role.GRAD for i in step.programs[-1].plan.inputs):
+            text = "this step carries gradients from one call to the next, and a checkpoint does not hold them"
+            warnings.warn(text, stacklevel=3)
         return step.state
     if model is None and optimizer is None:
         return None
     return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
-
-
-def _warn_of_gradients(step: CompiledStep) -> None:
-    if step.programs and any(i.role is Role.GRAD for i in step.programs[-1].plan.inputs):
-        text = "this step carries gradients from one call to the next, and a checkpoint does not hold them"
-        warnings.warn(text, stacklevel=4)

@@ -16,10 +16,8 @@ _TIMEOUT_S = 1800.0  # that of torch's process groups: a rank may write for minu
 def on_every_rank(work: Callable[[], T], name_rank: bool = True) -> T:
     """Call `work` on every rank; each gets its own result.
 
-    `name_rank=False` is for work that the ranks share: it does not matter which of them fails.
-
-    Raises:
-        CheckpointError: on every rank, when it failed on any; the failure of the first such rank.
+    `name_rank=False` is for work that the ranks share: it does not matter which of them fails. Raises CheckpointError:
+    on every rank, when it failed on any; the failure of the first such rank.
     """
     own, failure, cause = _attempt(work)
     failures = _gather(failure)
@@ -37,11 +35,7 @@ def gather_from_ranks(work: Callable[[], T]) -> list[T]:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Call `work` on the first rank only; every rank gets its result.
-
-    Raises:
-        CheckpointError: on every rank, when it failed.
-    """
+    """Call `work` on the first rank only; every rank gets its result, or the CheckpointError that it ends in."""
     own, failure, cause = _attempt(work) if rank_and_size()[0] == 0 else (None, None, None)
     result, failure = _gather((own, failure))[0]
     if failure is not None:

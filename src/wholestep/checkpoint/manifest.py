@@ -7,10 +7,12 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import CheckpointError
+from ..plan.plan_file import read as decoded
 from . import durable
 
 FORMAT = "wholestep.checkpoint"
@@ -66,11 +68,7 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, of another program or of a newer version.
-    """
+    """The manifest of a checkpoint folder. Raises CheckpointError: there is none that is whole and of this version."""
     try:
         text = (folder / NAME).read_text()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -92,19 +90,8 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(found, f"version {VERSION} or older", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):
         raise _damaged(folder, f" {NAME} does not match its own checksum")
-    return _decode(fields)
-
-
-def _decode(fields: dict[str, Any]) -> Manifest:
     del fields["format"]
-    tensors: dict[str, CheckpointTensor] = {}
-    for name, about in fields.pop("tensors").items():
-        about["shape"] = tuple(about["shape"])
-        tensors[name] = CheckpointTensor(**about)
-    saved = fields.pop("optimizers").items()
-    optimizers = {n: SavedOptimizer(o["kind"], tuple(tuple(group) for group in o["groups"])) for n, o in saved}
-    files = {n: (size, crc) for n, (size, crc) in fields.pop("files").items()}
-    return Manifest(**fields, tensors=tensors, optimizers=optimizers, files=files)
+    return decoded(Manifest, fields)
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -112,11 +99,7 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with what the manifest says of them.
-
-    Raises:
-        CheckpointError: some are missing or altered; the first of them are named.
-    """
+    """Raise CheckpointError, which names the first of them, where files are missing or not as the manifest says."""
     wrong: list[str] = []
     for name in names:
         size, crc = manifest.files[name]
@@ -143,9 +126,6 @@ def shorten(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in [*lines[:SHOWN], *more])
 
 
-# -- the folder that checkpoints are in ----------------------------------------------------
-
-
 def checkpoints(root: Path) -> list[Path]:
     """The checkpoint folders in `root`, the one saved last first; those without a readable manifest come last."""
     found: list[tuple[float, int, int, Path]] = []
@@ -162,18 +142,13 @@ def checkpoints(root: Path) -> list[Path]:
 
 def new_name(root: Path, number: int) -> str:
     """A free folder name for checkpoint `number`."""
-    name, again = f"step-{number:08d}", 1
-    while (root / name).exists():
-        name, again = f"step-{number:08d}-{again + 1}", again + 1
-    return name
+    first = f"step-{number:08d}"
+    names = chain([first], (f"{first}-{again}" for again in count(2)))
+    return next(name for name in names if not (root / name).exists())
 
 
 def locate(directory: Path) -> Path:
-    """The checkpoint folder that `directory` is, or that its `latest` file names; without one, that saved last.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint folder that `directory` is, or that its `latest` file names; without one, that saved last."""
     if (directory / NAME).exists() or _FOLDER.fullmatch(directory.name):
         return directory
     pointer = directory / LATEST

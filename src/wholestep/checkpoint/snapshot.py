@@ -103,9 +103,6 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-# -- comparing ---------------------------------------------------------------------------
-
-
 def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[str, str]:
     """The saved name of each live optimizer: the same, or whatever it was called where there is one only."""
     if len(saved) == len(live) == 1:
@@ -152,9 +149,6 @@ def _different_names(manifest: Manifest, live: Mapping[str, CheckpointTensor]) -
             yield f"{name}: {before[name]} in the checkpoint, {here[name]} here"
 
 
-# -- back --------------------------------------------------------------------------------
-
-
 @dataclass
 class Restore:
     """New tensors to read a checkpoint into, laid out as `state` is now; `commit` then changes the live state."""
@@ -164,43 +158,35 @@ class Restore:
     staged: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def __post_init__(self) -> None:
+        self._own = own_names(self.manifest)
+        self._pairs = pair(self.manifest.optimizers, self.state.optimizers)
         for name, held in {**self.state.params, **self.state.buffers}.items():
-            self.staged[self._source(name)] = torch.empty_like(held.tensor.detach())
+            self.staged[self._own.get(name, name)] = torch.empty_like(held.tensor.detach())
         for name, saved, optimizer, param in self._states():
             live = optimizer.state.get(param, {}).get(saved.key)
             self.staged[name] = torch.empty_like(live.detach()) if _fits(live, saved) else _new(saved, optimizer, param)
 
-    def _source(self, name: str) -> str:
-        """A buffer that was different on this rank comes from this rank's copy, in a job of as many ranks."""
-        return own_names(self.manifest).get(name, name)
-
     def _states(self) -> Iterator[tuple[str, CheckpointTensor, Optimizer, torch.Tensor]]:
-        theirs = {saved: self.state.optimizers[label] for label, saved in self._pairs().items()}
+        theirs = {saved: self.state.optimizers[label] for label, saved in self._pairs.items()}
         for name, saved in self.manifest.tensors.items():
             if saved.role == "state" and saved.optimizer in theirs:
                 yield name, saved, theirs[saved.optimizer], self.state.params[saved.owner].tensor
 
-    def _pairs(self) -> dict[str, str]:
-        return pair(self.manifest.optimizers, self.state.optimizers)
-
     @torch.no_grad()
     def commit(self, content: Mapping[str, Any], keep_primed: bool) -> None:
-        """Copy into the live state what was read, and the values that are no tensors.
-
-        State that the checkpoint does not have goes; `keep_primed` spares that of parameters it has no state of at all.
+        """Copy into the live state what was read, and the values that are no tensors. State that the checkpoint does
+        not have goes; `keep_primed` spares that of parameters it has no state of at all.
         """
         for name, held in {**self.state.params, **self.state.buffers}.items():
-            copy(_torch.local_tensor(held.tensor), _torch.local_tensor(self.staged[self._source(name)]))
-        for label, theirs in self._pairs().items():
-            values = content["values"].get(theirs, {})
-            self._drop(self.state.optimizers[label], theirs, values, keep_primed)
+            copy(_torch.local_tensor(held.tensor), _torch.local_tensor(self.staged[self._own.get(name, name)]))
+        for label, theirs in self._pairs.items():
+            optimizer, values = self.state.optimizers[label], content["values"].get(theirs, {})
+            self._drop(optimizer, theirs, values, keep_primed)
             for owner, entry in values.items():
-                target = self.state.optimizers[label].state
-                (target[self.state.params[owner].tensor] if owner else target).update(entry)
-            groups = self.state.optimizers[label].param_groups
-            for group, options in zip(groups, content["options"][theirs], strict=True):
+                (optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state).update(entry)
+            for group, options in zip(optimizer.param_groups, content["options"][theirs], strict=True):
                 _set_options(group, options)
-            note(self.state.optimizers[label], content.get("scheduled", {}).get(theirs, ()))
+            note(optimizer, content.get("scheduled", {}).get(theirs, ()))
         for name, saved, optimizer, param in self._states():
             live = optimizer.state.get(param, {}).get(saved.key)
             if _fits(live, saved):
@@ -224,7 +210,7 @@ class Restore:
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
-    """What this rank alone had, by plain name -> name in the checkpoint; nothing in a job of another size."""
+    """Names of this rank's copies of random state and buffers, by plain name; nothing in a job of another size."""
     rank, size = job()
     prefix = f"rank{rank}/"
     own = [n for n, saved in manifest.tensors.items() if saved.role == "rank" and n.startswith(prefix)]

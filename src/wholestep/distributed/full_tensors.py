@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ from ..collectives.mesh_position import MeshPosition, place
 from ..layout import Layout, chunk_range
 from ..mesh import Mesh
 from ..tuning import TUNING
+
+funcol = torch.ops._c10d_functional
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
@@ -56,27 +57,27 @@ class _Part:
 
 
 @torch.no_grad()
-def gather(tensors: Sequence[DTensor], at_home: bool = False) -> list[Tensor]:
-    """Each tensor, gathered, in memory of its own: on the device of its mesh, or with `at_home` on that of its shard.
-
-    All ranks call it with the same tensors.
+def gather(tensors: Iterable[Tensor], at_home: bool = False) -> dict[int, Tensor]:
+    """By identity, each of these tensors that is a DTensor, gathered, in memory of its own: on the device of its mesh,
+    or with `at_home` on that of its shard. All ranks call it with the same tensors.
     """
-    places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in tensors}
-    out: list[Tensor] = []
-    for few in _bounded(tensors):
+    pieces = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)}.values())
+    places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in pieces}
+    out: dict[int, Tensor] = {}
+    for few in _bounded(pieces):
         parts: list[_Part] = []
         for tensor in few:
             layout = dtensor.layout_from(tensor.placements, tensor.dim(), places[tensor.device_mesh].mesh)
             piece = _torch.local_tensor(tensor).to(tensor.device_mesh.device_type)
             parts.append(_Part(piece, layout, tuple(tensor.shape)))
         while any(part.next() for part in parts):
-            buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[_Part]](list)
+            buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[tuple[_Part, int]]](list)
             for part, tensor in zip(parts, few, strict=True):
                 if (found := part.next()) is not None:
-                    buckets[tensor.device_mesh, found[0], part.piece.dtype].append(part)
+                    buckets[tensor.device_mesh, found[0], part.piece.dtype].append((part, found[1]))
             for (devices, axis, _), bucket in buckets.items():
                 _join(bucket, axis, places[devices])
-        out += [_own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)]
+        out |= {id(tensor): _own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)}
     return out
 
 
@@ -98,11 +99,10 @@ def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:
     return out
 
 
-def _join(parts: Sequence[_Part], axis: str, here: MeshPosition) -> None:
-    """All-gather the shards along `axis`, each padded to the length of the first, which is the longest."""
-    ranks, flat, whole = here.mesh.axis_size(axis), list[Tensor](), list[tuple[_Part, int, int, Layout]]()
-    for part in parts:
-        dim = cast(tuple[str, int], part.next())[1]
+def _join(parts: Sequence[tuple[_Part, int]], axis: str, here: MeshPosition) -> None:
+    """All-gather the shards of a dim of each part along `axis`, padded to the length of the first, the longest."""
+    ranks, pieces, ends = here.mesh.axis_size(axis), list[Tensor](), list[tuple[Layout, int]]()
+    for part, dim in parts:
         dims = part.layout.dims
         after = Layout((*dims[:dim], dims[dim][:-1], *dims[dim + 1 :]), part.layout.partial)
         length = after.local_shape(part.shape, here.mesh, here.coordinate)[dim]
@@ -112,18 +112,11 @@ def _join(parts: Sequence[_Part], axis: str, here: MeshPosition) -> None:
         if padded != list(piece.shape):
             piece = piece.new_zeros(padded)
             piece.narrow(dim, 0, part.piece.shape[dim]).copy_(part.piece)
-        flat.append(piece.reshape(-1))
-        whole.append((part, dim, length, after))
-    sent = torch.cat(flat)
-    name = here.groups[axis].group_name
-    got = torch.ops._c10d_functional.all_gather_into_tensor(sent, ranks, name)
-    got = torch.ops._c10d_functional.wait_tensor(got).view(ranks, -1)
-    start = 0
-    for (part, dim, length, after), piece in zip(whole, flat, strict=True):
-        shape = list(part.piece.shape)
-        shape[dim] = -(-length // ranks)
-        rows = got[:, start : start + piece.numel()].reshape(ranks, *shape).movedim(0, dim)
-        joined = [*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]]
-        part.piece = rows.reshape(joined).narrow(dim, 0, length).contiguous()
-        part.layout = after
-        start += piece.numel()
+        pieces.append(piece)
+        ends.append((after, length))
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    got = funcol.wait_tensor(funcol.all_gather_into_tensor(sent, ranks, here.groups[axis].group_name))
+    several = got.view(ranks, -1).split([piece.numel() for piece in pieces], 1)
+    for (part, dim), piece, (after, length), rows in zip(parts, pieces, ends, several, strict=True):
+        joined = rows.reshape(ranks, *piece.shape).movedim(0, dim).flatten(dim, dim + 1)
+        part.piece, part.layout = joined.narrow(dim, 0, length).contiguous(), after

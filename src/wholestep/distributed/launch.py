@@ -22,9 +22,8 @@ _LAST_MOMENT_S = 0.05
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one).
-
-    It computes on `device`; parameters and optimizer state rest on `home`.
+    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one). It computes
+    on `device`; parameters and optimizer state rest on `home`.
     """
 
     mesh: Mesh
@@ -48,12 +47,8 @@ def job() -> tuple[int, int]:
 
 
 def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
-    """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one.
-
-    State rests on `home`, by default on `device` too.
-
-    Raises:
-        MeshError: the mesh does not have as many ranks as the job.
+    """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one. State
+    rests on `home`, by default on `device` too. Raises MeshError: the mesh does not have as many ranks as the job.
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device.startswith("cuda"):

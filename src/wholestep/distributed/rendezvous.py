@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from .sections import (
     Section,
     SectionDifference,
     difference,
-    entry_of,
     first_other_call,
     merged,
     other_program,
@@ -59,14 +58,8 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Exchanges among all ranks of a job. Every rank makes the same ones; a label is used once.
-
-    Args:
-        store: the job's key-value store.
-        rank: this rank.
-        size: the number of ranks; with one rank, nothing is sent.
-        timeout_s: seconds to wait for the other ranks.
-        on_wait: called with the missing ranks every few seconds while this rank waits.
+    """Exchanges among all ranks of a job through its key-value store. Every rank makes the same ones; a label is used
+    once. With one rank, nothing is sent. `on_wait` is called with the missing ranks every few seconds of waiting.
     """
 
     store: Any
@@ -82,30 +75,25 @@ class Rendezvous:
             return Rendezvous(None, 0, 1, timeout_s, on_wait)
         return Rendezvous(_torch.default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, on_wait)
 
-    def waiting_for(self, timeout_s: float) -> Rendezvous:
-        """The same with another timeout."""
-        return replace(self, timeout_s=timeout_s)
-
     def next_label(self, kind: str) -> str:
         """A new label, the same on all ranks that ask equally often; counted in the store."""
         return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1) if self.store else 0}"
 
-    # -- exchanges -----------------------------------------------------------------------
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
 
-        Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program:
-        it stops all others, and returns at once.
-
-        Raises:
-            RankMismatchError: on every rank, with the ranks and the first difference, or the failed or missing rank.
+        Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program: it
+        stops all others, and returns at once. Raises RankMismatchError: on every rank, with the ranks and the first
+        difference, or the failed or missing rank.
         """
         if self.size == 1:
             return Calls(0, True)
         if failure:
             self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
             return Calls(0, True)
-        found = self._combine(label, {entry_of(sections, call): [(self.rank, self.rank)]}, merged, _conclude)
+        prints = tuple((name, section.fingerprint) for name, section in sections.items())
+        own = {(call, prints): [(self.rank, self.rank)]}
+        found = self._combine(label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)))
         if found.failed is not None:
             other, text = found.failed
             what = f"rank {other} could not compile its step: {text}"
@@ -119,11 +107,7 @@ class Rendezvous:
         return Calls(first_other, call == first_call)
 
     def broadcast(self, label: str, value: Any, what: str) -> Any:
-        """Rank 0's `value`, on every rank. `what` names the value in the error.
-
-        Raises:
-            RankMismatchError: rank 0 does not publish it in time.
-        """
+        """Rank 0's `value`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0 is not in time."""
         if self.size == 1:
             return value
         if self.rank == 0:
@@ -136,11 +120,7 @@ class Rendezvous:
         return get(self.store, label)
 
     def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
-        """What `choose()` returns on rank 0, on every rank.
-
-        Raises:
-            PlanError: on every rank, where it raised that. After another error, only the other ranks get a PlanError.
-        """
+        """What `choose()` returns on rank 0, or the PlanError that it raises; others get a PlanError of any error."""
         made: Any = None
         if self.rank == 0:
             try:
@@ -156,11 +136,7 @@ class Rendezvous:
         return made
 
     def gather(self, label: str, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. `what` names the exchange in the error.
-
-        Raises:
-            RankMismatchError: on every rank, with the missing ranks.
-        """
+        """Every rank's `value`, in rank order. Raises RankMismatchError, which calls this `what`: ranks are missing."""
         if self.size == 1:
             return [value]
         found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], _Outcome)
@@ -174,12 +150,8 @@ class Rendezvous:
         return found.value
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank is at the same barrier; `what` names it in errors.
-
-        Two or three requests a rank, and nothing stays in the store. After an error a rank may come again.
-
-        Raises:
-            RankMismatchError: some ranks do not come in time, or wait at another barrier.
+        """Wait until every rank is at the barrier `what`. Two or three requests a rank, and nothing stays in the store.
+        Raises RankMismatchError: some do not come in time, or wait at another barrier. After it a rank may come again.
         """
         if self.size == 1:
             return
@@ -202,7 +174,6 @@ class Rendezvous:
             next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
             raise RankMismatchError(f"{what}: rank {self.rank} is there, {missing}", needed, next_step, _user_line())
 
-    # -- combining -----------------------------------------------------------------------
     def _combine(
         self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome]
     ) -> _Outcome:
@@ -246,7 +217,6 @@ class Rendezvous:
             raise RankMismatchError(found, needed, "read the errors of the other ranks")
         return get(self.store, key)
 
-    # -- errors --------------------------------------------------------------------------
     def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
         if self.rank in ranks or not ranks:
             found = f"rank {self.rank} compiled its program when others no longer waited"
@@ -275,7 +245,6 @@ class Rendezvous:
             return other_value(section, own[1], lines, theirs[1], others)
         return other_value(section, theirs[1], others, own[1], lines)
 
-    # -- waiting at a barrier --------------------------------------------------------------
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
         self.store.set(_at(self.rank), what)
@@ -303,10 +272,6 @@ class Rendezvous:
 
     def _waits_at(self, rank: int) -> str:
         return self.store.get(_at(rank)).decode() if self.store.check([_at(rank)]) else ""
-
-
-def _conclude(tally: Any) -> _Outcome:
-    return _Outcome(difference(tally) or first_other_call(tally))
 
 
 def _at(rank: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import RankMismatchError
@@ -23,9 +23,8 @@ Tally = dict[Entry, list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that ranks compare by their fingerprint; the fingerprint UNKNOWN equals any other.
-
-    `where` returns the user's source line behind a line.
+    """Lines that ranks compare by their fingerprint; the fingerprint UNKNOWN equals any other. `where` returns the
+    user's source line behind a line.
     """
 
     fingerprint: str
@@ -44,11 +43,6 @@ class SectionDifference:
 
     section: str
     groups: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-def entry_of(sections: Mapping[str, Section], call: str) -> Entry:
-    """What a rank contributes for these sections."""
-    return call, tuple((name, section.fingerprint) for name, section in sections.items())
 
 
 def merged(tallies: Iterable[Tally]) -> Tally:

@@ -77,10 +77,7 @@ class StoreTree:
     size: int
 
     def contribute(self, value: Any, merge: Callable[[list[Any]], Any]) -> list[Any]:
-        """Add this rank's value. Returns `[merged value of all ranks]` on the rank that comes last, `[]` on others.
-
-        `merge` gets the values of neighbours in rank order.
-        """
+        """Add this rank's value. Returns `[merged value of all ranks]` on the rank that comes last, `[]` on others."""
         index, width, level, done = self.rank, self.size, 0, list[str]()
         while width > 1:
             put(self.store, self._key(level, index), value)

@@ -19,7 +19,7 @@ from ..tuning import TUNING
 from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
-from .nodes import copy_node, node_at
+from .nodes import copy_node, node_at, operands
 from .verify import check_train_graph
 
 ROUNDS = TUNING.expand_rounds
@@ -77,23 +77,16 @@ def _last(graph: Graph, name: str) -> str:
     return found[-1] if found else ""
 
 
-def _fake(value: Any, mode: Any) -> Any:
-    found = meta.one_tensor(value)
-    with mode:
-        return torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device=found.device)
-
-
 def _decomposition(node: Node) -> Graph | None:
     """Return the traced decomposition of `node`; None if there is none for its arguments."""
     make = EXPANSIONS.get(node.target)
     if make is None:
         return None
-    given: list[Node] = []
-    map_arg((node.args, node.kwargs), given.append)
-    if any(found is not None and not found.numel for found in map(meta.tensor, given)):
+    metas = list(map(meta.one_tensor, operands(node)))
+    if not all(found.numel for found in metas):
         return None  # amax fails for empty tensors
-    mode = _torch.fake_mode()
-    fakes = [_fake(n, mode) for n in given]
+    with (mode := _torch.fake_mode()):
+        fakes = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in metas]
 
     def run(*tensors: Tensor) -> Any:
         rest = iter(tensors)
@@ -110,10 +103,8 @@ def _decomposition(node: Node) -> Graph | None:
 
 def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
     """Copy `body` in place of `node`; return its result, a node or a tuple of nodes."""
-    given: list[Node] = []
-    map_arg((node.args, node.kwargs), given.append)
     inner: dict[Node, Any] = {}
-    feed = iter(given)
+    feed = iter(operands(node))
     for part in body.nodes:
         if part.op == "placeholder":
             inner[part] = at[next(feed)]

@@ -212,11 +212,11 @@ def _nll(op: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _mean_loss(op: Any, before: int, backward: bool = False) -> Callable[..., Tensor]:
-    """A mean loss as sum over number of elements; its backward divides the gradient by that number first. The reduction
-    is argument number `before`.
-    """
+def _mean_loss(op: Any) -> Callable[..., Tensor]:
+    """A mean loss as sum over number of elements; its backward divides the gradient by that number first."""
     positional = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
+    names = [a.name for a in positional]
+    before, backward = names.index("reduction"), names[0] == "grad_output"
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = list(args)
@@ -233,6 +233,14 @@ def _mean_loss(op: Any, before: int, backward: bool = False) -> Callable[..., Te
 
     return run
 
+
+_MEAN_LOSSES = (
+    aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
+    aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+    aten.binary_cross_entropy_with_logits.default, aten.soft_margin_loss.default,
+    aten.soft_margin_loss_backward.default,
+)  # fmt: skip
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.default: mean_all,
@@ -255,20 +263,5 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
     aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
-    **{
-        op: _mean_loss(op, before)
-        for op, before in (
-            (aten.mse_loss.default, 2), (aten.smooth_l1_loss.default, 2), (aten.huber_loss.default, 2),
-            (aten.binary_cross_entropy.default, 3), (aten.binary_cross_entropy_with_logits.default, 4),
-            (aten.soft_margin_loss.default, 2),
-        )
-    },
-    **{
-        op: _mean_loss(op, before, backward=True)
-        for op, before in (
-            (aten.mse_loss_backward.default, 3), (aten.smooth_l1_loss_backward.default, 3),
-            (aten.huber_loss_backward.default, 3), (aten.binary_cross_entropy_backward.default, 4),
-            (aten.soft_margin_loss_backward.default, 3),
-        )
-    },
-}  # fmt: skip
+    **{op: _mean_loss(op) for op in _MEAN_LOSSES},
+}

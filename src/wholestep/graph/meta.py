@@ -250,21 +250,22 @@ def set_tensors(node: Node, made: Iterable[TensorMeta | None]) -> None:
     node.meta["wholestep_tensors"] = tuple(made)
 
 
+def item_starts(node: Node) -> Sequence[int]:
+    """Return where each item of the recorded value of `node` starts in its flat outputs, and their number."""
+    starts = node.meta.get("starts")
+    if starts is None:
+        starts = node.meta["starts"] = [0, *accumulate(len(_opened(item)) for item in _opened(value(node)))]
+    return starts
+
+
 def picked(item: Node) -> slice:
     """Return the flat outputs of its operand that a getitem selects: one, or a list of an op that returns lists."""
     source, index = cast(tuple[Node, int], item.args)
     if not isinstance(value(source), (list, tuple)):
         return slice(index, index + 1)
-    made, starts = cast(Sequence[Any], value(source)), source.meta.get("starts")
-    if starts is None:
-        starts = source.meta["starts"] = [0, *accumulate(map(flat_length, made))]
-    index %= len(made)
+    starts = item_starts(source)
+    index %= len(starts) - 1
     return slice(starts[index], starts[index + 1])
-
-
-def flat_length(item: Any) -> int:
-    """Return the number of flat outputs of one item of a recorded value."""
-    return len(_opened(item))
 
 
 def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:

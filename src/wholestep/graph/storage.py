@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -106,7 +107,8 @@ def _by_schema(node: Node, index: int) -> Node | None:
     """Return the argument with the same alias annotation as the output, in the op's schema."""
     schema = _torch.schema_of(node.target)
     marked = [r.alias_info for r in schema.returns]
-    alias = marked[_return(node, index)] if len(marked) > 1 else next(iter(marked), None)
+    item = bisect(meta.item_starts(node), index) - 1 if len(marked) > 1 else 0  # a return value may be a list
+    alias = marked[item] if marked else None
     if alias is None:
         return None
     for position, argument in enumerate(schema.arguments):
@@ -115,17 +117,6 @@ def _by_schema(node: Node, index: int) -> Node | None:
             value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
             return value if isinstance(value, Node) else None
     return None
-
-
-def _return(node: Node, index: int) -> int:
-    """Return the position of the return value, possibly a list, that has the flat output `index`."""
-    value = meta.value(node)
-    items: Sequence[Any] = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else []
-    for number, length in enumerate(meta.flat_length(item) for item in items):
-        if index < length:
-            return number
-        index -= length
-    return index
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .nodes import is_collective, node_at
 from .op_kinds import collective_kind
 
 if TYPE_CHECKING:
-    from .graph import Input, LocalGraph, TrainGraph
+    from .graph import LocalGraph, TrainGraph
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -63,26 +63,23 @@ def show_train_graph(train: TrainGraph) -> str:
     """Format the graph of one device."""
     roles = Counter(i.role.value for i in train.inputs)
     head = "train_graph  " + ", ".join(f"{n} {role}" for role, n in roles.items())
-    rows = [
-        f"  {node.name}: {_typed(node)}  {given.role.value}{_alias(given, node)}"
-        for given, node in train.placeholders()
-    ]
-    return "\n".join([head, *rows, *_body(train.graph), *_returns(train)])
+    return _shown(train, head, [_typed(node) for _, node in train.placeholders()])
 
 
 def show_local_graph(local: LocalGraph) -> str:
     """Format the program of one rank; shapes are the first rank's."""
-    head = f"local_graph  mesh {local.mesh}"
-    nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
-    rows = [
-        f"  {node.name}: {short_dtype(i.meta.dtype)}[{layout.show(i.meta.shape)}]  {i.role.value}{_alias(i, node)}"
-        for i, layout, node in zip(local.inputs, local.layouts, nodes, strict=True)
-    ]
-    return "\n".join([head, *rows, *_body(local.graph), *_returns(local)])
+    placed = zip(local.inputs, local.layouts, strict=True)
+    types = [f"{short_dtype(i.meta.dtype)}[{layout.show(i.meta.shape)}]" for i, layout in placed]
+    return _shown(local, f"local_graph  mesh {local.mesh}", types)
 
 
-def _alias(given: Input, node: Node) -> str:
-    return "" if given.name == node.name else f"  {given.name}"
+def _shown(graph: TrainGraph | LocalGraph, head: str, types: Sequence[str]) -> str:
+    """The text of a graph; `types` are those of its inputs."""
+    rows = [head]
+    for (given, node), of in zip(graph.placeholders(), types, strict=True):
+        alias = "" if given.name == node.name else f"  {given.name}"
+        rows.append(f"  {node.name}: {of}  {given.role.value}{alias}")
+    return "\n".join([*rows, *_body(graph.graph), *_returns(graph)])
 
 
 def _typed(node: Node) -> str:

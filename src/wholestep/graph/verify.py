@@ -23,17 +23,13 @@ def check_train_graph(train: TrainGraph) -> None:
         if node.op not in ("placeholder", "call_function", "output"):
             raise GraphError(f"%{node.name} is a {node.op} node", "placeholders, calls and one output")
         if node.op == "call_function" and is_mutating(node):
-            raise GraphError(
-                f"%{node.name} ({node.target}) changes its inputs",
-                "functional operations only",
-                where=meta.source_line(node),
-            )
+            found = f"%{node.name} ({node.target}) changes its inputs"
+            raise GraphError(found, "functional operations only", where=meta.source_line(node))
         if node.op == "placeholder" and meta.tensor(node) is None:
             raise GraphError(f"%{node.name} has no recorded shape", "a recorded value on every input")
         if node.target in _BY_STRIDES and isinstance(node.kwargs.get("storage_offset", node.args[-1]), int):
-            raise GraphError(
-                f"%{node.name} has an offset into the storage", "as_strided with an offset into its operand"
-            )
+            found = f"%{node.name} has an offset into the storage"
+            raise GraphError(found, "as_strided with an offset into its operand")
 
 
 def check_local_graph(local: LocalGraph) -> None:
@@ -47,19 +43,12 @@ def check_local_graph(local: LocalGraph) -> None:
         if node.op != "call_function":
             continue
         if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):
-            raise GraphError(
-                f"%{node.name} ({node.target}) is dead", "no node without a user", "remove it in the pass that left it"
-            )
-        if is_collective(node):
-            _check_waited(node, node in carried)
-
-
-def _check_waited(sent: Node, carried: bool) -> None:
-    early = next((u for u in sent.users if not (is_wait(u) or (carried and u.op == "output"))), None)
-    if early is not None:
-        raise GraphError(
-            f"%{early.name} reads %{sent.name} before its wait", "a wait between a collective and its users"
-        )
+            found = f"%{node.name} ({node.target}) is dead"
+            raise GraphError(found, "no node without a user", "remove it in the pass that left it")
+        for user in node.users if is_collective(node) else ():
+            if not is_wait(user) and (user.op != "output" or node not in carried):
+                found = f"%{user.name} reads %{node.name} before its wait"
+                raise GraphError(found, "a wait between a collective and its users")
 
 
 def _check_order(graph: Graph) -> None:
@@ -81,10 +70,8 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     if len(given) != len(inputs):
         raise GraphError(f"the graph has {len(given)} placeholders for {len(inputs)} inputs", "one for each")
     if not nodes or nodes[-1].op != "output" or len(cast(Sequence[object], nodes[-1].args[0])) != len(outputs):
-        raise GraphError(
-            "the graph does not end in one output for each named output",
-            f"{len(outputs)} values: {[o.target for o in outputs]}",
-        )
+        needed = f"{len(outputs)} values: {[o.target for o in outputs]}"
+        raise GraphError("the graph does not end in one output for each named output", needed)
     names = [i.name for i in inputs]
     repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if repeated:

@@ -89,10 +89,8 @@ def _probes(device: str) -> Mapping[str, tuple[Callable[[], object], float]]:
 
 
 def _computing(world: World) -> Tensor:
-    """Microseconds for an operation, a byte or a call: a row of each probe, of rounds.
-
-    All ranks compute, as they do in a step. Probes take turns, so that each finds caches as in a step: full of what
-    others left.
+    """Microseconds for an operation, a byte or a call: a row of each probe, of rounds. All ranks compute, as they do in
+    a step. Probes take turns, so that each finds caches as in a step: full of what others left.
     """
     if world.mesh.size > 1:
         dist.barrier()
@@ -232,9 +230,8 @@ def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
 
 
 def _timed(run: Run, device: str, often: tuple[int, int], share: float, typical: Typical) -> Timed:
-    """Of each of a row of runs, `often` being how many and how many rows: the typical row, and what processors did.
-
-    Of other threads the `share` that computing lacks counts; on a GPU nothing does.
+    """Of each of a row of runs, `often` being how many and how many rows: the typical row, and what processors did. Of
+    other threads the `share` that computing lacks counts; on a GPU nothing does.
     """
     times, rows = often
     run(times)

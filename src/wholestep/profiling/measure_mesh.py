@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import cast
 
 import torch
@@ -47,16 +48,13 @@ class _Unit:
 def calibration_sizes(device: str, largest_bytes: int) -> CalibrationSizes:
     """What fits a device: a GPU gets larger products, and half precision."""
     on_gpu = device.startswith("cuda")
-    found, size = list[int](), 4 * _KIB
-    while size < largest_bytes:
-        found.append(size)
-        size *= 2
+    smaller = takewhile(lambda size: size < largest_bytes, (4 * _KIB << doubled for doubled in count()))
     sides = (1024, 2048, 4096, 8192) if on_gpu else (128, 256, 512)
     least, most = sides[0], sides[-1]
     products = [(1, s, s, s) for s in sides] + [(1, most, least, s) for s in sides] + [(4, least, least, least)]
     copies = tuple(n << 20 for n in ((1, 16, 256) if on_gpu else (1, 4, 16)))
     dtypes = ("float32", "bfloat16", "float16") if on_gpu else ("float32", "bfloat16")
-    return CalibrationSizes((*found, largest_bytes), tuple(products), dtypes, copies)
+    return CalibrationSizes((*smaller, largest_bytes), tuple(products), dtypes, copies)
 
 
 def count_measurements(wanted: CalibrationSizes) -> int:
@@ -65,11 +63,7 @@ def count_measurements(wanted: CalibrationSizes) -> int:
 
 
 def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measurements:
-    """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each.
-
-    Raises:
-        MeshError: nodes hold different numbers of ranks.
-    """
+    """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each."""
     levels = _levels()
     units = list(_units(levels))
     sent: list[TimedCollective] = []
@@ -89,8 +83,9 @@ def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], No
     step("copies")
     moved, host_copy, launch = _copies(device, wanted)
     total, host = _memory(device)
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"
     return Measurements(
-        _name(device), total, host, launch, moved, host_copy, tuple(products),
+        name, total, host, launch, moved, host_copy, tuple(products),
         tuple((unit.name, unit.ranks) for unit in units), tuple(sent), dist.get_backend() if units else "",
     )  # fmt: skip
 
@@ -163,16 +158,16 @@ def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, flo
 
 def _slowest(run: Callable[[], object], device: str, times: int) -> float:
     """Microseconds: the fastest of some runs after two that do not count, on the slowest rank."""
-    found: list[float] = []
-    for number in range(times + 2):
+
+    def once() -> float:
         if dist.is_initialized():
             dist.barrier()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        us = seconds(run, device) * 1e6
-        if number >= 2:
-            found.append(us)
-    slowest = torch.tensor([min(found)], dtype=torch.float64, device=device)
+        return seconds(run, device) * 1e6
+
+    fastest = min([once() for _ in range(times + 2)][2:])
+    slowest = torch.tensor([fastest], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return max(float(slowest), 0.1)
@@ -183,7 +178,3 @@ def _memory(device: str) -> tuple[int, int]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
     return torch.cuda.mem_get_info(device)[1] if device.startswith("cuda") else host, host
-
-
-def _name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"

@@ -100,8 +100,7 @@ def measured_timeline(
 
 
 def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:
-    size = sum(made.size_bytes for made in meta.tensors(node) if made is not None)
-    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), size)
+    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), meta.size_bytes(node))
 
 
 def _by_class(made: Timeline) -> dict[str, float]:

@@ -25,10 +25,8 @@ __all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One template: its costs, or the error.
-
-    `batches`: captured batches in a step of the mesh. `layers`: the costs are extrapolated from steps with so many of
-    the equal layers.
+    """One template: its costs, or the error. `batches`: captured batches in a step of the mesh. `layers`: the costs are
+    extrapolated from steps with so many of the equal layers.
     """
 
     name: str
@@ -99,13 +97,18 @@ def show(rows: Sequence[PlanRow], what: str = "template") -> str:
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:
-    found, about = row.costs, "about " if row.layers else ""
+    about = "about " if row.layers else ""
+    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s)
+
+
+def cost_cells(row: PlanRow, about: str = "") -> tuple[str, ...]:
+    """Bytes stored, at the peak and sent, number of collectives, time of a step and its exposed share, as text."""
+    found = row.costs
     assert found is not None, "only rows with costs have cells"
+    exposed = f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-"
     return (
-        row.name, human(found.rest_bytes), about + human(found.peak_bytes), human(found.sent_bytes),
-        str(found.collectives), about + seconds(found.step_s),
-        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", str(row.batches),
-        about + seconds(row.batch_s),
+        human(found.rest_bytes), about + human(found.peak_bytes), human(found.sent_bytes), str(found.collectives),
+        about + seconds(found.step_s), exposed,
     )  # fmt: skip
 
 

@@ -67,11 +67,9 @@ def page(
     from markupsafe import Markup
 
     if chosen and chosen not in [row.name for row in alternatives]:
-        raise PlanError(
-            f"no alternative is called {chosen!r}",
-            f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}",
-            "pass the name of the row of this plan, or omit chosen",
-        )
+        needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
+        next_step = "pass the name of the row of this plan, or omit chosen"
+        raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     local = program(plan, graph, hardware)
     made = timeline(local, hardware)
     environment = Environment(
@@ -92,23 +90,18 @@ def page(
 
 
 def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
-    """The program of a rank for `plan`, scheduled for `machine` as in a compiled step; a program is returned unchanged.
-
-    Raises:
-        PlanError: `graph` is not the planned graph.
+    """The program of a rank for `plan`, scheduled for `hardware` as in a compiled step; a program of it is returned
+    unchanged. Raises PlanError: `graph` is not the planned graph.
     """
     if isinstance(graph, TrainGraph):
         return run_passes(partition(graph, plan), pipeline(hardware))
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh:
-        raise PlanError(
-            f"only one of plan and program has {differing[0]!r}"
-            if differing
-            else f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}",
-            "a program made from this plan",
-            "pass the planned graph, or wholestep.partition(graph, plan)",
-        )
+        found = f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}"
+        found = f"only one of plan and program has {differing[0]!r}" if differing else found
+        next_step = "pass the planned graph, or wholestep.partition(graph, plan)"
+        raise PlanError(found, "a program made from this plan", next_step)
     return graph
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from itertools import accumulate
 from typing import Any
 
 from torch.fx import Node
@@ -197,26 +198,20 @@ class Branch:
 
 def tree(plan: Plan) -> Branch:
     """Modules in the order of their first parameter; names are split at dots."""
-    state: dict[str, int] = {}
+    root, state = Branch(""), Counter[str]()
     for given in plan.inputs:
         if given.role is Role.STATE:
-            state[given.owner] = state.get(given.owner, 0) + plan.input_bytes(given)
-    root = Branch("")
+            state[given.owner] += plan.input_bytes(given)
     for given in plan.inputs:
         if given.role in (Role.PARAM, Role.BUFFER):
-            _add(root, given, _leaf(plan, given, state.get(given.name, 0)))
+            path, leaf = given.name.split(".")[:-1], _leaf(plan, given, state[given.name])
+            above = list(accumulate(path, lambda at, part: at.branches.setdefault(part, Branch(part)), initial=root))
+            for branch in above:
+                branch.elements += given.meta.numel
+                branch.size_bytes += leaf.size_bytes
+                branch.state_bytes += leaf.state_bytes
+            above[-1].leaves.append(leaf)
     return root
-
-
-def _add(root: Branch, given: Input, leaf: Leaf) -> None:
-    *path, _ = given.name.split(".")
-    at = root
-    for part in (None, *path):
-        at = at if part is None else at.branches.setdefault(part, Branch(part))
-        at.elements += prod(given.meta.shape)
-        at.size_bytes += leaf.size_bytes
-        at.state_bytes += leaf.state_bytes
-    at.leaves.append(leaf)
 
 
 def _leaf(plan: Plan, given: Input, state_bytes: int) -> Leaf:

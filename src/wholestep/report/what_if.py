@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
-from ..graph.text import human, seconds, table
+from ..graph.text import seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..planner.candidates import Template
-from .compare import PlanRow, compare
+from .compare import PlanRow, compare, cost_cells
 
 _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "batches", "per batch", "of this plan's")
 
@@ -42,17 +42,12 @@ class WhatIf:
 
 
 def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
-    """The plan itself, then each case; the row of a case that cannot be planned has the error.
-
-    Raises:
-        PlanError: the plan does not contain its strategies.
+    """The plan itself, then each case; the row of a case that cannot be planned has the error. Raises PlanError: the
+    plan does not contain its strategies.
     """
     if plan.strategies is None:
-        raise PlanError(
-            f"the plan does not hold what made it ({plan.strategy})",
-            "a plan of strategies that a file can store",
-            "plan again",
-        )
+        text = f"the plan does not hold what made it ({plan.strategy})"
+        raise PlanError(text, "a plan of strategies that a file can store", "plan again")
     found: list[WhatIf] = []
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
@@ -69,9 +64,8 @@ def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     found: list[WhatIfCase] = []
     for name, size in (("twice the ranks", 2 * axis.size), ("half the ranks", axis.size // 2)):
         if size:
-            sizes = {one.name: one.size for one in mesh.axes} | {axis.name: size}
-            other = Mesh(",".join(f"{key}={value}" for key, value in sizes.items()))
-            found.append(WhatIfCase(f"{name} on {axis.name}", other))
+            other = tuple(replace(one, size=size) if one == axis else one for one in mesh.axes)
+            found.append(WhatIfCase(f"{name} on {axis.name}", Mesh(other)))
     return found
 
 
@@ -83,10 +77,6 @@ def show(rows: Sequence[WhatIf]) -> str:
 
 
 def _cells(row: WhatIf) -> tuple[str, ...]:
-    found = row.row.costs
-    assert found is not None, "only rows with costs have cells"
-    return (
-        row.case.name, str(row.mesh), human(found.rest_bytes), human(found.peak_bytes), human(found.sent_bytes),
-        seconds(found.step_s), f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-",
-        f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s), f"{row.times:.2f}",
-    )  # fmt: skip
+    stored, peak, sent, _, step, exposed = cost_cells(row.row)
+    batches, batch = f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s)
+    return row.case.name, str(row.mesh), stored, peak, sent, step, exposed, batches, batch, f"{row.times:.2f}"

@@ -27,10 +27,8 @@ from ..errors import StateError
 
 
 class CrossStepRunner:
-    """Runs the first call, each later call, and the completion of the last call as three programs.
-
-    `count` values are carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters,
-    state and constants.
+    """Runs the first call, each later call, and the completion of the last call as three programs. `count` values are
+    carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters, state and constants.
     """
 
     def __init__(self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]) -> None:
@@ -74,10 +72,7 @@ def flush_pending(but: object = None) -> None:
 
 
 def flush_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-    """From now on pending steps are flushed before an eager update, and before state is read or loaded.
-
-    Before an eager forward, `EagerGather` flushes them.
-    """
+    """From now on pending steps are flushed before an eager update, and before state is read or loaded."""
     for module in modules:
         module.register_state_dict_pre_hook(_flush)
         module.register_load_state_dict_pre_hook(_flush)
@@ -97,11 +92,10 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 @dataclass
 class EagerGather:
-    """Gathers parameters for the calls of one module.
+    """Gathers parameters for the calls of one module; those stored elsewhere move to `device`.
 
-    Parameters stored elsewhere move to `device`. `inside` holds, for each running call of any module, the modules it
-    has gathered for. `running` holds, for each running call of this module, the parameters it has replaced; None for
-    a call inside another one.
+    `inside` has the modules that each running call of any module has gathered for, `running` the parameters that each
+    running call of this module has replaced: None for a call inside another one.
     """
 
     path: str
@@ -120,14 +114,14 @@ class EagerGather:
         self.inside.append({id(sub) for sub in module.modules()})
         containers = [_torch.parameters_of(sub) for sub in module.modules()]
         found = [(held, key, tensor) for held in containers for key, tensor in held.items() if tensor is not None]
-        cut = list({id(tensor): tensor for _, _, tensor in found if isinstance(tensor, DTensor)}.values())
+        cut = [tensor for _, _, tensor in found if isinstance(tensor, DTensor)]
         if not cut and not _pending and self.device is None:
             return
         name = f"{type(module).__name__} {self.path!r}" if self.path else type(module).__name__
         if cut or _pending:
             Rendezvous.of_job(self.timeout_s).barrier(f"a call of {name} outside of a compiled step")
             flush_pending()
-        whole = dict(zip(map(id, cut), gather(cut), strict=True))
+        whole = gather(cut)
         if self.device is not None:
             plain, kind = [t for _, _, t in found if not isinstance(t, DTensor)], torch.device(self.device).type
             whole |= {id(t): t.detach().to(self.device) for t in plain if t.device.type != kind}
@@ -148,9 +142,8 @@ class EagerGather:
 
 
 def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
-    """From now on these modules and all below them can be called outside of a step, on all ranks.
-
-    `device` is where they compute, given where parameters are stored elsewhere (`offload`).
+    """From now on these modules and all below them can be called outside of a step, on all ranks. `device` is where
+    they compute, given where parameters are stored elsewhere (`offload`).
     """
     inside: list[set[int]] = []
     for path, module in walk(modules):
@@ -182,9 +175,7 @@ def stand_in(param: Tensor, whole: Tensor, requires_grad: bool, where: str) -> n
 
 
 def _refuse(name: str, grad: Tensor) -> None:
-    raise StateError(
-        f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call",
-        "gradients of a compiled step, which reduces them over ranks",
-        "call the model under torch.no_grad(), or put forward, backward and update into a function for "
-        "wholestep.compile",
-    )
+    found = f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call"
+    needed = "gradients of a compiled step, which reduces them over ranks"
+    instead = "put forward, backward and update into a function for wholestep.compile"
+    raise StateError(found, needed, f"call the model under torch.no_grad(), or {instead}")

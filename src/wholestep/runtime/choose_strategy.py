@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..backend.pipeline import pipeline
 from ..cache.choices import AutoChoice
@@ -14,8 +14,6 @@ from ..distributed.launch import World
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
 from ..plan.data_parallel import PerParameterStorage
-from ..plan.decision import Objective
-from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
@@ -26,51 +24,29 @@ from .finalize import Finalizer
 from .placement import placed
 
 
-@dataclass(frozen=True)
-class StrategyChoice:
-    """The strategies that the first rank chose, and the reasons.
-
-    `may_regather`: a budget may re-gather parameters that the plan keeps gathered. `hardware`: the plans were compared
-    on it.
-    """
-
-    strategies: Strategies
-    may_regather: bool
-    hardware: Hardware
-    objective: Objective
-    notes: tuple[str, ...]
-
-    def explained(self, plan: Plan) -> Plan:
-        """`plan`, made with these strategies, and why they were chosen."""
-        return replace(plan, objective=self.objective).with_notes(*self.notes)
-
-
-def has_open_layouts(strategies: Strategies) -> bool:
-    """True where layouts are to be solved for."""
-    return any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts)
-
-
-def lacks_hardware(strategies: Strategies) -> bool:
-    """True if layouts are to be solved for on hardware that is not given."""
-    return any(map(_lacks_hardware, strategies.parts))
+def open_parts(strategies: Strategies) -> list[TensorParallel]:
+    """The parts whose layouts are to be solved for."""
+    return [part for part in strategies.parts if isinstance(part, TensorParallel) and part.is_open]
 
 
 def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
-    """`strategies` with `hardware` where it is not given."""
-    parts = (replace(part, hardware=hardware) if _lacks_hardware(part) else part for part in strategies.parts)
-    return Strategies(tuple(parts))
+    """`strategies`, with layouts solved for on `hardware` where it is not given."""
+
+    def filled(part: Strategy) -> Strategy:
+        if isinstance(part, TensorParallel) and part.is_open and part.hardware is None:
+            return replace(part, hardware=hardware)
+        return part
+
+    return Strategies(tuple(map(filled, strategies.parts)))
 
 
-def _lacks_hardware(part: Strategy) -> TypeGuard[TensorParallel]:
-    return isinstance(part, TensorParallel) and part.is_open and part.hardware is None
+def choose_strategy(
+    auto: Auto, captured: Capture, finalizer: Finalizer, label: str
+) -> tuple[AutoChoice, Strategies, Hardware]:
+    """The choice of the first rank, on every rank, its strategies, and the hardware that plans were compared on.
 
-
-def choose_strategy(auto: Auto, captured: Capture, finalizer: Finalizer, label: str) -> StrategyChoice:
-    """The choice of the first rank, on every rank. State that is placed already keeps its layout.
-
-    Raises:
-        PlanError: nothing fits, by the first rank's search.
-        RankMismatchError: the first rank did not choose in time.
+    State that is placed already keeps its layout. Raises PlanError: nothing fits, by the first rank's search;
+    RankMismatchError: the first rank did not choose in time.
     """
     graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
     choices.look_up()
@@ -81,12 +57,10 @@ def choose_strategy(auto: Auto, captured: Capture, finalizer: Finalizer, label: 
         timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
         passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
-        chosen = AutoChoice.from_json(rendezvous.waiting_for(timeout_s).choose(label, search, "which plan it chose"))
+        rendezvous = replace(rendezvous, timeout_s=timeout_s)
+        chosen = AutoChoice.from_json(rendezvous.choose(label, search, "which plan it chose"))
     choices.note(auto=chosen)
-    strategies = _strategies(chosen, candidates)
-    data = strategies.data
-    keeps = data is not None and data.reshard_after_forward is False
-    return StrategyChoice(strategies, keeps, auto.hardware or measured, chosen.objective, chosen.notes)
+    return chosen, _strategies(chosen, candidates), auto.hardware or measured
 
 
 def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:

@@ -105,13 +105,15 @@ class CompileOptions:
         if self.check_every < 0:
             raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
 
+    @property
+    def across_steps(self) -> bool:
+        """True where the end of a step is left to the next call."""
+        chosen = self.schedule
+        return chosen.across_steps if isinstance(chosen, Schedule) else chosen == "across_steps"
+
     @staticmethod
     def of(given: Mapping[str, Any]) -> CompileOptions:
-        """Options by name.
-
-        Raises:
-            PlanError: a name is unknown.
-        """
+        """Options by name. Raises PlanError: a name is unknown."""
         names = [field.name for field in fields(CompileOptions)]
         for name in given:
             if name not in names:
@@ -142,11 +144,7 @@ class StepOptions:
 
     @staticmethod
     def of(given: CompileOptions) -> StepOptions:
-        """What follows from the options that were given.
-
-        Raises:
-            PlanError, MeshError, BackendError, CacheError: they contradict each other.
-        """
+        """What follows from the options that were given, unless they contradict each other."""
         backend = backend_of(given.backend)
         _check_backend(backend, given)
         mesh = Mesh(given.mesh) if isinstance(given.mesh, str) else given.mesh
@@ -165,7 +163,7 @@ class StepOptions:
             strategies, budget = auto.base(mesh), auto.budget_bytes
         keeps = strategies.options.reshard_after_forward is False
         if budget is not None:
-            strategies = _with_kept_gathers(strategies, given.schedule, given.offload)
+            strategies = _with_kept_gathers(strategies, given)
         if mesh is not None:
             strategies.axes(mesh)
         elif (style := strategies.options.kind).grouped:
@@ -191,8 +189,7 @@ class StepOptions:
 
 
 def _check_backend(backend: Backend, given: CompileOptions) -> None:
-    across = given.schedule == "across_steps" or (isinstance(given.schedule, Schedule) and given.schedule.across_steps)
-    if across and not backend.splits_steps:
+    if given.across_steps and not backend.splits_steps:
         found = f"backend {backend.name!r} cannot leave collectives to the next call"
         needed = "one with splits_steps, as 'eager', for a schedule across steps"
         raise BackendError(found, needed, 'use schedule="auto", or backend="eager"')
@@ -201,15 +198,15 @@ def _check_backend(backend: Backend, given: CompileOptions) -> None:
         raise BackendError(found, "one with times_nodes", 'leave out measure=True, or use backend="eager"')
 
 
-def _with_kept_gathers(strategies: Strategies, schedule: Schedule | str | None, offload: str | None) -> Strategies:
+def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strategies:
     """The same with gathered parameters kept, unless `reshard_after_forward` is given: the budget decides. Raises
     PlanError: offload, or a schedule across steps: their memory is not counted.
     """
     data = strategies.data
-    if schedule == "across_steps" or (isinstance(schedule, Schedule) and schedule.across_steps):
+    if given.across_steps:
         raise PlanError("memory_bytes with a schedule across steps", "one of them", 'give schedule="auto"')
-    if offload is not None:
-        raise PlanError(f"memory_bytes with offload={offload!r}", "one of them", "drop memory_bytes")
+    if given.offload is not None:
+        raise PlanError(f"memory_bytes with offload={given.offload!r}", "one of them", "drop memory_bytes")
     if data is None or data.reshard_after_forward is not None:
         return strategies
     keeping = replace(data, reshard_after_forward=False)

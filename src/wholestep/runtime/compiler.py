@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..backend.build import CAPABILITIES
+from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
 from ..capture.capture import Capture, capture_step
@@ -23,16 +24,16 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import WholestepError
 from ..graph.graph import LocalGraph
+from ..hardware.hardware import Hardware
 from ..partition.lower import partition
-from ..passes.base import Watch
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
-from .choose_strategy import StrategyChoice, choose_strategy, has_open_layouts, lacks_hardware, with_hardware
+from .choose_strategy import choose_strategy, open_parts, with_hardware
 from .compile_options import StepOptions
-from .consistency import ConsistencyCheck, RankProgram, cache_line, constant_lines, graph_lines, program_lines
-from .finalize import Finalizer, Measured
+from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
+from .finalize import Finalizer
 from .placement import placed
 from .progress import Stages
 from .step_inputs import StepInputs
@@ -41,7 +42,6 @@ from .step_inputs import StepInputs
 @dataclass
 class Dump:
     """Writes what each stage of a compile returns to the folder that WHOLESTEP_DUMP names; without one, nothing.
-
     `rank0/train_step-1-2-plan.txt` is the plan of the first capture of `train_step`.
     """
 
@@ -58,12 +58,8 @@ class Dump:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{value}\n")
 
-    @property
-    def watch(self) -> Watch | None:
-        """Writes the program after each pass."""
-        return self._after_pass if self.folder else None
-
-    def _after_pass(self, name: str, local: LocalGraph) -> None:
+    def after_pass(self, name: str, local: LocalGraph) -> None:
+        """Write the program that a pass returned."""
         self.passes += 1
         self.write(f"3-pass-{self.passes:02}-{name}", local)
 
@@ -77,8 +73,8 @@ class Compiler:
     """Compiles the calls of one step on one rank. All ranks compile the same calls in the same order.
 
     The fields after `cache` are what one compile finds out for the next: the strategies with layouts solved on measured
-    hardware, the choice of `Auto`, places of Python numbers that are carried from call to call, or changed between
-    calls, and the hardware as it was measured, with the schedule for it.
+    hardware, the choice of `Auto` and the hardware that it was made on, places of Python numbers that are carried from
+    call to call, or changed between calls.
     """
 
     fn: Callable[..., Any]
@@ -90,14 +86,15 @@ class Compiler:
     cache: StepCache | None
     captures: int = 0
     _strategies: Strategies | None = None
-    _choice: StrategyChoice | None = None
+    _choice: AutoChoice | None = None
+    _chosen_on: Hardware | None = None
     _carried: Promoted = field(default_factory=Promoted)
     _changing: Promoted = field(default_factory=Promoted)
-    measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
-        self._consistency = ConsistencyCheck(self.rendezvous, self.stages, label)
+        shared = self.options, self.world, self.rendezvous, self.stages, label
+        self._consistency, self.finalizer = ConsistencyCheck(*shared), Finalizer(*shared)
 
     @property
     def strategies(self) -> Strategies:
@@ -110,21 +107,16 @@ class Compiler:
 
     def compile(self, inputs: StepInputs, held: Numbers | None) -> RankProgram:
         """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
-
-        Raises:
-            RankMismatchError: ranks have different programs, or one has none.
-            WholestepError: the step cannot be captured, planned or scheduled.
+        Raises RankMismatchError: ranks have different programs, or one has none; WholestepError: the step cannot be
+        captured, planned or scheduled.
         """
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
         try:
             captured = self._capture_call(inputs, held or (), dump)
-            checks, key_values = self._consistency, partial(self._key_values, captured)
-            choices = CachedChoices(self.rendezvous, self.cache, key_values, checks.round_label)
-            finalizer = Finalizer(
-                self.options, self.world, self.rendezvous, self.stages, self.measured, choices, checks.label
-            )
-            made = self._plan_and_partition(captured, finalizer, dump, first=held is None)
+            key_values, label = partial(self._key_values, captured), self._consistency.round_label
+            self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
+            made = self._plan_and_partition(captured, dump, first=held is None)
         except Exception as error:
             known = isinstance(error, WholestepError)
             if several:
@@ -132,15 +124,14 @@ class Compiler:
             raise
         if several:
             again = partial(self._capture, whole={}, held=held or ())
-            self._consistency.program(made, inputs, self.world, self.options, again)
-        may_regather = self._choice.may_regather if self._choice else self.options.may_regather
-        made = finalizer.finish(made, may_regather, dump.watch)
+            self._consistency.program(made, inputs, again)
+        keeps = self.strategies.options.reshard_after_forward is False
+        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, dump.after_pass)
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)
         return made
 
-    # -- capture -----------------------------------------------------------------------
     def _capture_call(self, inputs: StepInputs, held: Numbers, dump: Dump) -> Capture:
         with self.stages.stage("capture"):
             captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held)
@@ -157,53 +148,49 @@ class Compiler:
         carried, changing = self._carried, self._changing
         return capture_step(self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing)
 
-    # -- plan --------------------------------------------------------------------------
-    def _plan_and_partition(self, captured: Capture, finalizer: Finalizer, dump: Dump, first: bool) -> RankProgram:
-        planned = self._plan(captured, finalizer)
+    def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
+        planned = self._plan(captured)
         if first:
             warn_of_semantics(planned, self.world)
-        planned = self._choice.explained(planned) if self._choice else planned
+        if self._choice is not None:
+            planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
             local = partition(captured.graph, planned)
             dump.write("3-local-graph", local)
         return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
 
-    def _plan(self, captured: Capture, finalizer: Finalizer) -> Plan:
-        options, mesh, choices = self.options, self.world.mesh, finalizer.choices
+    def _plan(self, captured: Capture) -> Plan:
+        options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices
         if options.auto is not None and self._choice is None:
             if mesh.size > 1:
-                self._compare_before_choosing(options.auto.describe(mesh))
+                self._consistency.before_choosing(options.auto.describe(mesh))
             label = f"{self._consistency.label}/auto/{self._consistency.round}"
             with self.stages.stage("choose"):
-                self._choice = choose_strategy(options.auto, captured, finalizer, label)
-            self._strategies = self._choice.strategies
-        solves = mesh.size > 1 and has_open_layouts(self.strategies)
-        if solves and self._consistency.is_new:
-            self._compare_before_choosing(self.strategies.describe(mesh))
+                found = choose_strategy(options.auto, captured, self.finalizer, label)
+            self._choice, self._strategies, self._chosen_on = found
+        open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
+        if open_to_solve and self._consistency.is_new:
+            self._consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
-        if lacks_hardware(self.strategies) and mesh.size > 1:
-            self._strategies = with_hardware(self.strategies, finalizer.hardware_and_schedule()[0])
+        if any(part.hardware is None for part in open_to_solve):
+            self._strategies = with_hardware(self.strategies, self.finalizer.hardware_and_schedule()[0])
         with self.stages.stage("plan"):
-            priced_on = self._choice.hardware if self._choice else options.planned_on
+            priced_on = self._chosen_on if self._choice else options.planned_on
             strategies = choices.earlier.solved or self.strategies
             planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
-        if solves:
+        if open_to_solve:
             choices.note(solved=planned.strategies)
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         return planned
-
-    def _compare_before_choosing(self, description: str) -> None:
-        """Before the first rank chooses for all, a rank that failed until here stops all."""
-        self._consistency.lines([description, cache_line(self.options)])
 
     def _key_values(self, captured: Capture) -> dict[str, object]:
         """The values that choices follow from: the key of the compile cache."""
         options, given = self.options, self.options.given
         return {
             "versions": versions(), "hardware": hardware(self.world.device), "mesh": str(self.world.mesh),
-            "measured machine": self.measured.hardware,
+            "measured machine": self.finalizer.hardware,
             "option backend": (options.backend.name, [getattr(options.backend, flag) for flag in CAPABILITIES]),
             "option schedule": given.schedule, "option hardware": given.hardware,
             "option parallel": options.auto or self.strategies,

@@ -8,12 +8,12 @@ more, for the first rank's call, so that ranks compare functions and not batches
 from __future__ import annotations
 
 import hashlib
-import io
+import pickle
 import platform
 import re
-import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -40,11 +40,12 @@ from .compile_options import StepOptions
 from .progress import Stages
 from .step_inputs import StepInputs
 
-_CANNOT = b"?"
-
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
 ORDER = (VERSIONS, STEP, OPTIMIZERS, NUMBERS, LAYOUTS, MEMBERS, CONSTANTS, GRAPH)  # causes before their effects
+
+Recapture = Callable[[Any, Any], Capture]
+"""Captures the step for other arguments."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _SHOWN = 4
@@ -64,6 +65,8 @@ class RankProgram:
 class ConsistencyCheck:
     """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons."""
 
+    options: StepOptions
+    world: World
     rendezvous: Rendezvous
     stages: Stages
     label: str
@@ -85,48 +88,42 @@ class ConsistencyCheck:
         """Stop the other ranks: this rank has no program."""
         self._compare({}, failure)
 
-    def lines(self, lines: list[str]) -> None:
-        """Compare a few lines, once."""
-        section = Section.of(lines)
+    def before_choosing(self, description: str) -> None:
+        """Before the first rank chooses for all, a rank that failed until here stops all. Compares once."""
+        section = Section.of([description, cache_line(self.options)])
         if section.fingerprint not in self._agreed:
             self._compare({LAYOUTS: section})
             self._agreed.add(section.fingerprint)
 
-    def program(
-        self, made: RankProgram, inputs: StepInputs, world: World, options: StepOptions,
-        recapture: Callable[[Any, Any], Capture],
-    ) -> None:  # fmt: skip
+    def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> None:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
 
         A program that differs only in the batch is not compared: the other ranks do not compile when one rank gets a
-        batch of another size. `recapture` captures the step for other arguments.
-
-        Raises:
-            RankMismatchError: on every rank, naming what differs.
+        batch of another size. Raises RankMismatchError: on every rank, naming what differs.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
             VERSIONS: Section.of(versions()),
-            STEP: Section.of(step_lines(options)),
+            STEP: Section.of(step_lines(self.options)),
             LAYOUTS: Section.of(made.lines),
             MEMBERS: Section.of(member_lines(state)),
         }
         key = " ".join(section.fingerprint for section in lasting.values())
         if key in self._agreed and self._options.issuperset(baked):
             return
-        graphs = graph_sections(made.capture, world.device)
+        graphs = graph_sections(made.capture, self.world.device)
         sections = {
             **lasting,
             OPTIMIZERS: Section.of(baked),
             NUMBERS: Section.of([*numbers, *state_lines(state)]),
             **graphs,
         }
-        call = call_fingerprint(inputs, world.rank, made.capture)
+        call = call_fingerprint(inputs, self.world.rank, made.capture)
         calls = self._compare({name: sections[name] for name in ORDER}, call=call)
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
-            self._for_first_call(graphs if calls.same else None, inputs, world, reads, recapture)
+            self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
         self._agreed.add(key)
         self._options.update(baked)
 
@@ -136,61 +133,58 @@ class ConsistencyCheck:
             return self.rendezvous.all_equal(self.round_label, sections, failure, call)
 
     def _for_first_call(
-        self, own: Mapping[str, Section] | None, inputs: StepInputs, world: World, reads: bool,
-        recapture: Callable[[Any, Any], Capture],
-    ) -> None:  # fmt: skip
+        self, own: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
+    ) -> None:
         """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
-        call = _written(inputs, reads) if world.rank == 0 else b""
-        if world.rank == 0 or own is None:
+        call = _written(inputs, reads) if self.world.rank == 0 else b""
+        if self.world.rank == 0 or own is None:
             what = "for which call it compiled its step"
             call = self.rendezvous.broadcast(f"{self.round_label}/call", call, what)
         if own is None:
             with self.stages.stage("capture for the first rank's batch"):
-                own = _recaptured(call, inputs, world, recapture)
+                own = _recaptured(call, inputs, self.world.device, recapture)
         self._compare(own)
 
 
 def _written(given: StepInputs, reads: bool) -> bytes:
-    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some."""
+    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some.
+    Empty for a call that cannot be encoded.
+    """
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             integers, parts = not leaf.is_floating_point(), name in given.whole
             if leaf.layout != torch.strided or (reads and integers and parts):
-                return _CANNOT
+                return b""
             shape = given.whole.get(name, tuple(leaf.shape))
             stride = torch.empty(shape, device="meta").stride() if parts else leaf.stride()
             values = leaf.detach().cpu() if reads and integers else None
-            leaves.append(["tensor", shape, stride, leaf.dtype, leaf.device.type, leaf.requires_grad, values])
+            leaves.append(("tensor", shape, stride, leaf.dtype, leaf.device.type, leaf.requires_grad, values))
         elif isinstance(leaf, (nn.Module, Optimizer)):
-            leaves.append(["own", name])
+            leaves.append(("own", name))
+        elif isinstance(leaf, (*_PLAIN, torch.device, set)):
+            leaves.append(("plain", leaf))
         else:
-            leaves.append(["plain", leaf])
-    data = io.BytesIO()
+            return b""
     try:
-        torch.save({"structure": _write_structure(given.structure), "leaves": leaves}, data)
-        torch.load(io.BytesIO(data.getvalue()), weights_only=True)
-    except Exception:  # a container or a value of a kind that torch does not write
-        return _CANNOT
-    return data.getvalue() if data.tell() <= TUNING.guarded_call_bytes else _CANNOT
+        data = pickle.dumps((given.structure, leaves))
+    except Exception:  # a container of a class that cannot be looked up by its name
+        return b""
+    return data if len(data) <= TUNING.guarded_call_bytes else b""
 
 
-def _recaptured(
-    call: bytes, given: StepInputs, world: World, recapture: Callable[[Any, Any], Capture]
-) -> dict[str, Section]:
+def _recaptured(call: bytes, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
     """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
-    unknown = {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
-    if call == _CANNOT:
-        return unknown
     try:
-        said = torch.load(io.BytesIO(call), weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own specs of trees
+            structure, said = pickle.loads(call)
         own = dict(zip(given.names, given.leaves, strict=True))
-        leaves = [_leaf(one, own, world.device) for one in said["leaves"]]
-        args, kwargs = put_together(_read_structure(said["structure"]), leaves)
+        args, kwargs = put_together(structure, [_leaf(one, own, device) for one in said])
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
-        return unknown
-    return graph_sections(capture, world.device)
+        return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
+    return graph_sections(capture, device)
 
 
 def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
@@ -200,25 +194,6 @@ def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
     where = device if torch.device(device).type == kind else kind
     made = torch.empty_strided(shape, stride, dtype=dtype, device=where)
     return made.copy_(torch.zeros(()) if values is None else values).requires_grad_(requires_grad)
-
-
-def _write_structure(structure: Structure) -> dict[str, Any]:
-    opened = [
-        [i, kind.__module__, kind.__qualname__, list(names), _write_structure(inner)]
-        for i, kind, names, inner in structure.opened
-    ]
-    return {"spec": _torch.write_spec(structure.spec), "opened": opened}
-
-
-def _read_structure(data: Mapping[str, Any]) -> Structure:
-    """Inverse of `_write_structure`. Classes are looked up among those that are imported already."""
-    opened: list[tuple[int, type, tuple[str, ...], Structure]] = []
-    for i, module, name, names, inner in cast(Sequence[Any], data["opened"]):
-        kind = getattr(sys.modules.get(module), name, None)
-        if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, Mapping)):
-            raise LookupError(f"the class {module}.{name} is not here")
-        opened.append((i, cast(type, kind), tuple(names), _read_structure(inner)))
-    return Structure(_torch.read_spec(data["spec"]), tuple(opened))
 
 
 def versions() -> list[str]:
@@ -374,7 +349,6 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
 
 def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
     """A fingerprint of all in the arguments that a graph may depend on: structure, sizes, Python values, values read.
-
     An argument of an unknown class makes it differ from every other rank's.
     """
     lines = _structure_lines(given.structure)

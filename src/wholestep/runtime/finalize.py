@@ -28,34 +28,27 @@ from .progress import Stages
 
 
 @dataclass
-class Measured:
-    """What the compiles of one step share: the measured hardware, the schedule for it, and what the first rank chose
-    for the programs with certain collectives (fitting into memory, order of collectives).
-    """
-
-    hardware: Hardware | None = None
-    schedule: Schedule | None = None
-    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
-    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-
-
-@dataclass(frozen=True)
 class Finalizer:
-    """Schedules the program of one compile; ranks run collectives in the order of the first rank."""
+    """Schedules the programs of one step; ranks run collectives in the order of the first rank.
+
+    The fields after `label` are what its compiles share: the measured hardware, the schedule for it, and what the first
+    rank chose for the programs with certain collectives (fitting into memory, order of collectives). `choices` are
+    those of the compile that runs.
+    """
 
     options: StepOptions
     world: World
     rendezvous: Rendezvous
     stages: Stages
-    measured: Measured
-    choices: CachedChoices
     label: str
+    hardware: Hardware | None = None
+    schedule: Schedule | None = None
+    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
+    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    choices: CachedChoices = field(init=False)
 
-    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
-        """The program that this rank runs. The compile cache keeps what was chosen.
-
-        `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
-        """
+    def finish(self, made: RankProgram, may_regather: bool, watch: Watch) -> RankProgram:
+        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = "\n".join(made.lines), self.options.memory_bytes
         if budget is None:
             local = self._scheduled(made.local, key, watch)
@@ -79,49 +72,44 @@ class Finalizer:
         if self.world.mesh.size > 1:
             hardware = self.options.given.hardware or self._measure()
             across = given == "across_steps"
-            self.measured.schedule = self.measured.schedule or Schedule(hardware, across_steps=across)
-        return self.measured.schedule
+            self.schedule = self.schedule or Schedule(hardware, across_steps=across)
+        return self.schedule
 
     def _measure(self) -> Hardware:
         """The hardware as measured by all ranks once, or by an earlier start."""
-        measured = self.measured.hardware
-        if measured is None:
+        if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
-                measured = self.choices.earlier.hardware or measure_hardware(self.world)
-        self.measured.hardware = measured
-        self.choices.note(hardware=measured)
-        return measured
+                self.hardware = self.choices.earlier.hardware or measure_hardware(self.world)
+        self.choices.note(hardware=self.hardware)
+        return self.hardware
 
-    def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
+    def _scheduled(self, local: LocalGraph, key: str, watch: Watch) -> LocalGraph:
         passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
         passes = with_order_from(passes, lambda local: self._order(local, key))
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
-    def _fitted(
-        self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
-    ) -> LocalGraph:
+    def _fitted(self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
-        fits = self.measured.fits
-        known = key in fits
+        known = key in self.fits
         label = "" if known else self.rendezvous.next_label("memory")
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
-        rendezvous = self.rendezvous.waiting_for(self.rendezvous.timeout_s + search_s)
+        rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
 
         def peak(made: LocalGraph) -> PeakMemory:
             return peak_memory(bound_to_rank(made, self.world))
 
         def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
             """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
-            if key not in fits:
+            if key not in self.fits:
                 self.choices.look_up()
                 earlier = self.choices.fitting_for(local)
                 chosen = choose if earlier is None else lambda: earlier
-                fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
-                self.choices.note_fitting(local, fits[key])
-            return fits[key]
+                self.fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
+                self.choices.note_fitting(local, self.fits[key])
+            return self.fits[key]
 
         backend = self.options.backend
         plain = pipeline(
@@ -147,23 +135,19 @@ class Finalizer:
         own = collectives_of(local)
         if self.world.mesh.size == 1 or self.options.given.schedule is None:
             return own
-        orders = self.measured.orders
-        if key not in orders:
-            what = "in which order collectives run"
-            orders[key] = self.rendezvous.broadcast(f"{self.label}/order/{len(orders)}", own, what)
-        return orders[key]
+        if key not in self.orders:
+            label, what = f"{self.label}/order/{len(self.orders)}", "in which order collectives run"
+            self.orders[key] = self.rendezvous.broadcast(label, own, what)
+        return self.orders[key]
 
 
 def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
     """Raise PlanError when the final program holds more than the budget."""
-    found = peak_memory(bound_to_rank(final, world))
-    if found.size_bytes > budget_bytes:
-        raise PlanError(
-            f"the step holds {found.size_bytes} bytes on rank {world.rank}",
-            f"at most {budget_bytes} bytes",
-            f"give memory_bytes={found.size_bytes} or more: collectives run in the first rank's order, "
-            f"which takes {human(found.size_bytes - budget_bytes)} more here",
-        )
+    size = peak_memory(bound_to_rank(final, world)).size_bytes
+    if size > budget_bytes:
+        why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
+        found, needed = f"the step holds {size} bytes on rank {world.rank}", f"at most {budget_bytes} bytes"
+        raise PlanError(found, needed, f"give memory_bytes={size} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:

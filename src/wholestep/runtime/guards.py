@@ -20,25 +20,18 @@ from .step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class Change:
-    """A value that differs from call to call, and would cost captures without end.
+class Miss:
+    """Why a program does not fit a call, as text for a log.
 
-    `where` is a source line or a path. `number`: the value is a number that later programs can carry. `replaced`: there
-    is another object in its place.
+    Where a value differs that would cost captures without end, `use` is what the step does with it, and `where` its
+    source line or path. `number`: later programs can carry the value. `replaced`: there is another object in its place.
     """
 
-    what: str
-    where: str
+    text: str
+    use: str = ""
+    where: str = ""
     number: bool = False
     replaced: bool = False
-
-
-@dataclass(frozen=True)
-class Miss:
-    """Why a program does not fit a call, as text for a log; `change` where a value that it depends on changed."""
-
-    text: str
-    change: Change | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +62,8 @@ class TensorGuard:
 
 
 class Condition:
-    """Small comparisons that all have to hold at every call, as one generated function.
-
-    A comparison costs 20 ns there; in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`.
+    """Small comparisons that all have to hold at every call, as one generated function. A comparison costs 20 ns there;
+    in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`.
     """
 
     def __init__(self) -> None:
@@ -197,20 +189,18 @@ class Guards:
         one = None if self._assumptions_hold() else next((e for e in effects.expected if not e.holds), None)
         if one is not None:
             number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
-            change = Change("depends on a value of Python", one.place.path, number, one.kind != "equal")
-            return Miss(one.difference, change)
+            return Miss(one.difference, "depends on a value of Python", one.place.path, number, one.kind != "equal")
         where = effects.program.decided_otherwise() if effects.program.decisions else ""
         if not where:
             return None
         why = f"the choice made at {where} is another one"
-        return Miss(why, Change("makes a choice", why))
+        return Miss(why, "makes a choice", why)
 
     def _check_read(self, leaves: Sequence[Any]) -> Miss | None:
         where = self._values.changed(dict(zip(self._names, leaves, strict=True))) if self._values else ""
         if not where:
             return None
-        change = Change("reads a value of the batch", where)
-        return Miss(f"the value that the step reads at {where} is another one", change)
+        return Miss(f"the value that the step reads at {where} is another one", "reads a value of the batch", where)
 
     def _check_held(self) -> str:
         if [param.requires_grad for param in self._params.values()] != self._flags:

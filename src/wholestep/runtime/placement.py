@@ -111,9 +111,8 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
 
 
 def gather_before_eager_step(optimizer: Optimizer) -> None:
-    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call shards it again.
-
-    A step without gradients updates nothing: libraries count steps by it.
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call shards it again. A
+    step without gradients updates nothing: libraries count steps by it.
     """
 
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -158,11 +157,7 @@ def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
 
 
 def materialize(state: StepState, device: str) -> None:
-    """Make parameters and buffers that are on `meta`, and initialize them by their modules' own `reset_parameters`.
-
-    Raises:
-        StateError: a module has parameters on `meta` and no way to initialize them.
-    """
+    """Make parameters and buffers that are on `meta`, and initialize them by their modules' own `reset_parameters`."""
     on_meta = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
     if not on_meta:
         return

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
@@ -81,37 +81,25 @@ class Stages:
     @contextmanager
     def reporting(self) -> Generator[None]:
         """Stages inside are reported: to the user's function, in a line on a terminal, or not at all."""
-        if self.given != "auto":
-            self._progress = self.given
+        line = None
+        if self.given == "auto" and os.environ.get("WHOLESTEP_PROGRESS") != "0" and job()[0] == 0 and _is_terminal():
+            line = ProgressLine(self.name, sys.stderr)
+        self._progress = line if self.given == "auto" else self.given
+        with nullcontext() if line is None else line.showing():
             yield
-        elif os.environ.get("WHOLESTEP_PROGRESS") == "0" or job()[0] != 0 or not _is_terminal():
-            self._progress = None
-            yield
-        else:
-            self._progress = line = ProgressLine(self.name, sys.stderr)
-            with line.showing():
-                yield
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """The time inside is that of a stage."""
         start = time.perf_counter()
-        self.report(name, "start", 0.0)
+        self.report(name, "start")
         yield
         self.report(name, "done", time.perf_counter() - start)
 
-    def report(self, stage: str, what: str, seconds: float) -> None:
+    def report(self, stage: str, what: str, seconds: float = 0.0) -> None:
         """One event."""
         if self._progress:
             self._progress(stage, what, seconds)
-
-    def report_cache(self, text: str) -> None:
-        """What the compile cache did."""
-        self.report(f"cache: {text}", "done", 0.0)
-
-    def report_waiting(self, ranks: list[int]) -> None:
-        """The ranks that have not come yet."""
-        self.report(f"agree: waiting for ranks {ranks}", "start", 0.0)
 
 
 def _is_terminal() -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..distributed.launch import World
 from ..graph.graph import LocalGraph
+from ..mesh import Mesh
 from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
 
@@ -89,10 +90,7 @@ class SharedRng:
         with torch.random.fork_rng(devices=[]):
             seed = torch.randint(0, 2**62, (1,)).to(world.device)
         dist.broadcast(seed, 0)
-        number = 0
-        for axis in world.mesh.axes:
-            if axis.name in per_rank:
-                number = number * axis.size + world.coordinate[axis.name]
+        number = Mesh(tuple(axis for axis in world.mesh.axes if axis.name in per_rank)).rank(world.coordinate)
         value = (int(seed) + 0x9E3779B97F4A7C15 * number) % 2**63
         states = {"cpu": torch.Generator().manual_seed(value).get_state()}
         if world.device.startswith("cuda"):

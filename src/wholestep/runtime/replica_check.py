@@ -54,11 +54,7 @@ class ReplicaCheck:
     calls: int = 0
 
     def count(self, program: Program) -> None:
-        """Count a call of `program`, and compare if it is time.
-
-        Raises:
-            RankMismatchError: on every rank, naming the first tensor or option that differs, and the ranks.
-        """
+        """Count a call of `program`, and compare if it is time. Raises RankMismatchError, on every rank."""
         self.calls += 1
         if self.calls % self.every == 0:
             self._compare(program)

@@ -64,14 +64,13 @@ class CompiledStep:
         self.__doc__ = fn.__doc__
         self._clock = WaitClock() if options.given.measure else None
         self._stages = Stages(options.given.progress, self.__name__)
-        self._cache = StepCache(options.cache, self._stages.report_cache) if options.cache else None
+        self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
         self._compiler: Compiler | None = None
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
-    # -- calling ----------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         call = take_apart((args, kwargs))
@@ -162,7 +161,7 @@ class CompiledStep:
         given = self.options.given.schedule
         if not isinstance(given, str):
             return given
-        return self._compiler.measured.schedule if self._compiler else None
+        return self._compiler.finalizer.schedule if self._compiler else None
 
     @property
     def strategies(self) -> Strategies:
@@ -184,7 +183,6 @@ class CompiledStep:
         """How often it was captured."""
         return self._compiler.captures if self._compiler else 0
 
-    # -- what was made -----------------------------------------------------------------
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that ran last; None before the first call."""
@@ -207,7 +205,6 @@ class CompiledStep:
         """
         return list(self._cache.log) if self._cache else []
 
-    # -- programs ------------------------------------------------------------------------
     def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
         """Sizes of the parts of a batch that ranks share; None where each rank runs on what it is given."""
         if self._compiler is None:
@@ -227,7 +224,10 @@ class CompiledStep:
         """Join the job."""
         options = self.options
         world = join(options.mesh, options.capture.device or device_of(inputs.state), options.capture.offload)
-        ranks = Rendezvous.of_job(options.given.agree_timeout, self._stages.report_waiting)
+        ranks = Rendezvous.of_job(
+            options.given.agree_timeout,
+            lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
+        )
         self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache)
         return self._compiler
 
@@ -268,9 +268,8 @@ class CompiledStep:
         return self.programs[-1]
 
     def _call_on_placed(self, program: Program, inputs: StepInputs) -> Miss | None:
-        """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays.
-
-        Returns why the program does not fit its own call any more.
+        """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays. Returns
+        why the program does not fit its own call any more.
         """
         optimizers = program.capture.state.optimizers.values()
         before = set(scheduled(optimizers))
@@ -285,23 +284,22 @@ class CompiledStep:
 
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
-        change = miss.change
-        if change is None:
+        if not miss.use:
             return
-        if change.number and self._compiler is not None:
-            self._compiler.note_changing(change.where)
-        self._missed[change.where] += 1
-        count = self._missed[change.where]
-        if change.replaced and count >= MOST_VALUES:
+        if miss.number and self._compiler is not None:
+            self._compiler.note_changing(miss.where)
+        self._missed[miss.where] += 1
+        count = self._missed[miss.where]
+        if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone
             if count == MOST_VALUES:
                 warnings.warn(
-                    f"{self.__name__} was captured {count} times because {change.where} is another object, or holds "
+                    f"{self.__name__} was captured {count} times because {miss.where} is another object, or holds "
                     "other items, in each of these calls: change its items or attributes, or pass it to the step",
                     stacklevel=4,
                 )
         elif count >= MOST_VALUES:
-            found = f"the step {change.what} that keeps changing: {MOST_VALUES} captures so far"
+            found = f"the step {miss.use} that keeps changing: {MOST_VALUES} captures so far"
             needed = "values that say what kind of call it is, of which there are few"
             next_step = "compute with the tensor instead of its value, or pass the value as a Python number"
-            raise CaptureError(found, needed, next_step, change.where)
+            raise CaptureError(found, needed, next_step, miss.where)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from ..capture.state import StepState
 from ..distributed.launch import World
 from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
+from ..mesh import Axis, Mesh
 from ..plan.strategies import Strategies
 
 MOST_TENSORS = 63
@@ -30,18 +30,17 @@ BatchSizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """Dim `dim` of leaf number `leaf` of a call is shared by the ranks along `axes`."""
+    """Dim `dim` of leaf number `leaf` of a call is shared by the ranks of the mesh `parts`: a rank of it has a part."""
 
     leaf: int
     dim: int
-    axes: tuple[str, ...]
+    parts: Mesh
 
 
 @dataclass(frozen=True)
 class BatchSharder:
-    """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches.
-
-    `whole`: each rank is given the whole batch. `exchange`: parts may differ in size.
+    """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches. `whole`:
+    each rank is given the whole batch. `exchange`: parts may differ in size.
     """
 
     shared: tuple[ShardedDim, ...]
@@ -51,27 +50,11 @@ class BatchSharder:
     whole: bool
     exchange: bool
 
-    def parts(self, cut: ShardedDim) -> int:
-        """Number of parts."""
-        return prod(self.world.mesh.axis_size(a) for a in cut.axes)
-
-    def part_of(self, rank: int, cut: ShardedDim) -> int:
-        """The number of the part that `rank` holds; ranks along other axes hold the same part."""
-        coordinate = self.world.mesh.coordinate(rank)
-        number = 0
-        for axis in cut.axes:
-            number = number * self.world.mesh.axis_size(axis) + coordinate[axis]
-        return number
-
     def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
-        """Sizes of all parts.
-
-        Raises:
-            RankMismatchError: ranks that hold the same part were given different sizes, or another number of tensors.
-        """
+        """Sizes of all parts. Raises RankMismatchError: ranks with the same part were given different sizes."""
         own = [int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared]
         if self.whole or not self.exchange:
-            return tuple((n,) * self.parts(cut) for n, cut in zip(own, self.shared, strict=True))
+            return tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
         vector = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64)
         vector[0], vector[1 : len(own) + 1] = len(own), torch.tensor(own, dtype=torch.int64)
         found: list[dict[int, int]] = [{} for _ in self.shared]
@@ -82,14 +65,14 @@ class BatchSharder:
             count, *given = cast(list[int], row.tolist())
             theirs = self.world.mesh.coordinate(rank)
             if all(theirs[axis] == self.world.coordinate[axis] for axis in self.own):  # they share their batch
-                parts = [self.part_of(rank, cut) for cut in self.shared]
+                parts = [cut.parts.rank(theirs) for cut in self.shared]
                 known = [f.setdefault(p, n) for f, p, n in zip(found, parts, given, strict=False)]
                 if count != len(own) or known != given[:count]:
-                    axes = ", ".join(dict.fromkeys(axis for cut in self.shared for axis in cut.axes))
+                    axes = ", ".join(dict.fromkeys(axis for cut in self.shared for axis in cut.parts.names))
                     text = f"rank {rank} was given a batch of sizes {given[:count]}, another one {known}"
                     needed = f"the same batch on ranks that differ only outside {axes}"
                     raise RankMismatchError(text, needed, f"give ranks the batch of their coordinate on {axes}")
-        return tuple(tuple(f[p] for p in range(self.parts(cut))) for f, cut in zip(found, self.shared, strict=True))
+        return tuple(tuple(f[p] for p in range(cut.parts.size)) for f, cut in zip(found, self.shared, strict=True))
 
     def global_shapes(self, leaves: Sequence[Any], sizes: BatchSizes) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole batch, by name of the leaf."""
@@ -102,11 +85,7 @@ class BatchSharder:
         return out
 
     def shard(self, leaves: Sequence[Any], sizes: BatchSizes) -> Sequence[Any]:
-        """This rank's part of every cut leaf.
-
-        Raises:
-            RankMismatchError: a tensor that is cut along two dims has parts of unequal size.
-        """
+        """This rank's part of every cut leaf. Raises RankMismatchError: unequal parts of one cut along two dims."""
         out = list(leaves)
         often = Counter(cut.leaf for cut in self.shared)
         for cut, lengths in zip(self.shared, sizes, strict=True):
@@ -114,9 +93,10 @@ class BatchSharder:
             start, length = self._piece(total, cut)
             if self.whole:
                 out[cut.leaf] = out[cut.leaf].narrow(cut.dim, start, length)
-            elif list(lengths) != [self._piece(total, cut, part)[1] for part in range(self.parts(cut))]:
+            elif list(lengths) != [self._piece(total, cut, part)[1] for part in range(cut.parts.size)]:
                 if often[cut.leaf] > 1:
-                    found = f"parts of {self.names[cut.leaf]!r} along {', '.join(cut.axes)} have sizes {list(lengths)}"
+                    name, axes = self.names[cut.leaf], ", ".join(cut.parts.names)
+                    found = f"parts of {name!r} along {axes} have sizes {list(lengths)}"
                     needed = "parts as torch.chunk makes them where a tensor is cut along two dims"
                     raise RankMismatchError(found, needed, "give every rank as much, or cut one dim only")
                 out[cut.leaf] = self._gathered(leaves[cut.leaf], cut, lengths).narrow(cut.dim, start, length)
@@ -125,11 +105,8 @@ class BatchSharder:
 
     def _piece(self, total: int, cut: ShardedDim, part: int | None = None) -> tuple[int, int]:
         """Start and length of a part, this rank's by default."""
-        mesh, axes = self.world.mesh, tuple((a, self.world.mesh.axis_size(a)) for a in cut.axes)
-        coordinate: Mapping[str, int] = self.world.coordinate
-        if part is not None:
-            rank = next(r for r in range(mesh.size) if self.part_of(r, cut) == part)
-            coordinate = mesh.coordinate(rank)
+        axes = tuple((axis.name, axis.size) for axis in cut.parts.axes)
+        coordinate = self.world.coordinate if part is None else cut.parts.coordinate(part)
         return Extent(total, axes, start=True).at(coordinate), Extent(total, axes).at(coordinate)
 
     def _gathered(self, leaf: torch.Tensor, cut: ShardedDim, lengths: Sequence[int]) -> torch.Tensor:
@@ -138,9 +115,9 @@ class BatchSharder:
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         assert self.world.devices is not None, "batches are cut among several ranks"
-        for axis in reversed(cut.axes):
-            pieces = [torch.empty_like(padded) for _ in range(self.world.mesh.axis_size(axis))]
-            dist.all_gather(pieces, padded, group=self.world.devices.get_group(axis))
+        for axis in reversed(cut.parts.axes):
+            pieces = [torch.empty_like(padded) for _ in range(axis.size)]
+            dist.all_gather(pieces, padded, group=self.world.devices.get_group(axis.name))
             padded = torch.cat(pieces)
         parts = torch.split(padded, max(lengths))
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
@@ -149,14 +126,10 @@ class BatchSharder:
 def batch_sharder(
     strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World
 ) -> BatchSharder | None:
-    """How batches of this kind are sharded; None where each rank runs on its own batch.
-
-    Raises:
-        PlanError: the batch has more tensors than one exchange of sizes holds.
-    """
+    """How batches of this kind are sharded; None where each rank runs on its own batch."""
     options, mesh = strategies.options, world.mesh
     shared = tuple(
-        ShardedDim(i, cut.dim, cut.axes)
+        ShardedDim(i, cut.dim, Mesh(tuple(Axis(axis, mesh.axis_size(axis)) for axis in cut.axes)))
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
         for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if isinstance(leaf, torch.Tensor) else ())
     )
@@ -195,11 +168,7 @@ class StepInputs:
         fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any],
         sharder: BatchSharder | None, sizes: BatchSizes | None,
     ) -> StepInputs:  # fmt: skip
-        """The inputs of `fn(*args, **kwargs)`; `extra` are modules and optimizers by name that it is not given.
-
-        Raises:
-            CaptureError: there is no model and no optimizer.
-        """
+        """The inputs of `fn(*args, **kwargs)`; `extra` are modules and optimizers by name that it is not given."""
         state, structure, leaves, names = find_state(fn, args, kwargs, extra)
         whole = sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
         return StepInputs(args, kwargs, structure, leaves, tuple(names), state, sharder, sizes, whole)

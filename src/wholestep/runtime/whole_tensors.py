@@ -90,7 +90,9 @@ class _Swap:
             if held.tensor.is_meta:
                 raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
         values = [v for _, _, entries in self.entries for entry in entries.values() for _, v in _tensors(entry)]
-        whole = _whole_of([*self.outside, *values])
+        tensors = [*self.outside, *values]
+        plain = {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
+        whole = gather(tensors, at_home=True) | plain
         for old in self.outside:
             new = whole[id(old)]
             is_param = isinstance(old, nn.Parameter)
@@ -117,12 +119,7 @@ class _Swap:
             optimizer.state = state
 
     def check(self, rendezvous: Rendezvous) -> None:
-        """What was written fits what it came from, and is the same on all ranks.
-
-        Raises:
-            StateError: something does not fit, here.
-            RankMismatchError: something does not on another rank, or ranks differ.
-        """
+        """Raise StateError where what was written does not fit here, RankMismatchError where it differs elsewhere."""
         failure, sums = self._misfit(), dict[str, int]()
         for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
             sums[name] = int(checksum(held.tensor))
@@ -168,13 +165,6 @@ def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
     return [(key, value) for key, value in items if isinstance(value, Tensor)]
 
 
-def _whole_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By identity, a whole copy of each, in the memory that it rests in."""
-    pieces = list({id(t): t for t in tensors if isinstance(t, DTensor)}.values())
-    out = dict(zip(map(id, pieces), gather(pieces, at_home=True), strict=True))
-    return out | {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
-
-
 def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
     if not isinstance(entry, dict):
         return deepcopy(entry)
@@ -203,9 +193,7 @@ def _kept_entry(old: Any, now: Any) -> Any:
 
 
 def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> None:
-    """All ranks have the same sums by name, and no failure. Raises RankMismatchError: on every rank, naming the first
-    that differs, or what does not fit on another rank.
-    """
+    """Raise RankMismatchError, on every rank, where another rank has a failure or ranks have different sums by name."""
     own = failure, digest([repr(dict(sums))])
     label = rendezvous.next_label("whole")
     said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}")

@@ -34,9 +34,8 @@ class _Buffer:
 
 @dataclass
 class Buffers:
-    """Tensors to be written to, in memory that is used again once every tensor in it is gone.
-
-    `kept_bytes` is at most twice what was in use at once.
+    """Tensors to be written to, in memory that is used again once every tensor in it is gone. `kept_bytes` is at most
+    twice what was in use at once.
     """
 
     buffers: list[_Buffer] = field(default_factory=list[_Buffer])

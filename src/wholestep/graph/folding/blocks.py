@@ -96,10 +96,8 @@ def _plain(given: Any) -> object:
 def check_blocks(
     graph: TrainGraph, blocks: Sequence[Sequence[Node]], lists: ListCalls, names: Names
 ) -> dict[Node, Place]:
-    """Block and slot of every node of `blocks`.
-
-    Raises:
-        NoRepeatsError: they are not equal, or something reads of them what blocks that are left out would not have.
+    """Block and slot of every node of `blocks`. Raises NoRepeatsError: they are not equal, or something reads of them
+    what blocks that are left out would not have.
     """
     places = {node: (b, s) for b, block in enumerate(blocks) for s, node in enumerate(block)}
     if len(places) != sum(map(len, blocks)):
@@ -183,7 +181,6 @@ def _check_columns(call: Node, places: dict[Node, Place]) -> None:
 def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, names: Names) -> None:
     """Equal nodes update equal inputs; results of the step are in the first block or the last."""
     made: dict[str, dict[int, object]] = {}
-    inputs = {i.name: n for i, n in graph.placeholders()}
     owners = {i.name: places[n][0] for i, n in graph.placeholders() if n in places}
     for output, node in graph.results():
         block = owner_block(output.target, owners) if output.kind == "update" else None
@@ -196,7 +193,7 @@ def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, nam
         made.setdefault(names(output.target), {})[block] = told
     for target, found in made.items():
         if len(found) != count or len(set(found.values())) > 1:
-            raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(inputs)} inputs)")
+            raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(graph.inputs)} inputs)")
 
 
 def owner_block(target: str, owners: dict[str, int]) -> int | None:

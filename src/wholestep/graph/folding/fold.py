@@ -21,10 +21,8 @@ def fold(graph: TrainGraph, repeats: Repeats, blocks: int) -> TrainGraph:
     """`graph` with the first `blocks` of its equal blocks. Readers of the last block read the last one that is left,
     and lists over all layers are shorter. Nodes and inputs keep their names.
 
-    Numbers that Python code of the step computed from its number of layers stay as they are.
-
-    Raises:
-        GraphError: the graph has fewer blocks, or shapes depend on the number of layers.
+    Numbers that Python code of the step computed from its number of layers stay as they are. Raises GraphError: the
+    graph has fewer blocks, or shapes depend on the number of layers.
     """
     if not 1 <= blocks <= repeats.count:
         raise GraphError(f"{blocks} of {repeats.count} equal layers", f"1 to {repeats.count} of them")
