@@ -74,18 +74,18 @@ class Call:
             count = sum(isinstance(v, TensorMeta) for v in opened([value]))
             found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count
-        order = self._tensor_names()
-        if order is None:
+        known = _arguments(self.target)
+        if not known:
             return tuple(slot for slot in found.values() if slot.positions)
-        return tuple(found.get(name, Slot(name, (), False)) for name in order)
+        return tuple(found.get(a.name, Slot(a.name, (), False)) for a in known if "Tensor" in str(a.type))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The value of a schema argument, or its default."""
         if name in self.kwargs:
             return self.kwargs[name]
-        for i, known in enumerate(self._names(len(self.args))):
-            if known == name and i < len(self.args):
-                return self.args[i]
+        names = self._names(len(self.args))
+        if name in names:
+            return self.args[names.index(name)]
         for given in _arguments(self.target):
             if given.name == name and given.has_default_value():
                 return given.default_value
@@ -105,10 +105,6 @@ class Call:
     def _names(self, count: int) -> list[str]:
         known = [a.name for a in _arguments(self.target)]
         return known[:count] if known else [f"arg{i}" for i in range(count)]
-
-    def _tensor_names(self) -> list[str] | None:
-        known = _arguments(self.target)
-        return [a.name for a in known if "Tensor" in str(a.type)] if known else None
 
 
 def _arguments(target: Any) -> Sequence[Any]:

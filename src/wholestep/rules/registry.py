@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from .. import _torch
 from ..errors import RuleError
-from ..graph import meta
 from ..graph.meta import TensorMeta
 from .apply import apply, choose
 from .call import Call
@@ -131,8 +130,8 @@ def rule(
     def add(body: Bind | Function) -> None:
         RULES.update({target: Rule(target, body, origin) for target in found})
         SAMPLES.update(dict.fromkeys(found, samples) if samples else {})
-        global _bound
-        _bound = {}
+        global bound
+        bound = {}
 
     if text:
         options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
@@ -204,24 +203,8 @@ def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = 
     return found.bind(call)
 
 
-def rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `node` on its global shapes, cached by its arguments."""
-    known = meta.known_rule(node)
-    now = _bound, node.args, node.kwargs, fallback
-    if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
-        return known[1]
-    call = Call.of(node)
-    key = (*key_of(call), fallback)
-    try:
-        found = _bound[key] if key in _bound else _bound.setdefault(key, bind_rule(call, fallback))
-    except TypeError:  # an argument that cannot be hashed
-        found = bind_rule(call, fallback)
-    meta.set_known_rule(node, (now, found))
-    return found
-
-
-_bound: dict[Any, BoundRule | None] = {}
-"""Bound rules by op and arguments. A new rule replaces the dict, which invalidates the rules that nodes cache."""
+bound: dict[Any, BoundRule | None] = {}
+"""The rules that `find_rule` bound, by op and arguments. A new rule replaces the dict; nodes cache rules with it."""
 
 
 def key_of(call: Call) -> tuple[Any, ...]:

@@ -137,11 +137,7 @@ def _fix(failure: Failure) -> str:
 
 
 def check_case(case: OpCase) -> CheckResult | None:
-    """Check all claims of the rule about one call; None if it does not apply.
-
-    Raises:
-        RuleError: the rule cannot be bound to this call.
-    """
+    """Check all claims of the rule about one call; None if it does not apply."""
     bound = bind_rule(case.call)
     if bound is None:
         return None

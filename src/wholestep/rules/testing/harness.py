@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...graph.meta import overlaps
-from ...layout import Layout, chunk_range
+from ...layout import Layout, cut
 from ...mesh import Mesh
 from ..call import mapped, opened
 
@@ -64,15 +64,7 @@ def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
     """The piece of a tensor with `layout` on the rank at position `at`."""
-    return _narrowed(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
-
-
-def _narrowed(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            start, length = chunk_range(whole.shape[dim], mesh.axis_size(axis), at[axis])
-            whole = whole.narrow(dim, start, length)
-    return whole
+    return cut(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
 
 
 def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
@@ -83,7 +75,7 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
         return pieces[0]
     out = pieces[0].new_zeros(whole.shape)
     for rank, part in enumerate(pieces):
-        _narrowed(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
+        cut(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
     return out
 
 

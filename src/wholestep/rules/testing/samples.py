@@ -96,11 +96,7 @@ class _Recording:
 
 
 def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
-    """Arguments with which PyTorch's sample functions call `targets`, forward and backward, small and in float64.
-
-    Raises:
-        RuleError: PyTorch's database cannot be imported.
-    """
+    """Arguments with which PyTorch's sample functions call `targets`, forward and backward, small and in float64."""
     recording = _Recording(frozenset(t for t in targets if _torch.is_op(t) and t.namespace == "aten"))
     if recording.wanted:
         # each entry of the database inspects the whole stack, which is short in a new thread
