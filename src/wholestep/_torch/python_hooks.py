@@ -9,14 +9,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import attributes_set
+from .attributes import Form, attributes_set, forms_set
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _proxies: Any = proxy_tensor
@@ -46,7 +45,7 @@ def new_input(
 def patched_host(
     on_math: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     on_scheduler: Callable[[LRScheduler, tuple[Any, ...], dict[str, Any]], bool],
-    on_print: Callable[..., Any],
+    on_print: Form,
     on_clock: Callable[[str], None],
 ) -> AbstractContextManager[None]:
     """Redirect functions of `math`, scheduler steps, `print` and clock reads to the given functions.
@@ -54,39 +53,26 @@ def patched_host(
     `on_math` returns NotImplemented, and `on_scheduler` False, to run the original.
     """
 
-    def stand_in(new: Any, original: Any) -> Any:
-        new.stands_in_for = original
-        return new
+    def compute(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = on_math(original, args) if not kwargs else NotImplemented
+        return original(*args, **kwargs) if made is NotImplemented else made
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = on_math(function, args) if not kwargs else NotImplemented
-            return function(*args, **kwargs) if made is NotImplemented else made
+    def clock(original: Callable[[], Any]) -> Any:
+        on_clock(original.__name__)
+        return original()
 
-        return stand_in(call, function)
+    def step(original: Callable[..., None], self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if not on_scheduler(self, args, kwargs):
+            original(self, *args, **kwargs)
 
-    def clock(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def read() -> Any:
-            on_clock(name)
-            return function()
-
-        return stand_in(read, function)
-
-    def stepping(original: Callable[..., None]) -> Callable[..., None]:
-        def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            if not on_scheduler(self, args, kwargs):
-                original(self, *args, **kwargs)
-
-        return step
-
-    functions = {n: f for n, f in vars(math).items() if callable(f) and not n.startswith("_")}
+    functions = [name for name, function in vars(math).items() if callable(function) and not name.startswith("_")]
     clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
     schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
-    return attributes_set(
+    return forms_set(
         [
-            *((math, name, watched(function)) for name, function in functions.items()),
-            *((time, name, clock(name, getattr(time, name))) for name in clocks),
-            *((kind, "step", stepping(vars(kind)["step"])) for kind in schedulers),
+            *((math, name, compute) for name in functions),
+            *((time, name, clock) for name in clocks),
+            *((kind, "step", step) for kind in schedulers),
             (builtins, "print", on_print),
         ]
     )
@@ -125,11 +111,6 @@ def watched_attributes(
             except TypeError:
                 unobserved.add(kind)
         yield unobserved
-
-
-def behind(value: Any) -> Any:
-    """Return the original of a function that `patched_host` replaced; any other value unchanged."""
-    return vars(value).get("stands_in_for", value) if isinstance(value, FunctionType) else value
 
 
 def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:

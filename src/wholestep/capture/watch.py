@@ -7,7 +7,6 @@ is refused. Then all containers are restored: no fake tensor remains in the user
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import io
 import sys
@@ -33,7 +32,6 @@ from .lr_schedulers import Schedulers
 from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_container
 from .state import StepState
 
-_PRINT = builtins.print
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
     "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
@@ -164,9 +162,9 @@ class Watch:
             frame = frame.f_back
         return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
 
-    def _on_print(self, *args: Any, **kwargs: Any) -> None:
+    def _on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not self._called_by_user():
-            _PRINT(*args, **kwargs)
+            original(*args, **kwargs)
             return
         tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
         if any(self.numbers.index_of(v) is None for v in tensors):
@@ -176,7 +174,7 @@ class Watch:
                 "write wholestep.callback(print, ...) with the same arguments",
                 self.line(),
             )
-        self.call(_PRINT, args, kwargs)
+        self.call(original, args, kwargs)
 
     def _on_clock(self, name: str) -> None:
         if self._called_by_user():
