@@ -13,7 +13,7 @@ from .. import _torch
 from ..errors import CaptureError
 from .effects import RefusedError
 from .host_numbers import Numbers, preserved
-from .locations import FloatLocation, Location, PartLocation, is_number
+from .locations import Location, NumberLocation, is_number
 from .reachable import Container, Reach
 
 _SCHEDULED = ("lr", "momentum", "betas")
@@ -120,12 +120,11 @@ class Schedulers:
                 if isinstance(value, tuple):
                     parts = enumerate(cast(tuple[Any, ...], value))
                     new: Any = tuple(
-                        self._numbers.read(PartLocation(f"{place.path}[{i}]", place, i), v, True) for i, v in parts
+                        self._numbers.read(NumberLocation(f"{place.path}[{i}]", place, i), v, True) for i, v in parts
                     )
                 else:
-                    new = self._numbers.read(FloatLocation(place.path, place, key), float(value), late=True)
-                container.holder[key] = new
-                container.before = {**container.before, key: new}
+                    new = self._numbers.read(NumberLocation(place.path, place, None), float(value), late=True)
+                container.put(key, new)
 
     def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
         """Replace numeric attributes of a scheduler by numbers read at this point of the step."""
@@ -138,7 +137,7 @@ class Schedulers:
                 held[key] = self._numbers.read(place, value, late)
             elif key == "_last_lr" and isinstance(value, list):
                 held[key] = [
-                    self._numbers.read(PartLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
+                    self._numbers.read(NumberLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
                     for i, v in enumerate(cast(list[Any], value))
                 ]
 

@@ -23,7 +23,7 @@ from .call_structure import Structure, put_together, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .host_numbers import Numbers
-from .locations import GroupEntry, Location, PartLocation
+from .locations import GroupEntry, Location, NumberLocation
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import HostRngGuard, RngReplay, refuse_generators
@@ -380,7 +380,7 @@ def _calling_line() -> tuple[str, int] | None:
 def _option_place(state: StepState, hyper: Hyper) -> Location:
     optimizer = list(state.optimizers.values())[hyper.optimizer]
     place = Location(hyper.name, GroupEntry(optimizer, hyper.group), hyper.key)
-    return place if hyper.index is None else PartLocation(hyper.name, place, hyper.index)
+    return place if hyper.index is None else NumberLocation(hyper.name, place, hyper.index)
 
 
 def _calling_text() -> str:

@@ -27,9 +27,9 @@ from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .host_numbers import At, Numbers
-from .locations import MISSING, SIMPLE, ArgumentItems, Arguments, Location, StateEntry, Words, holds_items, is_number
+from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
-from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_container
+from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_containers
 from .state import StepState
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
@@ -66,7 +66,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
-        self._unobserved, self._arguments = set[type](), Arguments()
+        self._unobserved, self._arguments = set[type](), dict[Any, Any]()
         self._writes: list[Write] = []
         self._returned = set[int]()
         self._expected: list[Assumption] = []
@@ -81,22 +81,20 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
-        containers, outside = self._begin(called), _TorchSettings(given)
+        containers = self._begin(called)
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(self._on_math, self._schedulers.step, self._on_print, self._on_clock)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
-            with recorded(self.call), patched, reads as self._unobserved:
+            with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved:
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
                 sys.settrace(before)
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
-            outside.refuse_changes()
             self._compare(containers)
         finally:
-            outside.restore()
             sys.settrace(before)
             self._end(containers)
 
@@ -109,18 +107,14 @@ class Watch:
             if container.opaque is None:
                 for key, value in container.before.items():
                     if numbers and is_number(value) and container.path_of(key) in numbers:
-                        self._replace(container, key, self.numbers.read(container.place_of(key), value))
+                        container.put(key, self.numbers.read(container.place_of(key), value))
                     elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                        self._replace(container, key, _RefusedIterator(container.path_of(key), value, self.line))
+                        container.put(key, _RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
         for scheduler in self.reach.schedulers:
             self._schedulers.show(scheduler, vars(scheduler), late=False)
         return containers
-
-    def _replace(self, container: Container, key: Any, value: Any) -> None:
-        Location("", container.holder, key).set(value)
-        container.before = {**container.before, key: value}
 
     def _end(self, containers: Sequence[Container]) -> None:
         for container, original in zip(self.reach.containers, self._originals, strict=False):
@@ -133,12 +127,8 @@ class Watch:
                 cached.cache_clear()  # it may hold fake tensors
 
     def _state_entries(self) -> list[Container]:
-        return [
-            state_container(self.state, number, label, name, entry)
-            for number, (label, optimizer) in enumerate(self.state.optimizers.items())
-            for name, held in self.state.params.items()
-            if (entry := cast("dict[Any, Any] | None", optimizer.state.get(held.tensor))) is not None
-        ]
+        optimizers = enumerate(self.state.optimizers)
+        return [found for number, label in optimizers for found in state_containers(self.state, number, label)]
 
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
@@ -382,29 +372,25 @@ def _is_library_hook(hook: object) -> bool:
     return code is not None and not is_own_code(code.co_filename)
 
 
-class _TorchSettings:
-    """Checks settings of torch and attributes of the fakes, which a step must not change."""
-
-    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
-        self._given = given
-        self._attributes = {name: set(vars(tensor)) for name, tensor in given.items()}
-        self._before = _settings()
-
-    def refuse_changes(self) -> None:
+@contextmanager
+def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Refuse changes of torch's settings and of attributes of the fakes inside this context; restore the settings."""
+    attributes, before = {name: set(vars(tensor)) for name, tensor in given.items()}, _settings()
+    try:
+        yield
         for name, now in _settings().items():
-            if now != self._before[name]:
+            if now != before[name]:
                 way_out = "set it in a `with` block of the step"
-                raise RefusedError(name, self._before[name], now, "later calls would not change it", way_out)
-        for name, before in self._attributes.items():
-            now = vars(self._given[name])
-            for key in (k for k in now.keys() - before if not k.startswith("_")):
+                raise RefusedError(name, before[name], now, "later calls would not change it", way_out)
+        for name, had in attributes.items():
+            now = vars(given[name])
+            for key in (k for k in now.keys() - had if not k.startswith("_")):
                 why = "attributes of a tensor are not carried from call to call"
                 way_out = "store it in optimizer.state or in a module"
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
-
-    def restore(self) -> None:
-        torch.set_grad_enabled(self._before["torch's grad mode"])
-        torch.set_default_dtype(self._before["torch's default dtype"])
+    finally:
+        torch.set_grad_enabled(before["torch's grad mode"])
+        torch.set_default_dtype(before["torch's default dtype"])
 
 
 def _settings() -> dict[str, Any]:
