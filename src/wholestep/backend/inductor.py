@@ -46,9 +46,6 @@ class Inductor:
         """Compile `graph` for inputs like `example_inputs`: each stretch between collectives is one function.
 
         What communicates, waits or moves between devices runs as it does under `eager`, in the order of the graph.
-
-        Raises:
-            BackendError: there is no C++ compiler, or Inductor refuses the graph.
         """
         if all(not (isinstance(t, torch.Tensor) and t.is_cuda) for t in example_inputs) and not (
             shutil.which("g++") or shutil.which("clang++")

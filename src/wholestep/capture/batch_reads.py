@@ -49,7 +49,6 @@ class Reader:
     batch: Mapping[str, Any]
     reads: list[Read] = field(default_factory=list[Read])
     _nodes: list[Node] = field(default_factory=list[Node])
-    _graph: Graph | None = None
     _root: Any = None
 
     def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
@@ -58,7 +57,6 @@ class Reader:
         if found is None:
             return None
         node, self._root = found
-        self._graph = node.graph
         part = self._part([node])
         if part is None:
             return None
@@ -77,12 +75,11 @@ class Reader:
 
     def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
         """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
-        assert self._graph is not None, "set with the first read"
         given, new, copied = self._given(), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
         placeholders = iter(self.names)
-        for node in self._graph.nodes:
+        for node in wanted[0].graph.nodes:
             if node.op == "placeholder":
                 name = next(placeholders, "")
                 if name in inputs:

@@ -53,8 +53,6 @@ def find_state(
     """Return the state of a step, and the structure, leaves and leaf names of its arguments.
 
     Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
-
-    Raises CaptureError if there is no module with parameters and no optimizer.
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
@@ -92,9 +90,6 @@ def capture_step(
     shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
     Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
     between calls; they become state if the step can be captured that way.
-
-    Raises:
-        CaptureError: the step cannot become one graph; the message names the line and an alternative.
     """
     options, carried = options or CaptureOptions(), carried or Promoted()
     state, *_ = find_state(fn, args, kwargs, options.extra)

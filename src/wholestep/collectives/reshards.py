@@ -170,9 +170,6 @@ def program(
     """Return the program that reshards a tensor of global `shape` from `source` to `target`: one input, one result.
 
     The input is contiguous. The program pads uneven shards.
-
-    Raises:
-        LayoutError: a layout does not fit the shape or the mesh, or there is no path between them.
     """
     path = _route(source, target, shape, dtype, mesh)
     whole = TensorMeta(shape, (), dtype, device)
