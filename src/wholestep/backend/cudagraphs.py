@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..errors import first_line
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.nodes import is_collective, operands
@@ -141,8 +142,7 @@ class _Replayed:
         try:
             return (places, *self.record(lambda: self.run(given)))
         except Exception as error:  # whatever a library says when it cannot be recorded
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._give_up(f"it cannot be recorded: {text}")
+            self._give_up(f"it cannot be recorded: {first_line(error)}")
             return None
 
     def _give_up(self, why: str) -> None:
@@ -161,7 +161,7 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     if readers := as_tensors(graph):
         return f"{readers[0]} takes a scheduled number as a Python number"
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    brought = {n for n, i in zip(placeholders, inputs, strict=True) if _moves(i.role, n)}
+    brought = {n for n, i in zip(placeholders, inputs, strict=True) if i.role in _BROUGHT and _is_number(n)}
     made_here = {n for n in graph.nodes if n.op == "call_function" and not operands(n) and not is_random(n)}
     constants = following(graph, {n for n in made_here if _elsewhere(n, kind)})
     numbers = following(graph, brought | constants) - constants
@@ -171,10 +171,10 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     return ""
 
 
-def _moves(role: Role, node: Node) -> bool:
+def _is_number(node: Node) -> bool:
     """True for a single number, which is brought to the device wherever it is."""
     made = meta.tensor(node)
-    return role in _BROUGHT and made is not None and not made.shape
+    return made is not None and not made.shape
 
 
 def _elsewhere(node: Node, kind: str) -> str:
@@ -210,8 +210,7 @@ def _unfit_call(node: Node, kind: str, transport: str, constants: set[Node], num
         asked = node.kwargs.get("device")
         return f"copies to {asked}" if asked is not None and torch.device(str(asked)).type != kind else ""
     if node in constants:
-        made = meta.tensor(node)
-        return "" if made is not None and not made.shape else f"computes on {other or kind}"
+        return "" if _is_number(node) else f"computes on {other or kind}"
     if node.target in _COPIES and any(n in constants for n in operands(node)):
         return "copies from the host"
     return f"computes on {other}" if other else ""

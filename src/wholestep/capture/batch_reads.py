@@ -71,7 +71,8 @@ class Reader:
         return None if part is None else ReadValues(part[0], tuple(self._given()), tuple(self.reads))
 
     def _given(self) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and _is_whole_number(t)}
+        tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
+        return {n: t for n, t in tensors.items() if not t.is_floating_point() and not t.is_complex()}
 
     def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
         """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
@@ -116,10 +117,6 @@ def _storages(node: Node) -> set[int]:
     made = meta.value(node)
     items = cast(Sequence[Any], made) if isinstance(made, (tuple, list)) else (made,)
     return {_torch.storage_key(t) for t in items if isinstance(t, torch.Tensor)}
-
-
-def _is_whole_number(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

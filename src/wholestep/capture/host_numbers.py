@@ -221,8 +221,9 @@ class Numbers:
         """Record a torch function on numbers as Python arithmetic; NotImplemented if a tensor is involved."""
         name = getattr(func, "__name__", "").strip("_")
         first = self._of(args[0]) if args else None
-        if name == "bool" and first:
-            return self.decide(first, where)
+        if name == "bool" and first:  # the truth of a number in the captured call, which is guarded
+            self._decisions.append(TracedChoice(first.index, bool(first.now), where, first.late))
+            return bool(first.now)
         if name in ("getitem", "setitem"):
             for number in (v for v in _parts(args[1], (tuple,)) if v in self):
                 self.refuse_read(number, "use as an index", where)
@@ -237,12 +238,6 @@ class Numbers:
         if len(args) == 1 and name in _UNARY:
             return self.call(_UNARY[name], args, of_torch)
         return NotImplemented
-
-    def decide(self, number: _Number, where: str) -> bool:
-        """Return the truth of a number in the captured call, and guard it."""
-        found = bool(number.now)
-        self._decisions.append(TracedChoice(number.index, found, where, number.late))
-        return found
 
     def refuse_read(self, value: Any, how: str, where: str) -> None:
         """Raise CaptureError if the step reads a recorded number as a Python value."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -118,10 +118,7 @@ class Schedulers:
                     continue
                 place = container.place_of(key)
                 if isinstance(value, tuple):
-                    parts = enumerate(cast(tuple[Any, ...], value))
-                    new: Any = tuple(
-                        self._numbers.read(NumberLocation(f"{place.path}[{i}]", place, i), v, True) for i, v in parts
-                    )
+                    new: Any = tuple(self._items(place, place.path, cast(tuple[Any, ...], value), late=True))
                 else:
                     new = self._numbers.read(NumberLocation(place.path, place, None), float(value), late=True)
                 container.put(key, new)
@@ -136,10 +133,12 @@ class Schedulers:
             if is_number(value):
                 held[key] = self._numbers.read(place, value, late)
             elif key == "_last_lr" and isinstance(value, list):
-                held[key] = [
-                    self._numbers.read(NumberLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
-                    for i, v in enumerate(cast(list[Any], value))
-                ]
+                held[key] = self._items(place, f"{name}.get_last_lr()", map(float, cast(list[Any], value)), late)
+
+    def _items(self, place: Location, path: str, values: Iterable[Any], late: bool) -> list[torch.Tensor]:
+        """Read the numbers of the list or tuple at `place`."""
+        found = enumerate(values)
+        return [self._numbers.read(NumberLocation(f"{path}[{i}]", place, i), value, late) for i, value in found]
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:

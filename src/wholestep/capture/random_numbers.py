@@ -106,10 +106,7 @@ class RngReplay:
             starts.append(end if repeats is None else starts[repeats])
             for position, node in enumerate(drawn[number], starts[number]):
                 earlier = first.setdefault(position, node)
-                if earlier is not node and _is_same_draw(earlier, node):
+                same = earlier.target == node.target and meta.tensors(earlier) == meta.tensors(node)
+                if earlier is not node and same:
                     node.replace_all_uses_with(earlier)
                     graph.erase_node(node)
-
-
-def _is_same_draw(a: Node, b: Node) -> bool:
-    return a.target == b.target and meta.tensors(a) == meta.tensors(b)

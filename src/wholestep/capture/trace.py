@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from ..errors import CaptureError, WholestepError
+from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
@@ -93,7 +93,8 @@ class Traced:
         whole = request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in fakes.inputs], batch)
-        self.numbers = Numbers(fakes.mode, fakes.first_of_batch, self._add_number)
+        first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
+        self.numbers = Numbers(fakes.mode, first, self._add_number)
         self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
         self.given = dict[str, torch.Tensor]()
 
@@ -409,9 +410,8 @@ def _explain(error: Exception) -> CaptureError:
     """Return a CaptureError for an error of torch's tracer or of the user's code."""
     where = _user_frame(error)
     if isinstance(error, _torch.DATA_DEPENDENT):
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return _reads_value(
-            f"the step has an operation whose result depends on values: {text}",
+            f"the step has an operation whose result depends on values: {first_line(error)}",
             "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,
         )

@@ -31,6 +31,9 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
     stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
     depth: dict[int, int] = {}
 
+    def in_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     def enter(module: nn.Module, args: Any) -> Any:
         if id(module) not in paths:
             return None
@@ -40,7 +43,7 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
         changed = _cast_tree(root, dtype) if dtype and outermost else []
         stack.append((_torch.noted("module"), changed))
         _torch.note_on_nodes(module=paths[id(module)])
-        return _cast_inputs(args, dtype) if dtype and changed else None
+        return _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else None
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if id(module) not in paths:
@@ -71,12 +74,6 @@ def _cast_tree(root: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any]
                 done.append((held, key, param))
                 held[key] = casts[id(param)]
     return done
-
-
-def _cast_inputs(args: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = _torch.tree_flatten(args)
-    floats = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
-    return _torch.tree_unflatten(floats, spec)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -45,7 +45,7 @@ class Call:
     @staticmethod
     def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Call:
         """The call `target(*args, **kwargs)` on real or fake tensors, which returned `made`."""
-        given, named, outs = mapped((tuple(args), dict(kwargs), made), torch.Tensor, meta.meta_of)
+        given, named, outs = _torch.tree_map_only(torch.Tensor, meta.meta_of, (tuple(args), dict(kwargs), made))
         return Call(target, given, named, tuple(m if isinstance(m, TensorMeta) else None for m in opened([outs])))
 
     @cached_property
@@ -109,18 +109,6 @@ class Call:
 
 def _arguments(target: Any) -> Sequence[Any]:
     return _torch.schema_of(target).arguments if _torch.is_op(target) else ()
-
-
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`value`, with each `kind` in it and in its containers changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: mapped(v, kind, change) for k, v in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        made = (mapped(v, kind, change) for v in cast(Sequence[Any], value))
-        return [*made] if isinstance(value, list) else tuple(made)
-    return value
 
 
 def opened(values: Iterable[Any]) -> Iterator[Any]:

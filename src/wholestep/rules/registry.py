@@ -56,7 +56,6 @@ Function = Callable[[Call], "Bind | BoundRule | str | None"]
 class Rule:
     """One row of the table: text, or a function of the call."""
 
-    target: Any
     body: Bind | Function
     origin: str = BUILT_IN
 
@@ -128,7 +127,7 @@ def rule(
     found = targets_of(op)
 
     def add(body: Bind | Function) -> None:
-        RULES.update({target: Rule(target, body, origin) for target in found})
+        RULES.update(dict.fromkeys(found, Rule(body, origin)))
         SAMPLES.update(dict.fromkeys(found, samples) if samples else {})
         global bound
         bound = {}
@@ -186,10 +185,10 @@ def find(target: Any) -> Rule | None:
     plain = _torch.functional_form(target)
     known = RULES.get(str(target)) if plain is None else RULES.get(plain)
     if known is not None:
-        return replace(known, target=target)
+        return known
     bodies = (family(target if plain is None else plain) for family in FAMILIES)
     body = next((body for body in bodies if body), None)
-    return Rule(target, body) if body else None
+    return Rule(body) if body else None
 
 
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:

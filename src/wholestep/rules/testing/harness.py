@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...graph.meta import overlaps
 from ...layout import Layout, cut
 from ...mesh import Mesh
-from ..call import mapped, opened
+from ..call import opened
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
 """Memory layouts of the operands of a rank; every rule must hold in each."""
@@ -21,7 +22,7 @@ _BEFORE, _AFTER = 3, 2  # elements around a view
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
     """The arguments with their tensors replaced by `tensors`, in order, lists flattened."""
     remaining = iter(tensors)
-    return mapped((tuple(args), dict(kwargs)), Tensor, lambda _: next(remaining))
+    return _torch.tree_map_only(Tensor, lambda _: next(remaining), (tuple(args), dict(kwargs)))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

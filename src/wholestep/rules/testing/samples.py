@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..call import mapped
 from ..registry import RULES, SAMPLES, find
 from .check import Sample
 from .harness import tensors_in, with_tensors
@@ -84,7 +83,10 @@ class _Recording:
         if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
             return None
         kinds = self.kinds.get(target, {})
-        kind = (tuple((t.ndim, t.dtype) for t in tensors), repr(mapped((args, kwargs), Tensor, lambda _: "T")))
+        kind = (
+            tuple((t.ndim, t.dtype) for t in tensors),
+            repr(_torch.tree_map_only(Tensor, lambda _: "T", (args, kwargs))),
+        )
         score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
         if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
             return None
