@@ -26,7 +26,7 @@ from .host_numbers import Numbers
 from .locations import GroupEntry, Location, NumberLocation
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
-from .random_numbers import HostRngGuard, RngReplay, refuse_generators
+from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -41,6 +41,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
@@ -147,7 +148,7 @@ class Traced:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
-                calls.draws.refuse_draws()
+                refuse_host_draws(calls.positions)
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
@@ -254,7 +255,7 @@ class _TorchCalls(TorchFunctionMode):
     def __init__(self, run: Traced, fakes: dict[int, torch.Tensor], zeros: dict[int, bool]) -> None:
         self._step, self._fakes, self._zeros = run, fakes, zeros
         self._numbers, self._known = run.numbers, run.known
-        self.draws = HostRngGuard()
+        self.positions = host_positions()
         self.refused: Exception | None = None
 
     def _fake_of(self, value: Any) -> Any:
@@ -274,7 +275,8 @@ class _TorchCalls(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
-        self.draws.before(func)
+        if func in _FROM_PYTHON:
+            refuse_host_draws(self.positions)
         name = getattr(func, "__name__", "").strip("_")
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
