@@ -183,11 +183,9 @@ def _not_carried(needed: Promoted) -> CaptureError:
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     promoted = request.promoted | _mixed_options(request)
-    found = {place.path: (tensor, place) for tensor, place in request.reach.tensors.values()}
-    carry(request.state, {path: held for path, held in found.items() if path in promoted.tensors})
+    carry(request.state, {path: held for path, held in request.reach.tensors.items() if path in promoted.tensors})
     tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
-    names = {hyper.name: tables[hyper.optimizer][hyper.group].path_of(hyper.key) for hyper in request.hypers}
-    hypers = [hyper for hyper in request.hypers if names[hyper.name] not in promoted.numbers]
+    hypers = [h for h in request.hypers if tables[h.optimizer][h.group].path_of(h.key) not in promoted.numbers]
     return replace(request, promoted=promoted, hypers=hypers)
 
 

@@ -69,20 +69,21 @@ def apply(
     sizes: Mapping[str, str],
     local: Mapping[str, Callable[..., Any]],
     by_shape: frozenset[int],
+    filled: frozenset[str],
 ) -> BoundRule:
     """`rule` bound to `call`; a RuleError names the tensor whose shape it does not fit."""
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
-    has_lists = any(t.is_list for t in (*rule.inputs, *rule.outputs))
-    groups = tuple(_group(rule, terms, call, where, i, has_lists) for i in range(entries_of(rule, call)))
+    groups = tuple(_group(rule, call, where, entry, filled) for entry in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
     return BoundRule(groups, shared, sizes, local)
 
 
 def _group(
-    rule: RuleText, terms: Sequence[Term], call: Call, where: Mapping[int, tuple[int, ...]], entry: int, has_lists: bool
+    rule: RuleText, call: Call, where: Mapping[int, tuple[int, ...]], entry: int, filled: frozenset[str]
 ) -> Group:
     """The group of entry `entry` of every list; of all tensors if there are no lists."""
+    terms, has_lists = inputs_of(rule, call), any(t.is_list for t in (*rule.inputs, *rule.outputs))
     given = {
         (p[entry] if t.is_list else p[0]): (t, i)
         for i, p in where.items()
@@ -110,9 +111,10 @@ def _group(
         for group in groups
         if (passing := frozenset(by_input[i] for i in group if i in by_input)) and passing <= shown.keys()
     )
-    filled = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
+    nonempty = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
+    nonempty |= {f: n for f, n in call.sizes(operands).items() if f in filled or base(f) in filled}
     even = {f: seen.sizes[f] for f in seen.even}
-    return Group(operands, outputs, reduces, partial, even, filled, opaque)
+    return Group(operands, outputs, reduces, partial, even, nonempty, opaque)
 
 
 def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:

@@ -14,8 +14,8 @@ from ..errors import RuleError
 from ..graph.meta import TensorMeta
 from .apply import apply, choose
 from .call import Call
-from .language import RuleText, base, cases
-from .rule import BoundRule, Group
+from .language import RuleText, cases
+from .rule import BoundRule
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 BUILT_IN = "built in"
@@ -40,13 +40,7 @@ class Bind:
 
     def on(self, call: Call) -> BoundRule:
         """This rule bound to `call`."""
-        bound = apply(choose(self.cases(), call), call, self.sizes, self.local, self.by_shape)
-        return bound if not self.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
-
-    def _fill(self, group: Group, call: Call) -> Group:
-        sizes = call.sizes(group.operands)
-        filled = {f: n for f, n in sizes.items() if f in self.filled or base(f) in self.filled}
-        return replace(group, filled={**group.filled, **filled})
+        return apply(choose(self.cases(), call), call, self.sizes, self.local, self.by_shape, self.filled)
 
 
 Function = Callable[[Call], "Bind | BoundRule | str | None"]

@@ -143,7 +143,10 @@ def check_case(case: OpCase) -> CheckResult | None:
         return None
     factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
     passes: dict[str, None] = {}
-    failures = [named for way in ways(case, bound) if (named := _check_way(case, bound, way))]
+    failures: list[Failure] = []
+    for way in ways(case, bound):
+        if found := check_way(case, bound, way):
+            failures.append(check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS))
     failures += _check_memory(case)
     for group in bound.groups:
         for through in group.partial if not case.random else ():
@@ -281,14 +284,6 @@ def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = 
         return None
     parts = "x".join(str(axis.size) for axis in way.mesh.axes)
     return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
-
-
-def _check_way(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Failure | None:
-    """`check_way`; a failure with views only is marked."""
-    found = check_way(case, bound, way)
-    if found is None:
-        return None
-    return check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS)
 
 
 def _check_memory(case: OpCase) -> list[Failure]:
