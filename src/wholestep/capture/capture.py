@@ -126,7 +126,8 @@ def _captured(
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values, traced.watch.effects({i.name for i in graph.inputs}),
+        tuple(traced.cleared), traced.values,
+        traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves),
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ class Traced:
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
-            leaves = [self.watch.leaf(v) for v in call.leaves]
+            leaves = [self.numbers.argument(v) for v in call.leaves]
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [

@@ -28,8 +28,7 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
     dtype = precision.param if precision else None
-    stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
-    depth: dict[int, int] = {}
+    stack: list[tuple[nn.Module, Any, list[tuple[dict[str, Any], str, Any]]]] = []  # the modules that are running
 
     def in_dtype(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -38,20 +37,17 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
         if id(module) not in paths:
             return None
         root = owner[id(module)]
-        outermost = depth.get(id(root), 0) == 0
-        depth[id(root)] = depth.get(id(root), 0) + 1
-        changed = _cast_tree(root, dtype) if dtype and outermost else []
-        stack.append((_torch.noted("module"), changed))
+        changed = _cast_tree(root, dtype) if dtype and all(entered is not root for entered, _, _ in stack) else []
+        stack.append((root, _torch.noted("module"), changed))
         _torch.note_on_nodes(module=paths[id(module)])
         return _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else None
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if id(module) not in paths:
             return
-        before, changed = stack.pop()
+        _, before, changed = stack.pop()
         for container, key, original in changed:
             container[key] = original
-        depth[id(owner[id(module)])] -= 1
         _torch.note_on_nodes(module=before)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]

@@ -68,7 +68,6 @@ class Watch:
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unobserved, self._arguments = set[type](), dict[Any, Any]()
         self._writes: list[Write] = []
-        self._returned = set[int]()
         self._expected: list[Assumption] = []
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
@@ -259,18 +258,10 @@ class Watch:
         call = take_apart(value)
         return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
-    def leaf(self, value: Any) -> Any:
-        """Return a leaf of the step's results: a number as `At`, any other value unchanged."""
-        index = self.numbers.index_of(value)
-        if index is None:
-            return value
-        self._returned.add(index)
-        return At(index)
-
     def _leaf(self, value: Any, path: str) -> Any:
-        index = self.numbers.index_of(value)
-        if index is not None:
-            return At(index)
+        argument = self.numbers.argument(value)
+        if argument is not value:
+            return argument
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
@@ -307,11 +298,11 @@ class Watch:
 
         return enter
 
-    def effects(self, used: set[str]) -> Effects:
-        """Return the host effects of each call; `used` are the names of the graph's inputs."""
-        leaves = [v for w in self._writes if w.made for v in w.made.leaves]
+    def effects(self, used: set[str], returned: Sequence[Any]) -> Effects:
+        """Return the host effects of each call; `used` are the names of the graph's inputs, `returned` the results."""
+        leaves = [*returned, *(v for w in self._writes if w.made for v in w.made.leaves)]
         leaves += [v for c in self._called for v in c.made.leaves]
-        program = self.numbers.program(used, self._returned | {v.index for v in leaves if isinstance(v, At)})
+        program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
         expected = [*self._expected, *self._carried_numbers(), *self._read_places()]
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
