@@ -42,37 +42,16 @@ def new_input(
     return fake, node
 
 
-def patched_host(
-    on_math: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-    on_scheduler: Callable[[LRScheduler, tuple[Any, ...], dict[str, Any]], bool],
-    on_print: Form,
-    on_clock: Callable[[str], None],
-) -> AbstractContextManager[None]:
-    """Redirect functions of `math`, scheduler steps, `print` and clock reads to the given functions.
-
-    `on_math` returns NotImplemented, and `on_scheduler` False, to run the original.
-    """
-
-    def compute(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = on_math(original, args) if not kwargs else NotImplemented
-        return original(*args, **kwargs) if made is NotImplemented else made
-
-    def clock(original: Callable[[], Any]) -> Any:
-        on_clock(original.__name__)
-        return original()
-
-    def step(original: Callable[..., None], self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if not on_scheduler(self, args, kwargs):
-            original(self, *args, **kwargs)
-
+def patched_host(on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form) -> AbstractContextManager[None]:
+    """Replace functions of `math`, steps of schedulers, `print` and reads of clocks by the given forms."""
     functions = [name for name, function in vars(math).items() if callable(function) and not name.startswith("_")]
     clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
     schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
     return forms_set(
         [
-            *((math, name, compute) for name in functions),
-            *((time, name, clock) for name in clocks),
-            *((kind, "step", step) for kind in schedulers),
+            *((math, name, on_math) for name in functions),
+            *((time, name, on_clock) for name in clocks),
+            *((kind, "step", on_scheduler) for kind in schedulers),
             (builtins, "print", on_print),
         ]
     )

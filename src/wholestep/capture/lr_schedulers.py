@@ -41,10 +41,10 @@ class Schedulers:
             vars(scheduler).clear()
             vars(scheduler).update(attributes)
 
-    def step(self, scheduler: LRScheduler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def step(self, original: Callable[..., None], scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         """Record a scheduler's step as a host effect; the options that it sets are new numbers afterwards."""
         if self._running:
-            return False
+            return original(scheduler, *args, **kwargs)
         every = _torch.schedulers_of(scheduler)
         self._refuse_metrics(scheduler, every, [*args, *kwargs.values()])
         optimizers = {id(s.optimizer): s.optimizer for s in every if getattr(s, "optimizer", None) is not None}
@@ -59,7 +59,7 @@ class Schedulers:
             self._replace_options(optimizer, after)
         for one in every:
             self.show(one, after[id(vars(one))], late=True)
-        return True
+        return None
 
     def _refuse_metrics(self, scheduler: LRScheduler, every: Sequence[LRScheduler], given: Sequence[Any]) -> None:
         if any(isinstance(s, ReduceLROnPlateau) for s in every):

@@ -142,8 +142,9 @@ class Watch:
     def _on_write(self, owner: Any, name: str) -> None:
         self._assigned.add((id(owner), name))
 
-    def _on_math(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return self.numbers.call(function, args) if self.numbers else NotImplemented
+    def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
+        return original(*args, **kwargs) if made is NotImplemented else made
 
     def _called_by_user(self) -> bool:
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
@@ -165,15 +166,16 @@ class Watch:
             )
         self.call(original, args, kwargs)
 
-    def _on_clock(self, name: str) -> None:
+    def _on_clock(self, original: Callable[[], Any]) -> Any:
         if self._called_by_user():
             raise CaptureError(
-                f"the step reads the clock with time.{name}(): all later steps would reuse that time",
+                f"the step reads the clock with time.{original.__name__}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
                 "read the clock outside the step, or in a function passed to wholestep.callback; "
                 "step.profile() times a step",
                 self.line(),
             )
+        return original()
 
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):

@@ -186,10 +186,7 @@ def find(target: Any) -> Rule | None:
 
 
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `call` on its shapes; None if there is none: its inputs are then gathered.
-
-    `fallback` provides the rule if the table has none; `rules.testing.discover` runs the op on small inputs.
-    """
+    """The rule of `call` on its shapes, that of `fallback` if the table has none; None if neither has one."""
     found = find(call.target)
     if found is None:
         return fallback(call) if fallback else None
