@@ -37,17 +37,10 @@ def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def patched_for_tracing(
-    on_backward: Callable[[Sequence[Any]], None],
-    on_zero_grad: Callable[[Sequence[Any]], None],
-    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
-) -> Generator[None]:
-    """Patch torch inside this context to observe backwards, `zero_grad`, and the random generator.
+def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None]) -> Generator[None]:
+    """Call `on_backward` with the tensors that a backward starts from, and annotate its nodes with `backward`.
 
-    Nodes made inside a backward get the annotation `backward`. `on_backward` receives the tensors that a backward
-    starts from, `on_zero_grad` parameters whose gradient is set to None, `on_rng` states of the CPU's generator read
-    and set; setting one has no effect, since a trace draws no numbers. Validation in torch.distributions, which reads
-    values, is disabled.
+    Validation in torch.distributions, which reads values, is disabled.
     """
 
     def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,26 +52,8 @@ def patched_for_tracing(
         finally:
             note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
 
-    def zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:
-        if set_to_none:
-            is_module = isinstance(self, torch.nn.Module)
-            on_zero_grad(list(self.parameters()) if is_module else [p for g in self.param_groups for p in g["params"]])
-        original(self, set_to_none)
-
-    def get_rng_state(original: Any) -> torch.Tensor:
-        state = original()
-        on_rng[0](state)
-        return state
-
-    def set_rng_state(original: Any, state: torch.Tensor) -> None:
-        on_rng[1](state)
-
     forms: list[tuple[Any, str, Form]] = [
         (torch.nn.Module, "_apply", _apply_unless_idle),
-        (torch.optim.Optimizer, "zero_grad", zero_grad),
-        (torch.nn.Module, "zero_grad", zero_grad),
-        (torch, "get_rng_state", get_rng_state),
-        (torch, "set_rng_state", set_rng_state),
         (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),
     ]

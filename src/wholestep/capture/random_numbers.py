@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +66,15 @@ class RngReplay:
     repeats: list[int | None] = field(default_factory=lambda: [None])
     _saved: list[tuple[torch.Tensor, int]] = field(default_factory=list[tuple[torch.Tensor, int]])
 
-    def saved(self, state: torch.Tensor) -> None:
-        """Record that the generator's state was read."""
+    def saved(self, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Replace torch.get_rng_state: record that the generator's state was read."""
+        state = original()
         self._begin(None)
         self._saved.append((state, len(self.repeats) - 1))
+        return state
 
-    def restored(self, state: torch.Tensor) -> None:
-        """Record that the generator was set to a state read before."""
+    def restored(self, original: Any, state: torch.Tensor) -> None:
+        """Replace torch.set_rng_state: record the reset to a state read before. A trace draws no numbers."""
         known = [segment for kept, segment in self._saved if kept is state]
         if not known:
             refuse_seeds(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -110,9 +110,10 @@ class Traced:
         try:
             if torch.is_anomaly_enabled():
                 refuse_anomaly_mode()
-            on_rng = self.draws.saved, self.draws.restored
-            watch = _torch.patched_for_tracing(self._saw_backward, self.saw_zero_grad, on_rng)
-            with _torch.tensor_only_optimizers(), watch, _torch.replaced(methods()):
+            zero_grads = [(owner, "zero_grad", self._zero_grad) for owner in (torch.optim.Optimizer, torch.nn.Module)]
+            rng = [(torch, "get_rng_state", self.draws.saved), (torch, "set_rng_state", self.draws.restored)]
+            forms = _torch.replaced([*methods(), *zero_grads, *rng])
+            with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(self._saw_backward), forms:
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
         finally:
             optimizer_hook.remove()
@@ -193,6 +194,13 @@ class Traced:
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
+
+    def _zero_grad(self, original: Callable[..., None], owner: Any, set_to_none: bool = True) -> None:
+        """Replace `zero_grad` of modules and optimizers."""
+        if set_to_none:
+            groups = [{"params": owner.parameters()}] if isinstance(owner, torch.nn.Module) else owner.param_groups
+            self.saw_zero_grad([param for group in groups for param in group["params"]])
+        original(owner, set_to_none)
 
     def saw_zero_grad(self, params: Sequence[Any]) -> None:
         """Record that gradients are set to None."""
