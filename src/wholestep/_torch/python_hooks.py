@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import Form, attributes_set, forms_set
+from .attributes import Form, forms_set
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _proxies: Any = proxy_tensor
@@ -65,27 +65,13 @@ def _with_subclasses(kind: type) -> list[type]:
 
 
 @contextlib.contextmanager
-def watched_attributes(
-    kinds: Iterable[type], read: Callable[[Any, str], None], written: Callable[[Any, str], None]
-) -> Generator[set[type]]:
-    """Call `read(object, name)` and `written(object, name)` for attribute accesses on objects of these classes.
-
-    Yields the classes that cannot be observed.
-    """
+def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
+    """Replace what reads and assigns attributes on objects of these classes; yield those that cannot be observed."""
     known, unobserved = set[type](), set[type]()
-
-    def watching(original: Any, notify: Callable[[Any, str], None]) -> Callable[..., Any]:
-        def watch(self: Any, name: str, *value: Any) -> Any:
-            notify(self, name)
-            return original(self, name, *value)
-
-        return watch
-
     with contextlib.ExitStack() as stack:
         for kind in (k for k in kinds if not known.intersection(k.__mro__)):
-            reads, writes = watching(kind.__getattribute__, read), watching(kind.__setattr__, written)
             try:
-                stack.enter_context(attributes_set([(kind, "__getattribute__", reads), (kind, "__setattr__", writes)]))
+                stack.enter_context(forms_set([(kind, "__getattribute__", on_read), (kind, "__setattr__", on_write)]))
                 known.add(kind)
             except TypeError:
                 unobserved.add(kind)

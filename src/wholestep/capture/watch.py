@@ -133,14 +133,15 @@ class Watch:
         """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
 
-    def _on_read(self, owner: Any, name: str) -> None:
-        if (id(owner), name) in self._assigned:
-            return
-        if name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+    def _on_read(self, original: Callable[..., Any], owner: Any, name: str) -> Any:
+        seen = name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+        if seen and (id(owner), name) not in self._assigned:
             self._reads.add((id(owner), name))
+        return original(owner, name)
 
-    def _on_write(self, owner: Any, name: str) -> None:
+    def _on_write(self, original: Callable[..., Any], owner: Any, name: str, value: Any) -> None:
         self._assigned.add((id(owner), name))
+        original(owner, name, value)
 
     def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
