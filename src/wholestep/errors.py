@@ -32,6 +32,11 @@ class WholestepError(Exception):
         return "\n".join(parts)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, or the name of its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class CaptureError(WholestepError):
     """The step cannot be captured as one graph. `reads_value`: it reads a value that is known only when it runs."""
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+from torch import Tensor
+
 from .errors import LayoutError
 from .mesh import Mesh
 
@@ -152,6 +154,16 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(step, size - start)
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
+    """Return the piece of a whole tensor at `coordinate`, as a view."""
+    piece = whole
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            start, length = chunk_range(piece.shape[dim], mesh.axis_size(axis), coordinate[axis])
+            piece = piece.narrow(dim, start, length)
+    return piece
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.backend.cudagraphs import WARM_CALLS, CudaGraphs, CudaRecorder
+from wholestep.backend.cudagraphs import WARM_CALLS, CudaGraphs, record_on_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,13 +27,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Counting:
     """CUDA graphs, counted."""
 
-    kind = "cuda"
-
     def __init__(self) -> None:
         self.recorded, self.replayed = 0, 0
 
     def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        made, replay = CudaRecorder().record(run)
+        made, replay = record_on_cuda(run)
         self.recorded += 1
 
         def counted() -> None:
@@ -62,7 +60,10 @@ def test_ten_steps_equal_those_of_eager(recipe: str) -> None:
     models.append(copy.deepcopy(models[0]))
     optimizers = [OPTIMIZERS[recipe](m.parameters()) for m in models]
     counting = Counting()
-    steps = [ws.compile(train_step, device="cuda:0", backend=backend) for backend in ("eager", CudaGraphs(counting))]
+    steps = [
+        ws.compile(train_step, device="cuda:0", backend=backend)
+        for backend in ("eager", CudaGraphs("cuda", counting.record))
+    ]
     found: list[list[dict[str, Tensor]]] = [[], []]
     saved: list[Any] = []
     with warnings.catch_warnings():

@@ -50,7 +50,7 @@ def test_the_tier_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["equal"] > 0
     finally:
         monkeypatch.undo()
-        registry._bound = {}
+        registry.bound = {}
 
 
 def test_days_differ_and_are_the_same_for_all() -> None:

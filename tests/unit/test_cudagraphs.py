@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
 
 def recorded_by(again: Again, fn: Callable[..., Any], **options: Any) -> ws.CompiledStep:
     """`fn` under `cudagraphs`, with another recorder."""
-    return ws.compile(fn, backend=CudaGraphs(again), **options)
+    return ws.compile(fn, backend=CudaGraphs(again.kind, again.record), **options)
 
 
 @dataclass
@@ -303,7 +303,7 @@ def test_a_number_that_an_op_takes_in_python() -> None:
     graph.output((out,))
     assert as_tensors(graph) == ["%leaky_relu_default (aten.leaky_relu.default)"]
     inputs = [Input("x", Role.PARAM, made), Input("lr", Role.HYPER, number)]
-    backend = CudaGraphs(Again())
+    backend = CudaGraphs("cpu", Again().record)
     with pytest.warns(UserWarning, match="takes a scheduled number"):
         run = backend.compile(graph, inputs, [torch.ones(3), torch.tensor(0.5)], None)
     assert torch.equal(run([-torch.ones(3), torch.tensor(0.5)])[0], torch.full((3,), -0.5))

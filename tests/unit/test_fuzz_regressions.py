@@ -139,5 +139,5 @@ def test_a_wrong_graph_is_found_and_made_small() -> None:
         assert [list(v.shape) for v in small.program.values.values()] == [[2, 1]]
     finally:
         registry.RULES[aten.cumsum.default] = before
-        registry._bound.clear()
+        registry.bound.clear()
     assert len(run_one(train, list(values.values()))) == 2

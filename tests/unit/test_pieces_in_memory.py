@@ -35,7 +35,7 @@ def table_restored() -> Iterator[None]:
     yield
     registry.RULES.clear()
     registry.RULES.update(kept)
-    registry._bound = {}
+    registry.bound = {}
 
 
 # -- the check -------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def table_restored() -> Iterator[None]:
     for known, rows in kept:
         known.clear()
         known.update(rows)
-    registry._bound = {}
+    registry.bound = {}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ The public names of the modules here are the names of this package.
 Each entry: the name (first torch version), its purpose; the public API that would replace it.
 
 - fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
-  during a trace (`host`); a tracer that accepts new inputs.
+  during a trace (`python_hooks`); a tracer that accepts new inputs.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.

@@ -1,10 +1,14 @@
-"""Sets attributes of modules, classes and objects, and restores them."""
+"""Sets attributes of modules, classes and objects, replaces functions, and restores them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
+
+Form = Callable[..., Any]
+"""A function in the place of another: it is called with the original and the arguments."""
 
 _INHERITED = object()
 
@@ -25,3 +29,17 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
                 setattr(owner, name, before)
             elif name in vars(owner):  # a trace may have restored an object's attributes
                 delattr(owner, name)
+
+
+def forms_set(forms: Iterable[tuple[Any, str, Form]]) -> AbstractContextManager[None]:
+    """Replace functions, given as (owner, name, form), by `form(original, ...)`, and restore them on exit."""
+    return attributes_set([(owner, name, _bound(form, owner, name)) for owner, name, form in forms])
+
+
+def _bound(form: Form, owner: Any, name: str) -> Any:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return form(original, *args, **kwargs)
+
+    return staticmethod(run) if isinstance(vars(owner).get(name), staticmethod) else run

@@ -7,6 +7,7 @@ graphs are equal, node for node.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -49,16 +50,9 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     """
     modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
     slow: list[Any] = [mode.__torch_dispatch__ for mode in modes]
-    quick = _fast_dispatch(slow[0], forms), _innermost(slow[1])
+    quick = _fast_dispatch(slow[0], forms), inspect.unwrap(slow[1])
     changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
     return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
-
-
-def _innermost(function: Any) -> Any:
-    """Remove decorators that set `__wrapped__`."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 def _fast_dispatch(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:

@@ -3,10 +3,9 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import _guards
@@ -16,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import BackendError
 from .attributes import attributes_set
 from .tracing import fake_mode
+
+Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def inductor_compile(
@@ -80,32 +81,22 @@ def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None
             setattr(part, name, getattr(whole, name))
 
 
-class PartContext:
-    """A tracing context for the compilation of one part of a dynamo graph."""
+def compiled_part(compiler: Callable[[], Part], fakes: Sequence[Any]) -> tuple[Part, Any]:
+    """Compile one part of a dynamo graph, in a tracing context of its own, and call it on fakes.
 
-    def __init__(self) -> None:
-        self._notes: Any = copy.copy(TracingContext.get())
-        self._notes.fw_metadata = None
-
-    @contextlib.contextmanager
-    def compiling(self) -> Generator[None]:
-        """Compile inside this context; the first call then returns fakes with the strides of the real results."""
-        with attributes_set([(self._notes, "fakify_first_call", True)]), _guards.tracing(self._notes):
-            yield
-
-    @property
-    def through_aot(self) -> bool:
-        """True if aot_autograd compiled the part."""
-        return self._notes.fw_metadata is not None
-
-    def call(self, compiled: Callable[..., Any], fakes: Sequence[Any]) -> Any:
-        """Make the first call, on fakes."""
-        mode: Any = self._notes.fake_mode
-        set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
+    The result of the call has the strides of the real results, which aot_autograd may change; None without it.
+    """
+    notes: Any = copy.copy(TracingContext.get())
+    notes.fw_metadata = None
+    set_tracing: Any = cast(Any, torch._C)._autograd._saved_tensors_hooks_set_tracing
+    with attributes_set([(notes, "fakify_first_call", True)]), _guards.tracing(notes):
+        compiled = compiler()
+        if notes.fw_metadata is None:
+            return compiled, None
         held = set_tracing(True)
         try:
-            with attributes_set([(mode, "allow_non_fake_inputs", True)]), mode:
-                return compiled(*fakes)
+            with attributes_set([(notes.fake_mode, "allow_non_fake_inputs", True)]), notes.fake_mode:
+                return compiled, compiled(*fakes)
         finally:
             set_tracing(held)
 

@@ -10,10 +10,10 @@ import torch
 import torch.utils._pytree as pytree
 
 TreeSpec = pytree.TreeSpec
-tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
+tree_flatten, tree_unflatten, tree_map_only = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_map_only
 
 
-def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Return the leaves of a nested container, each with its path as text."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
 

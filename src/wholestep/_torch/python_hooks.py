@@ -9,14 +9,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import attributes_set
+from .attributes import Form, forms_set
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _proxies: Any = proxy_tensor
@@ -43,50 +42,16 @@ def new_input(
     return fake, node
 
 
-def patched_host(
-    on_math: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-    on_scheduler: Callable[[LRScheduler, tuple[Any, ...], dict[str, Any]], bool],
-    on_print: Callable[..., Any],
-    on_clock: Callable[[str], None],
-) -> AbstractContextManager[None]:
-    """Redirect functions of `math`, scheduler steps, `print` and clock reads to the given functions.
-
-    `on_math` returns NotImplemented, and `on_scheduler` False, to run the original.
-    """
-
-    def stand_in(new: Any, original: Any) -> Any:
-        new.stands_in_for = original
-        return new
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = on_math(function, args) if not kwargs else NotImplemented
-            return function(*args, **kwargs) if made is NotImplemented else made
-
-        return stand_in(call, function)
-
-    def clock(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def read() -> Any:
-            on_clock(name)
-            return function()
-
-        return stand_in(read, function)
-
-    def stepping(original: Callable[..., None]) -> Callable[..., None]:
-        def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            if not on_scheduler(self, args, kwargs):
-                original(self, *args, **kwargs)
-
-        return step
-
-    functions = {n: f for n, f in vars(math).items() if callable(f) and not n.startswith("_")}
+def patched_host(on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form) -> AbstractContextManager[None]:
+    """Replace functions of `math`, steps of schedulers, `print` and reads of clocks by the given forms."""
+    functions = [name for name, function in vars(math).items() if callable(function) and not name.startswith("_")]
     clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
     schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
-    return attributes_set(
+    return forms_set(
         [
-            *((math, name, watched(function)) for name, function in functions.items()),
-            *((time, name, clock(name, getattr(time, name))) for name in clocks),
-            *((kind, "step", stepping(vars(kind)["step"])) for kind in schedulers),
+            *((math, name, on_math) for name in functions),
+            *((time, name, on_clock) for name in clocks),
+            *((kind, "step", on_scheduler) for kind in schedulers),
             (builtins, "print", on_print),
         ]
     )
@@ -100,36 +65,17 @@ def _with_subclasses(kind: type) -> list[type]:
 
 
 @contextlib.contextmanager
-def watched_attributes(
-    kinds: Iterable[type], read: Callable[[Any, str], None], written: Callable[[Any, str], None]
-) -> Generator[set[type]]:
-    """Call `read(object, name)` and `written(object, name)` for attribute accesses on objects of these classes.
-
-    Yields the classes that cannot be observed.
-    """
+def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
+    """Replace what reads and assigns attributes on objects of these classes; yield those that cannot be observed."""
     known, unobserved = set[type](), set[type]()
-
-    def watching(original: Any, notify: Callable[[Any, str], None]) -> Callable[..., Any]:
-        def watch(self: Any, name: str, *value: Any) -> Any:
-            notify(self, name)
-            return original(self, name, *value)
-
-        return watch
-
     with contextlib.ExitStack() as stack:
         for kind in (k for k in kinds if not known.intersection(k.__mro__)):
-            reads, writes = watching(kind.__getattribute__, read), watching(kind.__setattr__, written)
             try:
-                stack.enter_context(attributes_set([(kind, "__getattribute__", reads), (kind, "__setattr__", writes)]))
+                stack.enter_context(forms_set([(kind, "__getattribute__", on_read), (kind, "__setattr__", on_write)]))
                 known.add(kind)
             except TypeError:
                 unobserved.add(kind)
         yield unobserved
-
-
-def behind(value: Any) -> Any:
-    """Return the original of a function that `patched_host` replaced; any other value unchanged."""
-    return vars(value).get("stands_in_for", value) if isinstance(value, FunctionType) else value
 
 
 def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:

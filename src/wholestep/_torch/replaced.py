@@ -6,111 +6,67 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.optim._adafactor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .attributes import attributes_set
+from .attributes import Form, attributes_set, forms_set
 from .tracing import note_on_nodes, noted
-
-Method = Callable[..., Any]
 
 ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
 
 
 @contextlib.contextmanager
-def replaced(forms: Iterable[tuple[Any, str, Method]]) -> Generator[None]:
-    """Replace attributes, given as (owner, name, form), by `form(original, ...)`; run compiled modules uncompiled."""
-    changes = [(owner, name, _bound(form, owner, name)) for owner, name, form in forms]
+def replaced(forms: Iterable[tuple[Any, str, Form]]) -> Generator[None]:
+    """Replace functions by `forms`, as `forms_set` does; run compiled modules uncompiled."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attributes_set(changes))
+        stack.enter_context(forms_set(forms))
         if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
             from torch._dynamo.eval_frame import OptimizedModule
 
-            stack.enter_context(attributes_set([(OptimizedModule, "__call__", _run_original)]))
+            stack.enter_context(forms_set([(OptimizedModule, "__call__", _run_original)]))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def _bound(form: Method, owner: Any, name: str) -> Any:
-    original: Method = getattr(owner, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return form(original, *args, **kwargs)
-
-    return staticmethod(run) if isinstance(vars(owner).get(name), staticmethod) else run
-
-
-def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._orig_mod(*args, **kwargs)
 
 
-def patched_for_tracing(
-    on_backward: Callable[[Sequence[Any]], None],
-    on_zero_grad: Callable[[Sequence[Any]], None],
-    on_rng: tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]],
-) -> AbstractContextManager[None]:
-    """Patch torch inside the returned context to observe backwards, `zero_grad`, and the random generator.
+@contextlib.contextmanager
+def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None]) -> Generator[None]:
+    """Call `on_backward` with the tensors that a backward starts from, and annotate its nodes with `backward`.
 
-    Nodes made inside a backward get the annotation `backward`. `on_backward` receives the tensors that a backward
-    starts from, `on_zero_grad` parameters whose gradient is set to None, `on_rng` states of the CPU's generator read
-    and set; setting one has no effect, since a trace draws no numbers. Validation in torch.distributions, which reads
-    values, is disabled.
+    Validation in torch.distributions, which reads values, is disabled.
     """
-    engine, read_state = torch.autograd.graph._engine_run_backward, torch.get_rng_state
 
-    def backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         on_backward(outputs)
         nested, module = noted("backward"), noted("module")
         note_on_nodes(backward=True)
         try:
-            return engine(outputs, *args, **kwargs)
+            return original(outputs, *args, **kwargs)
         finally:
             note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
 
-    def zero_grad(owner: Any, parameters: Callable[[Any], list[Any]]) -> Callable[..., None]:
-        original = owner.zero_grad
-
-        def observed(self: Any, set_to_none: bool = True) -> None:
-            if set_to_none:
-                on_zero_grad(parameters(self))
-            original(self, set_to_none)
-
-        return observed
-
-    def get_rng_state() -> torch.Tensor:
-        state = read_state()
-        on_rng[0](state)
-        return state
-
-    of_optimizer = zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]])
-    of_module = zero_grad(torch.nn.Module, lambda m: list(m.parameters()))
-    return attributes_set(
-        [
-            (torch.nn.Module, "_apply", _apply_unless_idle(cast(Any, torch.nn.Module)._apply)),
-            (torch.distributions.Distribution, "_validate_args", False),
-            (torch.optim.Optimizer, "zero_grad", of_optimizer),
-            (torch.nn.Module, "zero_grad", of_module),
-            (torch, "get_rng_state", get_rng_state),
-            (torch, "set_rng_state", on_rng[1]),
-            (torch.autograd, "_engine_run_backward", backward),
-            (torch.autograd.graph, "_engine_run_backward", backward),
-        ]
-    )
+    forms: list[tuple[Any, str, Form]] = [
+        (torch.nn.Module, "_apply", _apply_unless_idle),
+        (torch.autograd, "_engine_run_backward", backward),
+        (torch.autograd.graph, "_engine_run_backward", backward),
+    ]
+    with attributes_set([(torch.distributions.Distribution, "_validate_args", False)]), forms_set(forms):
+        yield
 
 
-def _apply_unless_idle(original: Method) -> Method:
+def _apply_unless_idle(
+    original: Any, self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> Any:
     """Skip `module.to(...)` that changes nothing: torch cannot swap fake parameters."""
-
-    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        held = [*self.parameters(recurse), *self.buffers(recurse)]
-        return self if all(fn(tensor) is tensor for tensor in held) else original(self, fn, recurse)
-
-    return apply
+    held = [*self.parameters(recurse), *self.buffers(recurse)]
+    return self if all(fn(tensor) is tensor for tensor in held) else original(self, fn, recurse)
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -22,11 +22,7 @@ CAPABILITIES = ("fused_optimizers", "in_place_buffers", "splits_steps", "times_n
 
 
 def backend_of(given: Backend | str) -> Backend:
-    """The backend of a name; a `Backend` as it is.
-
-    Raises:
-        BackendError: the name is unknown, or the object lacks a part of the protocol.
-    """
+    """The backend of a name; a `Backend` as it is, if it has all parts of the protocol."""
     known = ", ".join(map(repr, BACKENDS))
     if isinstance(given, str):
         if given not in BACKENDS:
@@ -58,11 +54,7 @@ def compiled(
     example_inputs: Sequence[Any],
     clock: NodeClock | None = None,
 ) -> Run:
-    """`graph`, bound to a rank, as a function from inputs like `example_inputs` to outputs.
-
-    Raises:
-        BackendError: the backend cannot compile it, or returns no function.
-    """
+    """`graph`, bound to a rank, as a function from inputs like `example_inputs` to outputs."""
     if clock is not None and not backend.times_nodes:
         found = f"backend {backend.name!r} does not time nodes"
         needed = "one with times_nodes for measure=True and profile"

@@ -11,13 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..errors import first_line
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.nodes import is_collective, operands
@@ -33,62 +34,47 @@ WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
 _BROUGHT = (Role.BATCH, Role.HYPER)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 Replay = Callable[[], None]
+Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Replay]]
 
 
-class Recorder(Protocol):
-    """What records on devices of one `kind`."""
+def record_on_cuda(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
+    """Record what `run` launches, without running it: tensors that hold its results after a replay, and that.
 
-    @property
-    def kind(self) -> str:
-        """The type of device, as torch calls it."""
-        ...
-
-    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
-        """Record what `run` launches, without running it: tensors that hold its results after a replay, and that."""
-        ...
-
-
-@dataclass(frozen=True)
-class CudaRecorder:
-    """Records with `torch.cuda.graph`, in a memory pool of each graph's own.
-
-    Other threads may use CUDA meanwhile (data loaders that pin memory, NCCL's watchdog). Draws of the device's default
-    generator follow that generator's state at each replay, and advance it.
+    Each graph has a memory pool of its own. Other threads may use CUDA meanwhile (data loaders that pin memory, NCCL's
+    watchdog). Draws of the device's default generator follow that generator's state at each replay, and advance it.
     """
-
-    kind: str = "cuda"
-
-    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
-        """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            made = run()
-        return made, graph.replay
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = run()
+    return made, graph.replay
 
 
 @dataclass
 class CudaGraphs:
-    """The backend `cudagraphs`: records a step on a GPU and replays it. It warns once of each obstacle."""
+    """The backend `cudagraphs`: records a step on a GPU and replays it. It warns once of each obstacle.
+
+    `record` is the function that records, on devices of type `kind`.
+    """
 
     name = "cudagraphs"
     fused_optimizers = True
     in_place_buffers = True
     splits_steps = False
     times_nodes = True
-    recorder: Recorder = field(default_factory=CudaRecorder)
+    kind: str = "cuda"
+    record: Record = record_on_cuda
     warned: set[str] = field(default_factory=set[str])
 
     def compile(
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
     ) -> Run:
         """`graph` as a function that replays it; as `eager` makes it where that cannot be, with a warning of why."""
-        kind = self.recorder.kind
-        if why := obstacle(graph, inputs, example_inputs, kind, _transport(kind)):
+        if why := obstacle(graph, inputs, example_inputs, self.kind, _transport(self.kind)):
             self._warn(f"backend='cudagraphs' runs this step as 'eager' does: {why}")
             return eager(graph, clock)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         in_single_precision(graph, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
-        return _Replayed(eager(graph, clock), [i.role for i in inputs], self.recorder, self._warn)
+        return _Replayed(eager(graph, clock), [i.role for i in inputs], self.kind, self.record, self._warn)
 
     def _warn(self, text: str) -> None:
         if text not in self.warned:
@@ -105,7 +91,8 @@ class _Replayed:
 
     run: Run
     roles: Sequence[Role]
-    recorder: Recorder
+    kind: str
+    record: Record
     warn: Callable[[str], None]
     calls: int = 0
     recordings: int = 0
@@ -136,8 +123,8 @@ class _Replayed:
             if role not in _BROUGHT:
                 continue
             if i not in self.buffers:
-                made, kind = cast(Tensor, given[i]), self.recorder.kind
-                self.buffers[i] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=kind)
+                made = cast(Tensor, given[i])
+                self.buffers[i] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=self.kind)
             if role is Role.BATCH:
                 self.buffers[i].copy_(given[i], non_blocking=True)
             elif (value := float(given[i])) != self.numbers.get(i):
@@ -153,10 +140,9 @@ class _Replayed:
             self._give_up(f"parameters, state or gradients have {often}: change them in place")
             return None
         try:
-            return (places, *self.recorder.record(lambda: self.run(given)))
+            return (places, *self.record(lambda: self.run(given)))
         except Exception as error:  # whatever a library says when it cannot be recorded
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._give_up(f"it cannot be recorded: {text}")
+            self._give_up(f"it cannot be recorded: {first_line(error)}")
             return None
 
     def _give_up(self, why: str) -> None:
@@ -175,7 +161,7 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     if readers := as_tensors(graph):
         return f"{readers[0]} takes a scheduled number as a Python number"
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    brought = {n for n, i in zip(placeholders, inputs, strict=True) if _moves(i.role, n)}
+    brought = {n for n, i in zip(placeholders, inputs, strict=True) if i.role in _BROUGHT and _is_number(n)}
     made_here = {n for n in graph.nodes if n.op == "call_function" and not operands(n) and not is_random(n)}
     constants = following(graph, {n for n in made_here if _elsewhere(n, kind)})
     numbers = following(graph, brought | constants) - constants
@@ -185,10 +171,10 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     return ""
 
 
-def _moves(role: Role, node: Node) -> bool:
+def _is_number(node: Node) -> bool:
     """True for a single number, which is brought to the device wherever it is."""
     made = meta.tensor(node)
-    return role in _BROUGHT and made is not None and not made.shape
+    return made is not None and not made.shape
 
 
 def _elsewhere(node: Node, kind: str) -> str:
@@ -224,8 +210,7 @@ def _unfit_call(node: Node, kind: str, transport: str, constants: set[Node], num
         asked = node.kwargs.get("device")
         return f"copies to {asked}" if asked is not None and torch.device(str(asked)).type != kind else ""
     if node in constants:
-        made = meta.tensor(node)
-        return "" if made is not None and not made.shape else f"computes on {other or kind}"
+        return "" if _is_number(node) else f"computes on {other or kind}"
     if node.target in _COPIES and any(n in constants for n in operands(node)):
         return "copies from the host"
     return f"computes on {other}" if other else ""

@@ -71,7 +71,7 @@ class _Eager:
 
     def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
         self._graph, self._clock = graph, clock
-        self._wrong: list[str] = []
+        self._wrong: dict[str, Callable[[Any], Any]] = {}
         self._run = self._compile(first=True)
         self._checked = False
 
@@ -85,7 +85,7 @@ class _Eager:
     def _compile(self, first: bool) -> Run:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        self.source = self._write(self._check if first else self._mend)
+        self.source = self._write(self._check if first else lambda node: self._wrong.get(node.name))
         scope = dict(self._constants)
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
@@ -94,20 +94,15 @@ class _Eager:
         stride = None if node.op != "call_function" or is_mutating(node) or is_wait(node) else meta.traced_stride(node)
         if stride is None:
             return None
+        mend = partial(meta.with_stride, stride=stride)
 
         def check(made: torch.Tensor | None) -> torch.Tensor | None:
-            mended = None if made is None else meta.with_stride(made, stride)  # None: a gradient not asked for
+            mended = None if made is None else mend(made)  # None: a gradient not asked for
             if mended is not made:
-                self._wrong.append(node.name)
+                self._wrong[node.name] = mend
             return mended
 
         return check
-
-    def _mend(self, node: Node) -> Callable[[Any], Any] | None:
-        if node.name not in self._wrong:
-            return None
-        stride = meta.traced_stride(node)
-        return None if stride is None else partial(meta.with_stride, stride=stride)
 
     def _write(self, mend: Callable[[Node], Callable[[Any], Any] | None]) -> str:
         nodes = list(self._graph.nodes)

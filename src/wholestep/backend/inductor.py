@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
-from ..errors import BackendError
+from ..errors import BackendError, first_line
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import function_of, is_collective, is_wait, node_at, operands
@@ -46,9 +46,6 @@ class Inductor:
         """Compile `graph` for inputs like `example_inputs`: each stretch between collectives is one function.
 
         What communicates, waits or moves between devices runs as it does under `eager`, in the order of the graph.
-
-        Raises:
-            BackendError: there is no C++ compiler, or Inductor refuses the graph.
         """
         if all(not (isinstance(t, torch.Tensor) and t.is_cuda) for t in example_inputs) and not (
             shutil.which("g++") or shutil.which("clang++")
@@ -65,10 +62,8 @@ class Inductor:
         except BackendError:
             raise
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BackendError(
-                f"Inductor cannot compile this graph: {text}", next_step='use backend="eager"'
-            ) from error
+            found = f"Inductor cannot compile this graph: {first_line(error)}"
+            raise BackendError(found, next_step='use backend="eager"') from error
 
 
 def _apart(node: Node) -> bool:

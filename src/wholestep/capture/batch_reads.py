@@ -49,7 +49,6 @@ class Reader:
     batch: Mapping[str, Any]
     reads: list[Read] = field(default_factory=list[Read])
     _nodes: list[Node] = field(default_factory=list[Node])
-    _graph: Graph | None = None
     _root: Any = None
 
     def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
@@ -58,7 +57,6 @@ class Reader:
         if found is None:
             return None
         node, self._root = found
-        self._graph = node.graph
         part = self._part([node])
         if part is None:
             return None
@@ -73,16 +71,16 @@ class Reader:
         return None if part is None else ReadValues(part[0], tuple(self._given()), tuple(self.reads))
 
     def _given(self) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and _is_whole_number(t)}
+        tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
+        return {n: t for n, t in tensors.items() if not t.is_floating_point() and not t.is_complex()}
 
     def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
         """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
-        assert self._graph is not None, "set with the first read"
         given, new, copied = self._given(), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
         placeholders = iter(self.names)
-        for node in self._graph.nodes:
+        for node in wanted[0].graph.nodes:
             if node.op == "placeholder":
                 name = next(placeholders, "")
                 if name in inputs:
@@ -119,10 +117,6 @@ def _storages(node: Node) -> set[int]:
     made = meta.value(node)
     items = cast(Sequence[Any], made) if isinstance(made, (tuple, list)) else (made,)
     return {_torch.storage_key(t) for t in items if isinstance(t, torch.Tensor)}
-
-
-def _is_whole_number(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -53,8 +53,6 @@ def find_state(
     """Return the state of a step, and the structure, leaves and leaf names of its arguments.
 
     Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
-
-    Raises CaptureError if there is no module with parameters and no optimizer.
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, args, kwargs)
@@ -92,9 +90,6 @@ def capture_step(
     shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
     Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
     between calls; they become state if the step can be captured that way.
-
-    Raises:
-        CaptureError: the step cannot become one graph; the message names the line and an alternative.
     """
     options, carried = options or CaptureOptions(), carried or Promoted()
     state, *_ = find_state(fn, args, kwargs, options.extra)
@@ -131,7 +126,8 @@ def _captured(
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values, traced.watch.effects({i.name for i in graph.inputs}),
+        tuple(traced.cleared), traced.values,
+        traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves),
     )  # fmt: skip
 
 
@@ -188,11 +184,9 @@ def _not_carried(needed: Promoted) -> CaptureError:
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     promoted = request.promoted | _mixed_options(request)
-    found = {place.path: (tensor, place) for tensor, place in request.reach.tensors.values()}
-    carry(request.state, {path: held for path, held in found.items() if path in promoted.tensors})
+    carry(request.state, {path: held for path, held in request.reach.tensors.items() if path in promoted.tensors})
     tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
-    names = {hyper.name: tables[hyper.optimizer][hyper.group].path_of(hyper.key) for hyper in request.hypers}
-    hypers = [hyper for hyper in request.hypers if names[hyper.name] not in promoted.numbers]
+    hypers = [h for h in request.hypers if tables[h.optimizer][h.group].path_of(h.key) not in promoted.numbers]
     return replace(request, promoted=promoted, hypers=hypers)
 
 

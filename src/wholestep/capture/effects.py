@@ -12,7 +12,7 @@ from ..errors import CaptureError
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
-from .locations import Arguments, GroupEntry, Location, shown
+from .locations import GroupEntry, Location, shown
 
 CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of each step"
 
@@ -87,7 +87,7 @@ class Effects:
     rebound: tuple[str, ...] = ()
     flags: tuple[tuple[str, bool], ...] = ()
     carried: Promoted = Promoted()
-    arguments: Arguments = field(default_factory=Arguments)
+    arguments: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def group_options(self) -> set[tuple[int, int, Any]]:
         """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""

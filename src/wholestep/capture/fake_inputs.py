@@ -73,11 +73,6 @@ class FakeInputs:
         self.inputs.insert(position, given)
         self.fakes.insert(position, fake)
 
-    @property
-    def first_of_batch(self) -> int:
-        """Position of the first batch input; host numbers are inserted before it."""
-        return next((n for n, i in enumerate(self.inputs) if i.role is Role.BATCH), len(self.inputs))
-
 
 def stand_ins(request: Request) -> FakeInputs:
     """Create fakes for parameters, buffers, optimizer state, gradients, hypers and the batch, in this order.

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,14 +47,6 @@ class At:
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One instruction of the host program: `fn(*args)`; an `At` among `args` refers to an earlier result."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class TracedChoice:
     """A branch resolved during the trace: the truth of result `index` must be `expected` in each call.
 
@@ -70,11 +63,11 @@ class TracedChoice:
 class HostProgram:
     """The host computation before each call: the `needed` instructions, in order.
 
-    `inputs` maps inputs of the graph to the instruction that computes each. `changed` are the dicts that effects
-    modify.
+    An `At` among the arguments of an instruction refers to an earlier result. `inputs` maps inputs of the graph to the
+    instruction that computes each. `changed` are the dicts that effects modify.
     """
 
-    instructions: tuple[Instruction, ...] = ()
+    instructions: tuple[partial[Any], ...] = ()
     needed: tuple[int, ...] = ()
     inputs: Mapping[str, int] = field(default_factory=dict[str, int])
     decisions: tuple[TracedChoice, ...] = ()
@@ -99,7 +92,7 @@ class HostProgram:
         """Return the result of an instruction; `made` holds the results so far."""
         if index not in made:
             line = self.instructions[index]
-            made[index] = line.fn(*[self._value(a.index, made) if type(a) is At else a for a in line.args])
+            made[index] = line.func(*[self._value(a.index, made) if type(a) is At else a for a in line.args])
         return made[index]
 
 
@@ -136,7 +129,7 @@ class Numbers:
 
     def __init__(self, mode: Any, first: int, add_input: Callable[[int, Input, torch.Tensor], None]) -> None:
         self._mode, self._first, self._add_input = mode, first, add_input
-        self._lines: list[Instruction] = []
+        self._lines: list[partial[Any]] = []
         self._by_id: dict[int, _Number] = {}
         self._options: dict[int, _Number] = {}
         self._decisions: list[TracedChoice] = []
@@ -156,7 +149,7 @@ class Numbers:
 
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
         """Record a read of `place` and return its number; `late` if an effect changes it before."""
-        return self._made(Instruction(place.get, ()), now, late, place.path, place.path)
+        return self._made(partial(place.get), now, late, place.path, place.path)
 
     def plain(self, value: Any) -> Any:
         """Return the value of a number in the captured call; any other value unchanged."""
@@ -169,13 +162,13 @@ class Numbers:
     def option(self, fake: torch.Tensor, place: Location, now: float) -> None:
         """Register a hyper's input; the host reads it at `place` if the step returns it or passes it to a callback."""
         self._options[id(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
-        self._lines.append(Instruction(place.get, ()))
+        self._lines.append(partial(place.get))
 
     def effect(self, changed: Sequence[dict[Any, Any]], fn: Callable[..., Any], *args: Any) -> None:
         """Record a host call with an effect on the dicts `changed`; arguments may be numbers."""
         self._changed += [c for c in changed if all(c is not other for other in self._changed)]
         self._effects.add(len(self._lines))
-        self._lines.append(Instruction(fn, tuple(map(self.argument, args))))
+        self._lines.append(partial(fn, *map(self.argument, args)))
 
     def argument(self, value: Any) -> Any:
         """Return a value as an instruction's argument."""
@@ -203,10 +196,10 @@ class Numbers:
         if type(now) not in _DTYPES:
             return NotImplemented
         path = next(n.path for n in given if n)
-        line = Instruction(fn, tuple(map(self.argument, args)))
+        line = partial(fn, *map(self.argument, args))
         return self._made(line, now, late, f"number.{len(self._lines)}", path)
 
-    def _made(self, line: Instruction, now: Any, late: bool, name: str, path: str) -> torch.Tensor:
+    def _made(self, line: partial[Any], now: Any, late: bool, name: str, path: str) -> torch.Tensor:
         dtype = _DTYPES[type(now)]
         position = self._first + len(self._by_id)
         fake, self._last = _torch.new_input(self._mode, dtype, position, self._last)
@@ -221,8 +214,9 @@ class Numbers:
         """Record a torch function on numbers as Python arithmetic; NotImplemented if a tensor is involved."""
         name = getattr(func, "__name__", "").strip("_")
         first = self._of(args[0]) if args else None
-        if name == "bool" and first:
-            return self.decide(first, where)
+        if name == "bool" and first:  # the truth of a number in the captured call, which is guarded
+            self._decisions.append(TracedChoice(first.index, bool(first.now), where, first.late))
+            return bool(first.now)
         if name in ("getitem", "setitem"):
             for number in (v for v in _parts(args[1], (tuple,)) if v in self):
                 self.refuse_read(number, "use as an index", where)
@@ -237,12 +231,6 @@ class Numbers:
         if len(args) == 1 and name in _UNARY:
             return self.call(_UNARY[name], args, of_torch)
         return NotImplemented
-
-    def decide(self, number: _Number, where: str) -> bool:
-        """Return the truth of a number in the captured call, and guard it."""
-        found = bool(number.now)
-        self._decisions.append(TracedChoice(number.index, found, where, number.late))
-        return found
 
     def refuse_read(self, value: Any, how: str, where: str) -> None:
         """Raise CaptureError if the step reads a recorded number as a Python value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -90,25 +90,14 @@ class StateEntry(Lookup):
 
 
 @dataclass
-class Arguments:
-    """The arguments of the current call, by position or keyword."""
-
-    now: dict[Any, Any] = field(default_factory=dict[Any, Any])
-
-    def at(self, route: tuple[Any, ...]) -> ArgumentItems:
-        """Return the container to which the keys `route` lead."""
-        return ArgumentItems(self, route)
-
-
-@dataclass
 class ArgumentItems(Lookup):
-    """A container among the arguments of the current call."""
+    """The container to which the keys `route` lead among the arguments of the current call, by position or keyword."""
 
-    arguments: Arguments
+    arguments: dict[Any, Any]
     route: tuple[Any, ...]
 
     def _now(self) -> Any:
-        found: Any = self.arguments.now
+        found: Any = self.arguments
         for key in self.route:
             found = found[key]
             found = Slots(found) if is_record(found) else found
@@ -116,21 +105,13 @@ class ArgumentItems(Lookup):
 
 
 @dataclass
-class PartLocation(Location):
-    """One number of a tuple or list, read-only: `holder` is the place of the sequence, `key` the index."""
+class NumberLocation(Location):
+    """A number at the place `holder`, read-only: item `key` of its sequence; without `key` its value as a float."""
 
     def get(self) -> Any:
         """Return the current number."""
-        return self.holder.get()[self.key]
-
-
-@dataclass
-class FloatLocation(Location):
-    """A number that may be stored as a tensor, read-only: `holder` is its place."""
-
-    def get(self) -> Any:
-        """Return the current number."""
-        return float(self.holder.get())
+        found = self.holder.get()
+        return float(found) if self.key is None else found[self.key]
 
 
 @dataclass

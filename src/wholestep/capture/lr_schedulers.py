@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from .. import _torch
 from ..errors import CaptureError
 from .effects import RefusedError
 from .host_numbers import Numbers, preserved
-from .locations import FloatLocation, Location, PartLocation, is_number
+from .locations import Location, NumberLocation, is_number
 from .reachable import Container, Reach
 
 _SCHEDULED = ("lr", "momentum", "betas")
@@ -41,10 +41,10 @@ class Schedulers:
             vars(scheduler).clear()
             vars(scheduler).update(attributes)
 
-    def step(self, scheduler: LRScheduler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def step(self, original: Callable[..., None], scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         """Record a scheduler's step as a host effect; the options that it sets are new numbers afterwards."""
         if self._running:
-            return False
+            return original(scheduler, *args, **kwargs)
         every = _torch.schedulers_of(scheduler)
         self._refuse_metrics(scheduler, every, [*args, *kwargs.values()])
         optimizers = {id(s.optimizer): s.optimizer for s in every if getattr(s, "optimizer", None) is not None}
@@ -59,7 +59,7 @@ class Schedulers:
             self._replace_options(optimizer, after)
         for one in every:
             self.show(one, after[id(vars(one))], late=True)
-        return True
+        return None
 
     def _refuse_metrics(self, scheduler: LRScheduler, every: Sequence[LRScheduler], given: Sequence[Any]) -> None:
         if any(isinstance(s, ReduceLROnPlateau) for s in every):
@@ -118,14 +118,10 @@ class Schedulers:
                     continue
                 place = container.place_of(key)
                 if isinstance(value, tuple):
-                    parts = enumerate(cast(tuple[Any, ...], value))
-                    new: Any = tuple(
-                        self._numbers.read(PartLocation(f"{place.path}[{i}]", place, i), v, True) for i, v in parts
-                    )
+                    new: Any = tuple(self._items(place, place.path, cast(tuple[Any, ...], value), late=True))
                 else:
-                    new = self._numbers.read(FloatLocation(place.path, place, key), float(value), late=True)
-                container.holder[key] = new
-                container.before = {**container.before, key: new}
+                    new = self._numbers.read(NumberLocation(place.path, place, None), float(value), late=True)
+                container.put(key, new)
 
     def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
         """Replace numeric attributes of a scheduler by numbers read at this point of the step."""
@@ -137,10 +133,12 @@ class Schedulers:
             if is_number(value):
                 held[key] = self._numbers.read(place, value, late)
             elif key == "_last_lr" and isinstance(value, list):
-                held[key] = [
-                    self._numbers.read(PartLocation(f"{name}.get_last_lr()[{i}]", place, i), float(v), late)
-                    for i, v in enumerate(cast(list[Any], value))
-                ]
+                held[key] = self._items(place, f"{name}.get_last_lr()", map(float, cast(list[Any], value)), late)
+
+    def _items(self, place: Location, path: str, values: Iterable[Any], late: bool) -> list[torch.Tensor]:
+        """Read the numbers of the list or tuple at `place`."""
+        found = enumerate(values)
+        return [self._numbers.read(NumberLocation(f"{path}[{i}]", place, i), value, late) for i, value in found]
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:

@@ -24,7 +24,6 @@ from .trace import Traced
 
 aten = torch.ops.aten
 _SAME = {op.default for op in (aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.detach_)}
-_TRANSPOSES = {aten.t.default}
 
 
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
@@ -136,7 +135,7 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
 def _same_as(node: Node) -> Node | None:
     """Return the earlier node with the same value and memory layout as `node`, if there is one."""
     target = node.target
-    if target in _TRANSPOSES and isinstance(node.args[0], Node) and node.args[0].target in _TRANSPOSES:
+    if target is aten.t.default and isinstance(node.args[0], Node) and node.args[0].target is aten.t.default:
         return node_at(node.args[0], 0)
     if target is aten.copy.default:
         into, source = meta.tensor(node_at(node, 0)), meta.tensor(node_at(node, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,33 +16,20 @@ from ..errors import CaptureError
 from ..graph import meta
 from ..rules.registry import is_random
 
-_FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
+
+def refuse_host_draws(before: dict[str, Any]) -> None:
+    """Raise CaptureError if Python's or numpy's global generator has moved since the `host_positions` given."""
+    drawn = [name for name, position in host_positions().items() if position != before[name]]
+    if drawn:
+        raise CaptureError(
+            f"the step draws numbers from {drawn[0]} while it is captured: all later steps would reuse them",
+            "random numbers from torch (torch.rand, dropout), which each step draws again",
+            "draw them before the step and pass them in, or switch off the code that needs them",
+        )
 
 
-class HostRngGuard:
-    """Refuses draws from the global generators of Python and numpy: a captured step would reuse the same numbers."""
-
-    def __init__(self) -> None:
-        self._before = _positions()
-
-    def before(self, func: Any) -> None:
-        """Check for draws if the torch function `func` is about to convert Python values to a tensor."""
-        if func in _FROM_PYTHON:
-            self.refuse_draws()
-
-    def refuse_draws(self) -> None:
-        """Raise CaptureError if numbers were drawn since the trace began."""
-        drawn = [name for name, position in _positions().items() if position != self._before[name]]
-        if drawn:
-            raise CaptureError(
-                f"the step draws numbers from {drawn[0]} while it is captured: all later steps would reuse them",
-                "random numbers from torch (torch.rand, dropout), which each step draws again",
-                "draw them before the step and pass them in, or switch off the code that needs them",
-            )
-
-
-def _positions() -> dict[str, Any]:
-    """Return a cheap fingerprint of each generator's state."""
+def host_positions() -> dict[str, Any]:
+    """Return a cheap fingerprint of the state of each global generator of Python and numpy."""
     state: Any = np.random.get_state(legacy=False)
     inner = state["state"]
     numpy = (inner["pos"], int(inner["key"][0])) if "pos" in inner else str(inner)
@@ -78,13 +66,15 @@ class RngReplay:
     repeats: list[int | None] = field(default_factory=lambda: [None])
     _saved: list[tuple[torch.Tensor, int]] = field(default_factory=list[tuple[torch.Tensor, int]])
 
-    def saved(self, state: torch.Tensor) -> None:
-        """Record that the generator's state was read."""
+    def saved(self, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Replace torch.get_rng_state: record that the generator's state was read."""
+        state = original()
         self._begin(None)
         self._saved.append((state, len(self.repeats) - 1))
+        return state
 
-    def restored(self, state: torch.Tensor) -> None:
-        """Record that the generator was set to a state read before."""
+    def restored(self, original: Any, state: torch.Tensor) -> None:
+        """Replace torch.set_rng_state: record the reset to a state read before. A trace draws no numbers."""
         known = [segment for kept, segment in self._saved if kept is state]
         if not known:
             refuse_seeds(None)
@@ -106,10 +96,7 @@ class RngReplay:
             starts.append(end if repeats is None else starts[repeats])
             for position, node in enumerate(drawn[number], starts[number]):
                 earlier = first.setdefault(position, node)
-                if earlier is not node and _is_same_draw(earlier, node):
+                same = earlier.target == node.target and meta.tensors(earlier) == meta.tensors(node)
+                if earlier is not node and same:
                     node.replace_all_uses_with(earlier)
                     graph.erase_node(node)
-
-
-def _is_same_draw(a: Node, b: Node) -> bool:
-    return a.target == b.target and meta.tensors(a) == meta.tensors(b)

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import _torch
 from ..graph.meta import is_user_file
 from .call_structure import codes_in
-from .locations import MISSING, SIMPLE, Arguments, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
+from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -108,6 +108,11 @@ class Container:
         both = ((key, self.before.get(key, MISSING), now.get(key, MISSING)) for key in {**self.before, **now})
         return [(key, before, after) for key, before, after in both if before is not after]
 
+    def put(self, key: Any, value: Any) -> None:
+        """Set an entry, which then counts as its value before the trace."""
+        Location("", self.holder, key).set(value)
+        self.before = {**self.before, key: value}
+
     def restore(self, kept: set[Any]) -> None:
         """Restore all entries except `kept`."""
         if self.opaque is not None:
@@ -125,7 +130,7 @@ class Container:
                 Location("", self.holder, key).set(self.before.get(key, MISSING))
 
 
-def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list[Container]:
+def argument_containers(called: Mapping[Any, Any], arguments: dict[Any, Any]) -> list[Container]:
     """Return the containers and dataclasses among the arguments of a call, which a step may change for its caller.
 
     `called` maps the position or keyword of an argument to its value.
@@ -135,9 +140,9 @@ def argument_containers(called: Mapping[Any, Any], arguments: Arguments) -> list
     def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
         if is_record(value):
             names = frozenset(f.name for f in dataclasses.fields(value))
-            found = Container(path, Slots(value), "attribute", names, lookup=arguments.at(route))
+            found = Container(path, Slots(value), "attribute", names, lookup=ArgumentItems(arguments, route))
         elif isinstance(value, (list, tuple, MutableMapping)):
-            found = Container(path, value, "item", lookup=arguments.at(route))
+            found = Container(path, value, "item", lookup=ArgumentItems(arguments, route))
         else:
             return
         out.extend([] if isinstance(value, tuple) else [found])
@@ -291,11 +296,8 @@ class _Search:
         for g, group in enumerate(optimizer.param_groups):
             options = GroupEntry(optimizer, g)
             self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
-        names = {id(held.tensor): name for name, held in self.state.params.items()}
-        for param, entry in cast(Mapping[Any, dict[str, Any]], optimizer.state).items():
-            owner = names.get(id(param))
-            if owner is not None:
-                self._note(state_container(self.state, known[0], path, owner, entry))
+        for container in state_containers(self.state, known[0], path):
+            self._note(container)
 
     def _note_class(self, kind: type[Any]) -> None:
         self.found.kinds.setdefault(kind)
@@ -316,9 +318,14 @@ class _Search:
             self._note(Container(path, Slots(kind), "class", data))
 
 
-def state_container(state: StepState, number: int, label: str, owner: str, entry: dict[Any, Any]) -> Container:
-    """Return the container of optimizer state of parameter `owner`; `number` and `label` are the optimizer's."""
-    return Container(f"{label}.state[{owner!r}]", entry, "item", lookup=StateEntry(state, number, owner))
+def state_containers(state: StepState, number: int, path: str) -> list[Container]:
+    """Return the containers of the state that optimizer `number`, at `path`, has for each parameter."""
+    held = cast(Mapping[Any, dict[Any, Any]], list(state.optimizers.values())[number].state)
+    return [
+        Container(f"{path}.state[{owner!r}]", held[param.tensor], "item", lookup=StateEntry(state, number, owner))
+        for owner, param in state.params.items()
+        if param.tensor in held
+    ]
 
 
 @functools.cache

@@ -48,11 +48,6 @@ class _Call:
     absolute: bool
 
     @property
-    def extent(self) -> int:
-        """Number of elements from the first to the last, in memory."""
-        return _extent(self.size, self.stride)
-
-    @property
     def is_plain(self) -> bool:
         return not self.absolute and self.start == 0 and self.whole.is_contiguous()
 
@@ -100,6 +95,7 @@ def is_view(node: Node) -> bool:
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last, in memory."""
     return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
@@ -124,7 +120,7 @@ def _rewritten(node: Node, call: _Call) -> Node:
     contiguous = call.source
     if not call.whole.is_contiguous():
         contiguous = add(aten.permute.default, contiguous, order)
-    rows, end = contiguous, call.start + call.extent
+    rows, end = contiguous, call.start + _extent(call.size, call.stride)
     if call.start:
         rows = add(aten.view.default, contiguous, [call.whole.numel()])
     part = add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from ..errors import CaptureError, WholestepError
+from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
@@ -23,10 +23,10 @@ from .call_structure import Structure, put_together, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .host_numbers import Numbers
-from .locations import GroupEntry, Location, PartLocation
+from .locations import GroupEntry, Location, NumberLocation
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
-from .random_numbers import HostRngGuard, RngReplay, refuse_generators
+from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -41,6 +41,7 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
@@ -93,7 +94,8 @@ class Traced:
         whole = request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader([i.name for i in fakes.inputs], batch)
-        self.numbers = Numbers(fakes.mode, fakes.first_of_batch, self._add_number)
+        first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
+        self.numbers = Numbers(fakes.mode, first, self._add_number)
         self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
         self.given = dict[str, torch.Tensor]()
 
@@ -108,9 +110,10 @@ class Traced:
         try:
             if torch.is_anomaly_enabled():
                 refuse_anomaly_mode()
-            on_rng = self.draws.saved, self.draws.restored
-            watch = _torch.patched_for_tracing(self._saw_backward, self.saw_zero_grad, on_rng)
-            with _torch.tensor_only_optimizers(), watch, _torch.replaced(methods()):
+            zero_grads = [(owner, "zero_grad", self._zero_grad) for owner in (torch.optim.Optimizer, torch.nn.Module)]
+            rng = [(torch, "get_rng_state", self.draws.saved), (torch, "set_rng_state", self.draws.restored)]
+            forms = _torch.replaced([*methods(), *zero_grads, *rng])
+            with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(self._saw_backward), forms:
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
         finally:
             optimizer_hook.remove()
@@ -146,11 +149,11 @@ class Traced:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
-                calls.draws.refuse_draws()
+                refuse_host_draws(calls.positions)
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
-            leaves = [self.watch.leaf(v) for v in call.leaves]
+            leaves = [self.numbers.argument(v) for v in call.leaves]
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
@@ -191,6 +194,13 @@ class Traced:
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
+
+    def _zero_grad(self, original: Callable[..., None], owner: Any, set_to_none: bool = True) -> None:
+        """Replace `zero_grad` of modules and optimizers."""
+        if set_to_none:
+            groups = [{"params": owner.parameters()}] if isinstance(owner, torch.nn.Module) else owner.param_groups
+            self.saw_zero_grad([param for group in groups for param in group["params"]])
+        original(owner, set_to_none)
 
     def saw_zero_grad(self, params: Sequence[Any]) -> None:
         """Record that gradients are set to None."""
@@ -253,7 +263,7 @@ class _TorchCalls(TorchFunctionMode):
     def __init__(self, run: Traced, fakes: dict[int, torch.Tensor], zeros: dict[int, bool]) -> None:
         self._step, self._fakes, self._zeros = run, fakes, zeros
         self._numbers, self._known = run.numbers, run.known
-        self.draws = HostRngGuard()
+        self.positions = host_positions()
         self.refused: Exception | None = None
 
     def _fake_of(self, value: Any) -> Any:
@@ -273,7 +283,8 @@ class _TorchCalls(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
-        self.draws.before(func)
+        if func in _FROM_PYTHON:
+            refuse_host_draws(self.positions)
         name = getattr(func, "__name__", "").strip("_")
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
@@ -380,7 +391,7 @@ def _calling_line() -> tuple[str, int] | None:
 def _option_place(state: StepState, hyper: Hyper) -> Location:
     optimizer = list(state.optimizers.values())[hyper.optimizer]
     place = Location(hyper.name, GroupEntry(optimizer, hyper.group), hyper.key)
-    return place if hyper.index is None else PartLocation(hyper.name, place, hyper.index)
+    return place if hyper.index is None else NumberLocation(hyper.name, place, hyper.index)
 
 
 def _calling_text() -> str:
@@ -409,9 +420,8 @@ def _explain(error: Exception) -> CaptureError:
     """Return a CaptureError for an error of torch's tracer or of the user's code."""
     where = _user_frame(error)
     if isinstance(error, _torch.DATA_DEPENDENT):
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return _reads_value(
-            f"the step has an operation whose result depends on values: {text}",
+            f"the step has an operation whose result depends on values: {first_line(error)}",
             "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,
         )

@@ -28,27 +28,26 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
     dtype = precision.param if precision else None
-    stack: list[tuple[Any, list[tuple[dict[str, Any], str, Any]]]] = []
-    depth: dict[int, int] = {}
+    stack: list[tuple[nn.Module, Any, list[tuple[dict[str, Any], str, Any]]]] = []  # the modules that are running
+
+    def in_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def enter(module: nn.Module, args: Any) -> Any:
         if id(module) not in paths:
             return None
         root = owner[id(module)]
-        outermost = depth.get(id(root), 0) == 0
-        depth[id(root)] = depth.get(id(root), 0) + 1
-        changed = _cast_tree(root, dtype) if dtype and outermost else []
-        stack.append((_torch.noted("module"), changed))
+        changed = _cast_tree(root, dtype) if dtype and all(entered is not root for entered, _, _ in stack) else []
+        stack.append((root, _torch.noted("module"), changed))
         _torch.note_on_nodes(module=paths[id(module)])
-        return _cast_inputs(args, dtype) if dtype and changed else None
+        return _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else None
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if id(module) not in paths:
             return
-        before, changed = stack.pop()
+        _, before, changed = stack.pop()
         for container, key, original in changed:
             container[key] = original
-        depth[id(owner[id(module)])] -= 1
         _torch.note_on_nodes(module=before)
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
@@ -71,12 +70,6 @@ def _cast_tree(root: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any]
                 done.append((held, key, param))
                 held[key] = casts[id(param)]
     return done
-
-
-def _cast_inputs(args: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = _torch.tree_flatten(args)
-    floats = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
-    return _torch.tree_unflatten(floats, spec)
 
 
 @contextlib.contextmanager

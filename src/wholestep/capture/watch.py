@@ -7,7 +7,6 @@ is refused. Then all containers are restored: no fake tensor remains in the user
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import io
 import sys
@@ -28,12 +27,11 @@ from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .host_numbers import At, Numbers
-from .locations import MISSING, SIMPLE, ArgumentItems, Arguments, Location, StateEntry, Words, holds_items, is_number
+from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
-from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_container
+from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_containers
 from .state import StepState
 
-_PRINT = builtins.print
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
     "_zero_grad_profile_name", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
@@ -68,9 +66,8 @@ class Watch:
     def __post_init__(self) -> None:
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
-        self._unobserved, self._arguments = set[type](), Arguments()
+        self._unobserved, self._arguments = set[type](), dict[Any, Any]()
         self._writes: list[Write] = []
-        self._returned = set[int]()
         self._expected: list[Assumption] = []
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
@@ -83,22 +80,20 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
-        containers, outside = self._begin(called), _TorchSettings(given)
+        containers = self._begin(called)
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(self._on_math, self._schedulers.step, self._on_print, self._on_clock)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
-            with recorded(self.call), patched, reads as self._unobserved:
+            with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved:
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
                 sys.settrace(before)
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
-            outside.refuse_changes()
             self._compare(containers)
         finally:
-            outside.restore()
             sys.settrace(before)
             self._end(containers)
 
@@ -111,18 +106,14 @@ class Watch:
             if container.opaque is None:
                 for key, value in container.before.items():
                     if numbers and is_number(value) and container.path_of(key) in numbers:
-                        self._replace(container, key, self.numbers.read(container.place_of(key), value))
+                        container.put(key, self.numbers.read(container.place_of(key), value))
                     elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                        self._replace(container, key, _RefusedIterator(container.path_of(key), value, self.line))
+                        container.put(key, _RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
         for scheduler in self.reach.schedulers:
             self._schedulers.show(scheduler, vars(scheduler), late=False)
         return containers
-
-    def _replace(self, container: Container, key: Any, value: Any) -> None:
-        Location("", container.holder, key).set(value)
-        container.before = {**container.before, key: value}
 
     def _end(self, containers: Sequence[Container]) -> None:
         for container, original in zip(self.reach.containers, self._originals, strict=False):
@@ -135,28 +126,26 @@ class Watch:
                 cached.cache_clear()  # it may hold fake tensors
 
     def _state_entries(self) -> list[Container]:
-        return [
-            state_container(self.state, number, label, name, entry)
-            for number, (label, optimizer) in enumerate(self.state.optimizers.items())
-            for name, held in self.state.params.items()
-            if (entry := cast("dict[Any, Any] | None", optimizer.state.get(held.tensor))) is not None
-        ]
+        optimizers = enumerate(self.state.optimizers)
+        return [found for number, label in optimizers for found in state_containers(self.state, number, label)]
 
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
 
-    def _on_read(self, owner: Any, name: str) -> None:
-        if (id(owner), name) in self._assigned:
-            return
-        if name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+    def _on_read(self, original: Callable[..., Any], owner: Any, name: str) -> Any:
+        seen = name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+        if seen and (id(owner), name) not in self._assigned:
             self._reads.add((id(owner), name))
+        return original(owner, name)
 
-    def _on_write(self, owner: Any, name: str) -> None:
+    def _on_write(self, original: Callable[..., Any], owner: Any, name: str, value: Any) -> None:
         self._assigned.add((id(owner), name))
+        original(owner, name, value)
 
-    def _on_math(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return self.numbers.call(function, args) if self.numbers else NotImplemented
+    def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
+        return original(*args, **kwargs) if made is NotImplemented else made
 
     def _called_by_user(self) -> bool:
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
@@ -164,9 +153,9 @@ class Watch:
             frame = frame.f_back
         return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
 
-    def _on_print(self, *args: Any, **kwargs: Any) -> None:
+    def _on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not self._called_by_user():
-            _PRINT(*args, **kwargs)
+            original(*args, **kwargs)
             return
         tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
         if any(self.numbers.index_of(v) is None for v in tensors):
@@ -176,17 +165,18 @@ class Watch:
                 "write wholestep.callback(print, ...) with the same arguments",
                 self.line(),
             )
-        self.call(_PRINT, args, kwargs)
+        self.call(original, args, kwargs)
 
-    def _on_clock(self, name: str) -> None:
+    def _on_clock(self, original: Callable[[], Any]) -> Any:
         if self._called_by_user():
             raise CaptureError(
-                f"the step reads the clock with time.{name}(): all later steps would reuse that time",
+                f"the step reads the clock with time.{original.__name__}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
                 "read the clock outside the step, or in a function passed to wholestep.callback; "
                 "step.profile() times a step",
                 self.line(),
             )
+        return original()
 
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):
@@ -271,18 +261,10 @@ class Watch:
         call = take_apart(value)
         return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
-    def leaf(self, value: Any) -> Any:
-        """Return a leaf of the step's results: a number as `At`, any other value unchanged."""
-        index = self.numbers.index_of(value)
-        if index is None:
-            return value
-        self._returned.add(index)
-        return At(index)
-
     def _leaf(self, value: Any, path: str) -> Any:
-        index = self.numbers.index_of(value)
-        if index is not None:
-            return At(index)
+        argument = self.numbers.argument(value)
+        if argument is not value:
+            return argument
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
@@ -319,11 +301,11 @@ class Watch:
 
         return enter
 
-    def effects(self, used: set[str]) -> Effects:
-        """Return the host effects of each call; `used` are the names of the graph's inputs."""
-        leaves = [v for w in self._writes if w.made for v in w.made.leaves]
+    def effects(self, used: set[str], returned: Sequence[Any]) -> Effects:
+        """Return the host effects of each call; `used` are the names of the graph's inputs, `returned` the results."""
+        leaves = [*returned, *(v for w in self._writes if w.made for v in w.made.leaves)]
         leaves += [v for c in self._called for v in c.made.leaves]
-        program = self.numbers.program(used, self._returned | {v.index for v in leaves if isinstance(v, At)})
+        program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
         expected = [*self._expected, *self._carried_numbers(), *self._read_places()]
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
@@ -384,29 +366,25 @@ def _is_library_hook(hook: object) -> bool:
     return code is not None and not is_own_code(code.co_filename)
 
 
-class _TorchSettings:
-    """Checks settings of torch and attributes of the fakes, which a step must not change."""
-
-    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
-        self._given = given
-        self._attributes = {name: set(vars(tensor)) for name, tensor in given.items()}
-        self._before = _settings()
-
-    def refuse_changes(self) -> None:
+@contextmanager
+def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Refuse changes of torch's settings and of attributes of the fakes inside this context; restore the settings."""
+    attributes, before = {name: set(vars(tensor)) for name, tensor in given.items()}, _settings()
+    try:
+        yield
         for name, now in _settings().items():
-            if now != self._before[name]:
+            if now != before[name]:
                 way_out = "set it in a `with` block of the step"
-                raise RefusedError(name, self._before[name], now, "later calls would not change it", way_out)
-        for name, before in self._attributes.items():
-            now = vars(self._given[name])
-            for key in (k for k in now.keys() - before if not k.startswith("_")):
+                raise RefusedError(name, before[name], now, "later calls would not change it", way_out)
+        for name, had in attributes.items():
+            now = vars(given[name])
+            for key in (k for k in now.keys() - had if not k.startswith("_")):
                 why = "attributes of a tensor are not carried from call to call"
                 way_out = "store it in optimizer.state or in a module"
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
-
-    def restore(self) -> None:
-        torch.set_grad_enabled(self._before["torch's grad mode"])
-        torch.set_default_dtype(self._before["torch's default dtype"])
+    finally:
+        torch.set_grad_enabled(before["torch's grad mode"])
+        torch.set_default_dtype(before["torch's default dtype"])
 
 
 def _settings() -> dict[str, Any]:

@@ -79,8 +79,6 @@ def mesh_broadcast(
         return None
     group, _, _ = _group(mesh, mesh_dim, group_src)
     buffer = _buffer(tensor, async_op, "tensor")
-    if buffer is not tensor:
-        buffer.copy_(tensor)
     work = cast(dist.Work | None, dist.broadcast(buffer, group=group, async_op=async_op, group_src=group_src))
     if buffer is not tensor:
         tensor.copy_(buffer)
@@ -122,16 +120,14 @@ def _group(mesh: DeviceMesh, mesh_dim: int | str, group_src: int) -> tuple[dist.
 
 
 def _buffer(tensor: Tensor, async_op: bool, name: str) -> Tensor:
-    """Return `tensor` if it is contiguous, else a contiguous buffer, which process groups require."""
-    if tensor.is_contiguous():
-        return tensor
-    if async_op:
+    """Return `tensor` if it is contiguous, else a contiguous copy, which process groups require."""
+    if async_op and not tensor.is_contiguous():
         raise LayoutError(
             f"{name} of shape {list(tensor.shape)} and stride {list(tensor.stride())} with async_op",
             "a contiguous tensor",
             f"pass {name}.contiguous(), or async_op=False",
         )
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def _check_pieces(pieces: Sequence[Tensor], output: Tensor, parts: int) -> None:

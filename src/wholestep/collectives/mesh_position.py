@@ -25,9 +25,7 @@ class MeshPosition:
 def place(devices: DeviceMesh) -> MeshPosition:
     """Return this rank's place on `devices`. Axes of a mesh without names are called d0, d1, ...
 
-    Raises:
-        MeshError: this rank is not in the mesh, or a group has another order of ranks than the mesh (torch sorts the
-            ranks of a group).
+    Refuses a mesh without this rank, and one with another order of ranks than a group: torch sorts these.
     """
     found = devices.get_coordinate()
     if found is None:
@@ -54,11 +52,7 @@ def place(devices: DeviceMesh) -> MeshPosition:
 
 
 def along(devices: DeviceMesh, mesh_dim: int | str) -> tuple[str, MeshPosition]:
-    """Return the name of a dim of the mesh, given by number or name, and this rank's place on the mesh of that dim.
-
-    Raises:
-        MeshError: there is no such dim, or see `place`.
-    """
+    """Return the name of a dim of the mesh, given by number or name, and this rank's place on the mesh of that dim."""
     placed = place(devices)
     names = placed.mesh.names
     if not isinstance(mesh_dim, str) and not -len(names) <= mesh_dim < len(names):

@@ -23,7 +23,7 @@ from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.verify import check_local_graph
 from ..hardware.presets import one_host
-from ..layout import PARTIAL_OPS, AxisState, Layout, replicated, sharded
+from ..layout import PARTIAL_OPS, REPLICATED, AxisState, Layout, replicated, sharded
 from ..mesh import Mesh
 from ..partition.collectives import Emitter
 from .mesh_position import MeshPosition, along, place
@@ -170,9 +170,6 @@ def program(
     """Return the program that reshards a tensor of global `shape` from `source` to `target`: one input, one result.
 
     The input is contiguous. The program pads uneven shards.
-
-    Raises:
-        LayoutError: a layout does not fit the shape or the mesh, or there is no path between them.
     """
     path = _route(source, target, shape, dtype, mesh)
     whole = TensorMeta(shape, (), dtype, device)
@@ -209,9 +206,6 @@ def _route(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
     """Return `layout` without the axes of one rank, along which a tensor is always replicated."""
-    single = {axis for axis in layout.axes if mesh.axis_size(axis) == 1}
-    return Layout(
-        tuple(tuple(a for a in axes if a not in single) for axes in layout.dims),
-        tuple(p for p in layout.partial if p[0] not in single),
-        tuple(a for a in layout.varies if a not in single),
-    )
+    for axis in layout.axes:
+        layout = layout.put(axis, REPLICATED) if mesh.axis_size(axis) == 1 else layout
+    return layout

@@ -40,11 +40,7 @@ class DdpBackend:
         return f"{NAME}: {self.splits[-1].headline}\n{self.splits[-1]}"
 
     def __call__(self, whole: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Compile one dynamo graph.
-
-        Raises:
-            BackendError: torch's splitter for DDP models has already split the graph.
-        """
+        """Compile one dynamo graph, which torch's splitter for DDP models must not have split."""
         if _torch.split_by_torch():
             raise BackendError(
                 f"torch's own splitter for DDP models split this graph before {NAME!r}",
@@ -86,11 +82,7 @@ class DdpBackend:
         return Reducer(tuple(params), self.limits(25 * MIB)) if given else None
 
     def limits(self, cap_bytes: int) -> tuple[int, int]:
-        """Return `(first_bytes, cap_bytes)`, with the user's values in place of `cap_bytes` and torch's first.
-
-        Raises:
-            BackendError: one is not positive, or the first is larger than the other.
-        """
+        """Return `(first_bytes, cap_bytes)`, checked: the user's values; torch's first and `cap_bytes` by default."""
         cap = cap_bytes if self.cap_bytes is None else self.cap_bytes
         first = min(_torch.first_bucket_bytes(), cap) if self.first_bytes is None else self.first_bytes
         if cap <= 0 or first <= 0:

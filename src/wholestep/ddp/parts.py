@@ -62,11 +62,9 @@ def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) ->
 
 def _compile_part(part: GraphModule, fakes: list[Any], compiler: Compiler) -> tuple[CompiledPart, Any]:
     single = _return_a_tuple(part)
-    context = _torch.PartContext()
-    with context.compiling():
-        compiled = CompiledPart(compiler(part, fakes), single)
-        if context.through_aot:  # the compiler may have changed strides
-            return compiled, context.call(compiled, fakes)
+    compiled, made = _torch.compiled_part(lambda: CompiledPart(compiler(part, fakes), single), fakes)
+    if made is not None:
+        return compiled, made
     recorded = [meta.example(node) for node in cast(Sequence[Node], part.graph.output_node().args[0])]
     return compiled, recorded[0] if single else tuple(recorded)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, dtensor
 from ..collectives.mesh_position import MeshPosition, place
-from ..layout import Layout, chunk_range
-from ..mesh import Mesh
+from ..layout import Layout, cut
 from ..tuning import TUNING
 
 funcol = torch.ops._c10d_functional
-
-
-def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
-    """The piece of a whole tensor at `coordinate`, as a view."""
-    piece = whole
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            start, length = chunk_range(piece.shape[dim], mesh.axis_size(axis), coordinate[axis])
-            piece = piece.narrow(dim, start, length)
-    return piece
 
 
 def put_piece(target: DTensor, whole: Tensor) -> None:

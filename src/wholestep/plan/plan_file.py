@@ -13,7 +13,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..errors import MeshError, PlanError
+from ..errors import MeshError, PlanError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from ..hardware.hardware import Hardware
@@ -80,10 +80,8 @@ def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 made[name] = read(kind, data[name], made["layouts"])
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError) as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise PlanError(
-                f"field {name!r} cannot be read: {text}", "the form that Plan.to_json writes", "write the plan again"
-            ) from error
+            found = f"field {name!r} cannot be read: {first_line(error)}"
+            raise PlanError(found, "the form that Plan.to_json writes", "write the plan again") from error
     del made["layouts"]
     return made
 

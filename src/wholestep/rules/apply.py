@@ -15,11 +15,7 @@ from .rule import Term as BoundTerm
 
 
 def choose(cases: Sequence[RuleText], call: Call) -> RuleText:
-    """The first case whose condition is true and whose terms have as many dims as the tensors of the call.
-
-    Raises:
-        RuleError: no case fits.
-    """
+    """The first case whose condition is true and whose terms have as many dims as the tensors of the call."""
     if len(cases) == 1 and cases[0].when is None:
         return cases[0]
     for case in cases:
@@ -44,7 +40,7 @@ def _fits(case: RuleText, call: Call) -> bool:
     found = [
         (t, call.operands[p]) for t, s in zip(inputs_of(case, call), call.slots, strict=False) for p in s.positions
     ]
-    found += [(t, m) for t, m in zip(outputs_of(case, call), call.outputs, strict=False) if m is not None]
+    found += [made for entry in range(entries_of(case, call)) for made in _outputs(case, call, entry).values()]
     arguments = {name: call.argument(name) for name in case.arguments}
     return all(t.opaque or t.optional or spread(t, m.shape, arguments) is not None for t, m in found)
 
@@ -52,13 +48,6 @@ def _fits(case: RuleText, call: Call) -> bool:
 def inputs_of(rule: RuleText, call: Call) -> list[Term]:
     """A term for each tensor argument; a last term with `+` for all that follow."""
     return [*repeated(rule.inputs, len(call.slots))]
-
-
-def outputs_of(rule: RuleText, call: Call) -> list[Term]:
-    """A term for each output, list entries included."""
-    count = entries_of(rule, call)
-    terms = [t for t in rule.outputs for _ in range(count if t.is_list else 1)]
-    return [*repeated(terms, len(call.outputs))]
 
 
 def repeated(terms: Sequence[Term], count: int) -> Iterator[Term]:
@@ -77,27 +66,24 @@ def entries_of(rule: RuleText, call: Call) -> int:
 def apply(
     rule: RuleText,
     call: Call,
-    sizes: Mapping[str, str] | None = None,
-    local: Mapping[str, Callable[..., Any]] | None = None,
-    by_shape: frozenset[int] = frozenset(),
+    sizes: Mapping[str, str],
+    local: Mapping[str, Callable[..., Any]],
+    by_shape: frozenset[int],
+    filled: frozenset[str],
 ) -> BoundRule:
-    """`rule` bound to `call`.
-
-    Raises:
-        RuleError: the rule does not fit the shapes of the call; names the tensor.
-    """
+    """`rule` bound to `call`; a RuleError names the tensor whose shape it does not fit."""
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
-    has_lists = any(t.is_list for t in (*rule.inputs, *rule.outputs))
-    groups = tuple(_group(rule, terms, call, where, i, has_lists) for i in range(entries_of(rule, call)))
+    groups = tuple(_group(rule, call, where, entry, filled) for entry in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
-    return BoundRule(groups, shared, sizes or {}, local or {})
+    return BoundRule(groups, shared, sizes, local)
 
 
 def _group(
-    rule: RuleText, terms: Sequence[Term], call: Call, where: Mapping[int, tuple[int, ...]], entry: int, has_lists: bool
+    rule: RuleText, call: Call, where: Mapping[int, tuple[int, ...]], entry: int, filled: frozenset[str]
 ) -> Group:
     """The group of entry `entry` of every list; of all tensors if there are no lists."""
+    terms, has_lists = inputs_of(rule, call), any(t.is_list for t in (*rule.inputs, *rule.outputs))
     given = {
         (p[entry] if t.is_list else p[0]): (t, i)
         for i, p in where.items()
@@ -125,9 +111,10 @@ def _group(
         for group in groups
         if (passing := frozenset(by_input[i] for i in group if i in by_input)) and passing <= shown.keys()
     )
-    filled = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
+    nonempty = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
+    nonempty |= {f: n for f, n in call.sizes(operands).items() if f in filled or base(f) in filled}
     even = {f: seen.sizes[f] for f in seen.even}
-    return Group(operands, outputs, reduces, partial, even, filled, opaque)
+    return Group(operands, outputs, reduces, partial, even, nonempty, opaque)
 
 
 def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -45,7 +45,7 @@ class Call:
     @staticmethod
     def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Call:
         """The call `target(*args, **kwargs)` on real or fake tensors, which returned `made`."""
-        given, named, outs = mapped((tuple(args), dict(kwargs), made), torch.Tensor, meta.meta_of)
+        given, named, outs = _torch.tree_map_only(torch.Tensor, meta.meta_of, (tuple(args), dict(kwargs), made))
         return Call(target, given, named, tuple(m if isinstance(m, TensorMeta) else None for m in opened([outs])))
 
     @cached_property
@@ -74,18 +74,18 @@ class Call:
             count = sum(isinstance(v, TensorMeta) for v in opened([value]))
             found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count
-        order = self._tensor_names()
-        if order is None:
+        known = _arguments(self.target)
+        if not known:
             return tuple(slot for slot in found.values() if slot.positions)
-        return tuple(found.get(name, Slot(name, (), False)) for name in order)
+        return tuple(found.get(a.name, Slot(a.name, (), False)) for a in known if "Tensor" in str(a.type))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The value of a schema argument, or its default."""
         if name in self.kwargs:
             return self.kwargs[name]
-        for i, known in enumerate(self._names(len(self.args))):
-            if known == name and i < len(self.args):
-                return self.args[i]
+        names = self._names(len(self.args))
+        if name in names:
+            return self.args[names.index(name)]
         for given in _arguments(self.target):
             if given.name == name and given.has_default_value():
                 return given.default_value
@@ -106,25 +106,9 @@ class Call:
         known = [a.name for a in _arguments(self.target)]
         return known[:count] if known else [f"arg{i}" for i in range(count)]
 
-    def _tensor_names(self) -> list[str] | None:
-        known = _arguments(self.target)
-        return [a.name for a in known if "Tensor" in str(a.type)] if known else None
-
 
 def _arguments(target: Any) -> Sequence[Any]:
     return _torch.schema_of(target).arguments if _torch.is_op(target) else ()
-
-
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`value`, with each `kind` in it and in its containers changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: mapped(v, kind, change) for k, v in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        made = (mapped(v, kind, change) for v in cast(Sequence[Any], value))
-        return [*made] if isinstance(value, list) else tuple(made)
-    return value
 
 
 def opened(values: Iterable[Any]) -> Iterator[Any]:

@@ -24,9 +24,9 @@ def sample(op: Any, given: registry.Samples) -> None:
     registry.SAMPLES.update(dict.fromkeys(registry.targets_of(op), given))
 
 
-def dims_of(call: Call, operand: int = 0, letter: str = "d") -> list[str]:
-    """A name for each dim of an operand."""
-    return [f"{letter}{i}" for i in range(len(call.shape(operand)))]
+def dims_of(call: Call) -> list[str]:
+    """A name for each dim of the first operand."""
+    return [f"d{i}" for i in range(len(call.shape(0)))]
 
 
 def term(dims: Sequence[str], whole: Collection[str] = ()) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch.fx import Node
 
 from .. import _torch
-from .registry import rule_for
+from ..graph import meta
+from . import registry
+from .call import Call
 from .rule import BoundRule
 from .testing.discover import discover
 
@@ -13,6 +15,18 @@ _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
 
 def find_rule(node: Node) -> BoundRule | None:
-    """The rule of `node` on its global shapes; ops of other libraries without a rule go through discovery."""
-    known = _torch.is_op(node.target) and node.target.namespace in _KNOWN
-    return rule_for(node, None if known or _torch.is_getitem(node.target) else discover)
+    """The rule of `node` on its global shapes, cached by its arguments; ops of other libraries may be discovered."""
+    known = meta.known_rule(node)
+    bound = registry.bound
+    now = bound, node.args, node.kwargs
+    if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
+        return known[1]
+    call, built_in = Call.of(node), _torch.is_op(node.target) and node.target.namespace in _KNOWN
+    fallback = None if built_in or _torch.is_getitem(node.target) else discover
+    key = registry.key_of(call)
+    try:
+        found = bound[key] if key in bound else bound.setdefault(key, registry.bind_rule(call, fallback))
+    except TypeError:  # an argument that cannot be hashed
+        found = registry.bind_rule(call, fallback)
+    meta.set_known_rule(node, (now, found))
+    return found

@@ -149,8 +149,7 @@ Options = tuple[tuple[str, str], ...]
 def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -> tuple[RuleText, ...]:
     """Parse a rule: each of its cases, in order. `linear`: `"0 | 1"` is linear in each of two inputs, `"0+1"` in both.
 
-    Raises:
-        RuleError: the text breaks the grammar or an invariant; with the position.
+    A RuleError has the position in the text.
     """
     found = tuple(_Reader(text).cases())
     known = {f for case in found for f in case.factors}

@@ -11,12 +11,11 @@ from torch.fx import Node
 
 from .. import _torch
 from ..errors import RuleError
-from ..graph import meta
 from ..graph.meta import TensorMeta
 from .apply import apply, choose
 from .call import Call
-from .language import RuleText, base, cases
-from .rule import BoundRule, Group
+from .language import RuleText, cases
+from .rule import BoundRule
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 BUILT_IN = "built in"
@@ -41,13 +40,7 @@ class Bind:
 
     def on(self, call: Call) -> BoundRule:
         """This rule bound to `call`."""
-        bound = apply(choose(self.cases(), call), call, self.sizes, self.local, self.by_shape)
-        return bound if not self.filled else replace(bound, groups=tuple(self._fill(g, call) for g in bound.groups))
-
-    def _fill(self, group: Group, call: Call) -> Group:
-        sizes = call.sizes(group.operands)
-        filled = {f: n for f, n in sizes.items() if f in self.filled or base(f) in self.filled}
-        return replace(group, filled={**group.filled, **filled})
+        return apply(choose(self.cases(), call), call, self.sizes, self.local, self.by_shape, self.filled)
 
 
 Function = Callable[[Call], "Bind | BoundRule | str | None"]
@@ -57,7 +50,6 @@ Function = Callable[[Call], "Bind | BoundRule | str | None"]
 class Rule:
     """One row of the table: text, or a function of the call."""
 
-    target: Any
     body: Bind | Function
     origin: str = BUILT_IN
 
@@ -129,10 +121,10 @@ def rule(
     found = targets_of(op)
 
     def add(body: Bind | Function) -> None:
-        RULES.update({target: Rule(target, body, origin) for target in found})
+        RULES.update(dict.fromkeys(found, Rule(body, origin)))
         SAMPLES.update(dict.fromkeys(found, samples) if samples else {})
-        global _bound
-        _bound = {}
+        global bound
+        bound = {}
 
     if text:
         options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
@@ -187,41 +179,22 @@ def find(target: Any) -> Rule | None:
     plain = _torch.functional_form(target)
     known = RULES.get(str(target)) if plain is None else RULES.get(plain)
     if known is not None:
-        return replace(known, target=target)
+        return known
     bodies = (family(target if plain is None else plain) for family in FAMILIES)
     body = next((body for body in bodies if body), None)
-    return Rule(target, body) if body else None
+    return Rule(body) if body else None
 
 
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `call` on its shapes; None if there is none: its inputs are then gathered.
-
-    `fallback` provides the rule if the table has none; `rules.testing.discover` runs the op on small inputs.
-    """
+    """The rule of `call` on its shapes, that of `fallback` if the table has none; None if neither has one."""
     found = find(call.target)
     if found is None:
         return fallback(call) if fallback else None
     return found.bind(call)
 
 
-def rule_for(node: Node, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
-    """The rule of `node` on its global shapes, cached by its arguments."""
-    known = meta.known_rule(node)
-    now = _bound, node.args, node.kwargs, fallback
-    if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
-        return known[1]
-    call = Call.of(node)
-    key = (*key_of(call), fallback)
-    try:
-        found = _bound[key] if key in _bound else _bound.setdefault(key, bind_rule(call, fallback))
-    except TypeError:  # an argument that cannot be hashed
-        found = bind_rule(call, fallback)
-    meta.set_known_rule(node, (now, found))
-    return found
-
-
-_bound: dict[Any, BoundRule | None] = {}
-"""Bound rules by op and arguments. A new rule replaces the dict, which invalidates the rules that nodes cache."""
+bound: dict[Any, BoundRule | None] = {}
+"""The rules that `find_rule` bound, by op and arguments. A new rule replaces the dict; nodes cache rules with it."""
 
 
 def key_of(call: Call) -> tuple[Any, ...]:

@@ -15,11 +15,10 @@ from .. import _torch, dtensor
 from ..capture import state as held_state
 from ..capture.call_structure import walk
 from ..capture.state import StepState, StepTensor
-from ..distributed.full_tensors import cut
 from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
-from ..layout import Layout, replicated
+from ..layout import Layout, cut, replicated
 from ..passes.contiguous_shards import buckets
 from ..plan.plan import Plan
 

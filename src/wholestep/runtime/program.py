@@ -234,7 +234,7 @@ class Program:
         for called in effects.calls:
             args, kwargs = called.made.value(self._host, extra)
             called.fn(*args, **kwargs)
-        effects.arguments.now = {}
+        effects.arguments.clear()
 
     def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
         """State and gradients that this step created go where the optimizer would have put them."""

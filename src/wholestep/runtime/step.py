@@ -80,7 +80,7 @@ class CompiledStep:
         if self._clock is not None:
             self._clock.seconds = 0.0
         if program.acts:
-            program.capture.effects.arguments.now = {**dict(enumerate(args)), **kwargs}
+            program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
         result = program(call.leaves)
         if self._clock is not None:
             self.waited_seconds = self._clock.seconds

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ...errors import RuleError, WholestepError
+from ...errors import RuleError, WholestepError, first_line
 from ...graph.op_kinds import depends_on_strides, is_uninitialized
 from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
@@ -137,24 +137,24 @@ def _fix(failure: Failure) -> str:
 
 
 def check_case(case: OpCase) -> CheckResult | None:
-    """Check all claims of the rule about one call; None if it does not apply.
-
-    Raises:
-        RuleError: the rule cannot be bound to this call.
-    """
+    """Check all claims of the rule about one call; None if it does not apply."""
     bound = bind_rule(case.call)
     if bound is None:
         return None
     factors = {f: None for group in bound.groups for f in claimed_factors(bound, group)}
     passes: dict[str, None] = {}
-    failures = [named for way in ways(case, bound) if (named := _check_way(case, bound, way))]
+    failures: list[Failure] = []
+    for way in ways(case, bound):
+        if found := check_way(case, bound, way):
+            failures.append(check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS))
     failures += _check_memory(case)
     for group in bound.groups:
         for through in group.partial if not case.random else ():
             for op in sorted(through.ops):
                 found = check_pass(case, group, through, op)
                 failures += found or ()
-                passes |= {} if found is None else {_pass_name(through, op): None}
+                name = f"{op}({'+'.join(map(str, sorted(through.operands)))})"
+                passes |= {} if found is None else {name: None}
     if bound.by_shape and not case.random:
         failures += _check_unread(case, bound)
     return CheckResult(case.name, 1, tuple(factors), tuple(passes), tuple(failures), case.random)
@@ -286,21 +286,13 @@ def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = 
     return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
 
 
-def _check_way(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Failure | None:
-    """`check_way`; a failure with views only is marked."""
-    found = check_way(case, bound, way)
-    if found is None:
-        return None
-    return check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS)
-
-
 def _check_memory(case: OpCase) -> list[Failure]:
     """Check that memory layouts of whole operands do not matter: on ranks they are views of gathered tensors."""
     for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
         try:
             made = case.run(case.tensors, form)
         except Exception as error:
-            problem: Problem | None = ("a rank", f"raises {_first_line(error)}", "a result")
+            problem: Problem | None = ("a rank", f"raises {first_line(error)}", "a result")
         else:
             pairs = zip(made, case.whole, strict=True)
             found = next((d for a, b in pairs if a is not None and b is not None and (d := differs(a, b))), None)
@@ -308,10 +300,6 @@ def _check_memory(case: OpCase) -> list[Failure]:
         if problem:
             return [Failure(case.name, _MEMORY, FORMS[form], *problem)]
     return []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def layouts(case: OpCase, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -351,7 +339,7 @@ def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Pro
         except WholestepError:
             raise
         except Exception as error:
-            return f"rank {rank}", f"raises {_first_line(error)}", "a result"
+            return f"rank {rank}", f"raises {first_line(error)}", "a result"
     return _compared(case, bound.groups[way.number], gives, mesh, made)
 
 
@@ -379,10 +367,6 @@ def _compared(
 
 
 # -- partial values and values that are never read --------------------------------------------
-def _pass_name(through: PassThrough, op: str) -> str:
-    return f"{op}({'+'.join(map(str, sorted(through.operands)))})"
-
-
 def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> list[Failure] | None:
     """Split partial operands into the terms of two ranks, run both, reduce; None if they cannot be split."""
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
@@ -398,17 +382,11 @@ def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> lis
     try:
         expected, *made = (case.run(tensors, form) for form, tensors in enumerate((wholes, *both)))
     except Exception as error:
-        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {_first_line(error)}", "a result")]
-    mesh = Mesh("a=2")
-    for o in group.outputs:
-        whole, pieces = expected[o], [outputs[o] for outputs in made]
-        if whole is None or o in group.opaque or any(p is None for p in pieces) or not whole.numel():
-            continue
-        layout = replicated(whole.ndim).put("a", AxisState("P", op=op))
-        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
-        if problem:
-            return [Failure(case.name, name, "in 2 parts", f"output {o}", *problem)]
-    return []
+        return [Failure(case.name, name, "in 2 parts", "a part", f"raises {first_line(error)}", "a result")]
+    partial = AxisState("P", op=op)
+    gives = [replicated(w.ndim if w is not None else 0).put("a", partial) for w in expected]
+    problem = _compared(replace(case, whole=expected), group, gives, Mesh("a=2"), made)
+    return [Failure(case.name, name, "in 2 parts", *problem)] if problem else []
 
 
 def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import _torch
 from ...graph.meta import TensorMeta
-from ..call import Call, mapped
+from ..call import Call
 from ..registry import key_of
 from ..rule import BoundRule, Group, PassThrough
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
@@ -31,8 +31,10 @@ def discover(call: Call) -> BoundRule | None:
     """
     if not callable(call.target) or not call.operands or any(0 in m.shape for m in call.operands):
         return None
-    if _torch.is_op(call.target) and (call.target.namespace in ("aten", "prims") or _is_impure(call.target)):
-        return None
+    if _torch.is_op(target := call.target):
+        is_impure = _torch.schema_of(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+        if is_impure or target.namespace in ("aten", "prims"):
+            return None
     try:
         key = key_of(call)
         if key not in _known:
@@ -43,10 +45,6 @@ def discover(call: Call) -> BoundRule | None:
 
 
 _known: dict[Any, BoundRule | None] = {}
-
-
-def _is_impure(target: Any) -> bool:
-    return _torch.schema_of(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _search(call: Call) -> BoundRule | None:
@@ -95,7 +93,7 @@ def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
 
 def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> OpCase | None:
     source = torch.Generator().manual_seed(seed)
-    given = mapped((call.args, dict(call.kwargs)), TensorMeta, lambda m: _random(m, sizes, wide, source))
+    given = _torch.tree_map_only(TensorMeta, lambda m: _random(m, sizes, wide, source), (call.args, dict(call.kwargs)))
     try:
         case = case_of(call.target, Sample(*given))
     except Exception:  # the op refuses these sizes or types

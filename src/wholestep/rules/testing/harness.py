@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _torch
 from ...graph.meta import overlaps
-from ...layout import Layout, chunk_range
+from ...layout import Layout, cut
 from ...mesh import Mesh
-from ..call import mapped, opened
+from ..call import opened
 
 FORMS = ("as they are", "at an offset", "in rows that lie apart", "turned round, every other element")
 """Memory layouts of the operands of a rank; every rule must hold in each."""
@@ -21,7 +22,7 @@ _BEFORE, _AFTER = 3, 2  # elements around a view
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
     """The arguments with their tensors replaced by `tensors`, in order, lists flattened."""
     remaining = iter(tensors)
-    return mapped((tuple(args), dict(kwargs)), Tensor, lambda _: next(remaining))
+    return _torch.tree_map_only(Tensor, lambda _: next(remaining), (tuple(args), dict(kwargs)))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -64,15 +65,7 @@ def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
     """The piece of a tensor with `layout` on the rank at position `at`."""
-    return _narrowed(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
-
-
-def _narrowed(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            start, length = chunk_range(whole.shape[dim], mesh.axis_size(axis), at[axis])
-            whole = whole.narrow(dim, start, length)
-    return whole
+    return cut(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
 
 
 def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
@@ -83,7 +76,7 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
         return pieces[0]
     out = pieces[0].new_zeros(whole.shape)
     for rank, part in enumerate(pieces):
-        _narrowed(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
+        cut(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
     return out
 
 

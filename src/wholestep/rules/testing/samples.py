@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..call import mapped
 from ..registry import RULES, SAMPLES, find
 from .check import Sample
 from .harness import tensors_in, with_tensors
@@ -84,7 +83,10 @@ class _Recording:
         if not all(map(_torch.is_plain, tensors)) or sum(t.numel() for t in tensors) > _LARGEST:
             return None
         kinds = self.kinds.get(target, {})
-        kind = (tuple((t.ndim, t.dtype) for t in tensors), repr(mapped((args, kwargs), Tensor, lambda _: "T")))
+        kind = (
+            tuple((t.ndim, t.dtype) for t in tensors),
+            repr(_torch.tree_map_only(Tensor, lambda _: "T", (args, kwargs))),
+        )
         score = sum(size > 1 for t in tensors for size in t.shape) - 100 * sum(t.numel() == 0 for t in tensors)
         if len(kinds) >= _KINDS if kind not in kinds else score <= kinds[kind][0]:
             return None
@@ -96,11 +98,7 @@ class _Recording:
 
 
 def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> dict[Any, list[Sample]]:
-    """Arguments with which PyTorch's sample functions call `targets`, forward and backward, small and in float64.
-
-    Raises:
-        RuleError: PyTorch's database cannot be imported.
-    """
+    """Arguments with which PyTorch's sample functions call `targets`, forward and backward, small and in float64."""
     recording = _Recording(frozenset(t for t in targets if _torch.is_op(t) and t.namespace == "aten"))
     if recording.wanted:
         # each entry of the database inspects the whole stack, which is short in a new thread
