@@ -1,8 +1,8 @@
 """Kinds of ops: the one table that partitioning, passes, the cost model and the printer read.
 
 An op is looked up by its overload, or by the name of its packet (`add` for `aten.add.Tensor`), so that a row for an op
-that a version of torch lacks does no harm. Where torch names the ops of a kind alike, the name decides. Functions that
-wholestep puts into graphs join a set by `priced_like` or `collective`.
+that a version of torch lacks does no harm. Functions that wholestep puts into graphs join a set by `priced_like` or
+`collective`.
 """
 
 from __future__ import annotations
@@ -95,19 +95,51 @@ class Arithmetic:
     backward: bool = False
 
 
+_ATTENTION = frozenset({
+    "_cudnn_attention_forward", "_efficient_attention_forward", "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace", "_native_multi_head_attention", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
+    "_triton_multi_head_attention", "_triton_scaled_dot_attention", "scaled_dot_product_attention",
+})  # fmt: skip
+_ATTENTION_BACKWARD = frozenset({
+    "_cudnn_attention_backward", "_efficient_attention_backward", "_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+})  # fmt: skip
+_CONVOLUTION = frozenset({
+    "_convolution", "_convolution_mode", "_mps_convolution", "_mps_convolution_transpose",
+    "_nnpack_spatial_convolution", "convolution", "convolution_overrideable", "cudnn_convolution",
+    "cudnn_convolution_add_relu", "cudnn_convolution_relu", "cudnn_convolution_transpose", "miopen_convolution",
+    "miopen_convolution_add_relu", "miopen_convolution_relu", "miopen_convolution_transpose",
+    "miopen_depthwise_convolution", "mkldnn_convolution",
+})  # fmt: skip
+_CONVOLUTION_BACKWARD = frozenset({
+    "_convolution_double_backward", "convolution_backward", "convolution_backward_overrideable",
+    "mps_convolution_backward", "mps_convolution_transpose_backward",
+})  # fmt: skip
+_ARITHMETIC = {
+    **dict.fromkeys(_ATTENTION, Arithmetic("attention")),
+    **dict.fromkeys(_ATTENTION_BACKWARD, Arithmetic("attention", backward=True)),
+    **dict.fromkeys(_CONVOLUTION, Arithmetic("convolution")),
+    **dict.fromkeys(_CONVOLUTION_BACKWARD, Arithmetic("convolution", backward=True)),
+}
+
+
 @cache
 def arithmetic(target: object) -> Arithmetic | None:
-    """The arithmetic of a product, a convolution or fused attention; None for every other op. torch names every op of
-    the last two kinds by its kind.
-    """
-    name = packet_name(target)
-    if "attention" in name or "convolution" in name:
-        return Arithmetic("attention" if "attention" in name else "convolution", backward="backward" in name)
-    return Arithmetic("product") if target in PRODUCTS else None
+    """The arithmetic of a product, a convolution or fused attention; None for every other op."""
+    return Arithmetic("product") if target in PRODUCTS else _ARITHMETIC.get(packet_name(target))
 
 
 _BATCH_NORMS = frozenset({
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "cudnn_batch_norm",
+})  # fmt: skip
+_UNINITIALIZED = frozenset({
+    "empty", "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "new_empty", "new_empty_strided",
+    "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
 })  # fmt: skip
 _POINTWISE_OPTIMIZERS = frozenset(
     name + suffix for name in ("_fused_adam", "_fused_adamw", "_fused_adagrad") for suffix in ("", "_")
@@ -150,7 +182,7 @@ def is_batch_norm_in_training(target: object) -> bool:
 
 def is_uninitialized(target: object) -> bool:
     """True for an op that allocates memory and writes nothing."""
-    return "empty" in packet_name(target)
+    return packet_name(target) in _UNINITIALIZED
 
 
 def depends_on_strides(target: object) -> bool:
