@@ -49,6 +49,7 @@ def _hang_up_early(rank: int, world: int) -> float:
 
 
 def _leave_no_group(rank: int, world: int) -> int:
+    dist.barrier()  # a rank that leaves sooner breaks the connections that its peer is making
     dist.destroy_process_group()
     return rank
 
