@@ -126,7 +126,8 @@ class Compiler:
             again = partial(self._capture, whole={}, held=held or ())
             self._consistency.program(made, inputs, again)
         keeps = self.strategies.options.reshard_after_forward is False
-        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, dump.after_pass)
+        watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
+        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, watch)
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)

@@ -47,7 +47,7 @@ class Finalizer:
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     choices: CachedChoices = field(init=False)
 
-    def finish(self, made: RankProgram, may_regather: bool, watch: Watch) -> RankProgram:
+    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = "\n".join(made.lines), self.options.memory_bytes
         if budget is None:
@@ -84,13 +84,15 @@ class Finalizer:
         self.choices.note(hardware=self.hardware)
         return self.hardware
 
-    def _scheduled(self, local: LocalGraph, key: str, watch: Watch) -> LocalGraph:
+    def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
         passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
         passes = with_order_from(passes, lambda local: self._order(local, key))
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
-    def _fitted(self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch) -> LocalGraph:
+    def _fitted(
+        self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
+    ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
         known = key in self.fits
