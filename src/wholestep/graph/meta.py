@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -233,6 +234,7 @@ def show_line(file: str, number: int) -> str:
     return f"{file}:{number}  {linecache.getline(file, number).strip()}".rstrip()
 
 
+@cache  # a trace asks for each frame of each call
 def is_user_file(file: str) -> bool:
     """Return whether a source file belongs neither to torch nor to the stages of wholestep."""
     return not any(part in file for part in _INTERNAL) and not file.startswith("<")
