@@ -52,10 +52,8 @@ def reshard(
 ) -> Path:
     """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
-    Collectives have their time on `hardware` as cost; local steps are free.
-
-    Raises:
-        LayoutError: no path exists: a varying value has no global value, a shard cannot become a partial value.
+    Collectives have their time on `hardware` as cost; local steps are free. Raises LayoutError if no path exists: a
+    varying value has no global value, a shard cannot become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()

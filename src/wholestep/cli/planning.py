@@ -197,10 +197,8 @@ def _strategies(
     mesh: str, style: Style, tensor: Strategy | ws.WholestepError | None, tp_axis: str,
     semantics: Literal["per_rank", "global"] = "per_rank",
 ) -> list[Strategy]:  # fmt: skip
-    """Data parallelism in `style` on all axes but that of tensor parallelism.
-
-    Raises:
-        WholestepError: tensor parallelism is requested, and the model has no plan for it.
+    """Data parallelism in `style` on all axes but that of tensor parallelism. Raises WholestepError if tensor
+    parallelism is requested, and the model has no plan for it.
     """
     kind: Any = style.value
     if tensor is None:

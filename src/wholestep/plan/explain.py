@@ -106,10 +106,8 @@ def _takes(decision: Decision) -> str:
 
 
 def explain(plan: Plan, name: str) -> str:
-    """The storage layout of an input and the reason for it; its readers with layouts and costs.
-
-    Raises:
-        PlanError: the plan knows neither an input nor an operation of this name; names near ones.
+    """The storage layout of an input and the reason for it; its readers with layouts and costs. Raises PlanError, which
+    names near ones, if the plan knows neither an input nor an operation of this name.
     """
     given = next((i for i in plan.inputs if i.name == name), None)
     if given is None:

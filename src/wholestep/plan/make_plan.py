@@ -45,10 +45,8 @@ def make_plan(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `strategies`, none of which is to be solved or chosen.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
+    """The plan of `strategies`, none of which is to be solved or chosen. Raises PlanError or MeshError if the strategy
+    does not fit the mesh or the graph.
     """
     hardware = hardware or one_host()
     axes, options = strategies.axes(mesh), strategies.options
@@ -82,11 +80,7 @@ def make_plan(
 def stored_bytes(
     graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
 ) -> int:
-    """Bytes that the first rank would store between calls, of all inputs but the batch, without making a plan.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
-    """
+    """Bytes that the first rank would store between calls, without making a plan. Raises as `make_plan` does."""
     parallel.axes(mesh)
     _, rest = _placed(graph, mesh, parallel, placed)
     first = mesh.coordinate(0)

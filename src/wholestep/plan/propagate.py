@@ -46,10 +46,8 @@ _KEEP_SHARDED = TUNING.keep_sharded_factor
 def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:
     """A decision for every call of the graph.
 
-    With `scout`, readers of an op that can be decomposed see the layout that it would have if it were sharded.
-
-    Raises:
-        PlanError: a parameter or its state would be updated with values that differ between ranks.
+    With `scout`, readers of an op that can be decomposed see the layout that it would have if it were sharded. Raises
+    PlanError if a parameter or its state would be updated with values that differ between ranks.
     """
     run = _Propagation(situation, scout)
     for node in situation.graph.graph.nodes:

@@ -192,10 +192,8 @@ class TensorParallel(_OneAxis):
         return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
 
     def _named(self, modules: Modules) -> dict[str, ModuleStyle]:
-        """The style of each module or parameter that a pattern matches; a later pattern wins.
-
-        Raises:
-            PlanError: a pattern matches nothing.
+        """The style of each module or parameter that a pattern matches; a later pattern wins. Raises PlanError if a
+        pattern matches nothing.
         """
         found: dict[str, ModuleStyle] = {}
         missing: list[str] = []

@@ -68,10 +68,8 @@ def templates(
     """Every data-parallel style on all axes, and on the axes that `tensor` leaves, beside it.
 
     `base` gives the options of data parallelism that a template does not set. Without `alone`, templates that do not
-    use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers.
-
-    Raises:
-        MeshError: `tensor` is given, and the mesh has no `tensor_axis`.
+    use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers. Raises
+    MeshError if `tensor` is given, and the mesh has no `tensor_axis`.
     """
     base, alone = base or DataParallel(), alone or tensor is None
     found = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []

@@ -71,11 +71,7 @@ class Evaluator:
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
 
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
-        """The plan and the program on `graph`, the step or a folded one.
-
-        Raises:
-            WholestepError: there is no plan, or it breaks a constraint.
-        """
+        """Plan and program on `graph`, the step or a folded one; raises if there is none, or it breaks a constraint."""
         strategies = row.strategies if graph is self.graph else row.symmetric
         assert strategies is not None, "it has a plan"
         if doing:

@@ -82,11 +82,7 @@ class FoldedStep:
         return few, more
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
-        """`plan.make_plan.stored_bytes` of the whole step.
-
-        Raises:
-            PlanError, MeshError: the strategies do not fit the mesh or the graph.
-        """
+        """`plan.make_plan.stored_bytes` of the whole step, with its errors."""
         few, more = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
         return round(self.whole(FEWEST, (few, more)))
 

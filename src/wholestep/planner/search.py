@@ -41,10 +41,8 @@ class Search:
     bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
-        """The best of `candidates`, and of the further ones that `more` makes from their outcomes.
-
-        Raises:
-            PlanError: none can be planned, or none fits; names the one that needs the fewest bytes.
+        """The best of `candidates`, and of the further ones that `more` makes from their outcomes. Raises PlanError if
+        none can be planned, or none fits: then it names the one that needs the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)

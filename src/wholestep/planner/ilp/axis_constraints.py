@@ -60,10 +60,8 @@ def axis_constraints(
     graph: TrainGraph, pins: Mapping[str, Shard | Replicate], replicated: Iterable[str], axis: str = ""
 ) -> AxisConstraints:
     """The constraints of patterns along one axis: globs of parameters and modules, as `TensorParallel` takes them.
-
-    Raises:
-        PlanError: a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask for
-            different things of one tensor. `axis` is named there.
+    Raises PlanError if a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask
+    for different things of one tensor. `axis` is named there.
     """
     modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
     for pattern, placement in pins.items():
