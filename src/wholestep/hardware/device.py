@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from ..tuning import TUNING
 
-_SPLITS = TUNING.split_k
-
 
 @dataclass(frozen=True)
 class Work:
@@ -133,7 +131,7 @@ class Device:
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
         rate = top.flops_per_us * tile.rate / self.processors
         found = float("inf")
-        for split in _SPLITS:
+        for split in TUNING.split_k:
             waves = ceil(tiles * split / self.processors)
             added = 0.0 if split == 1 else top.wave_us + self.bytes_us(4 * b * m * n * split)
             found = min(found, waves * (2.0 * tile.m * tile.n * ceil(k / split) / rate + top.wave_us) + added)

@@ -40,7 +40,6 @@ from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
-_KEEP_SHARDED = TUNING.keep_sharded_factor
 
 
 def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:
@@ -303,7 +302,7 @@ class _CallOnAxis:
             if i in self.rule.by_shape or self.states[i] == want or (stored and self.only_stores):
                 continue  # sharded in storage only: gathered in any case
             made = meta.tensor(self.given[i]) or TensorMeta((), (), torch.float32, "cpu")
-            total += self._cost(made, self.states[i], want) * (_KEEP_SHARDED if stored else 1.0)
+            total += self._cost(made, self.states[i], want) * (TUNING.keep_sharded_factor if stored else 1.0)
         stored = self.only_stores and not self.moves
         if option.factor and (not stored or any(user in self.batch_dependent for user in self.node.users)):
             made, end = meta.tensors(self.node), REPLICATED if stored else AxisState("S", 0)

@@ -17,7 +17,6 @@ from ..tuning import TUNING
 from .ilp.solve import IlpResult
 
 _OPEN = "auto"
-_GROUP_NODES = TUNING.nodes_in_a_group
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> li
         last = [Axis(tensor_axis, inside)] if tensor_axis and inside > 1 else []
         rest = ranks // inside
         found.append(Mesh((*([Axis("dp", rest)] if rest > 1 or not last else []), *last)))
-        for nodes in _GROUP_NODES:
+        for nodes in TUNING.nodes_in_a_group:
             group = node * nodes // inside
             if 1 < group < rest and rest % group == 0:
                 found.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))

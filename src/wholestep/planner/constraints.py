@@ -87,8 +87,8 @@ class Constraints:
         return replace(template, strategies=tuple(mixed if part is data else part for part in parts))
 
     def check(self, planned: Plan, complete: bool = False) -> None:
-        """Raise ConstraintError if a finished plan breaks a constraint; names it, and the layout that was found. A folded
-        step (not `complete`) may lack some names.
+        """Raise ConstraintError if a finished plan breaks a constraint; names it, and the layout that was found. A
+        folded step (not `complete`) may lack some names.
         """
         if not self.axes:
             return

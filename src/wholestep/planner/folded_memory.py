@@ -29,7 +29,6 @@ from ..passes.saved_tensors import SavedTensors
 from ..tuning import TUNING
 from .folded_step import FoldedStep
 
-_MARGIN = TUNING.nearly_fits
 _COPY = torch.ops.aten.clone.default
 TensorClass = int
 
@@ -176,7 +175,7 @@ class FoldedFit:
         if low < 0:
             return FoldedFitting(way, chain[high], (), 0, us, peak)
         before_us, before = self._costs(way, chain[low])
-        wanted = (before - budget * _MARGIN) / max(before - peak, 1.0)
+        wanted = (before - budget * TUNING.nearly_fits) / max(before - peak, 1.0)
         blocks = min(ceil(wanted * self.folded.count), self.folded.count)
         part = blocks / self.folded.count
         more = tuple(kind for kind in chain[high] if kind not in chain[low])

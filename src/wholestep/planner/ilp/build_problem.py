@@ -34,8 +34,6 @@ from .op_options import GroupOptions, in_phase, op_options, states_of
 from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
 
-_SMALL = TUNING.smallest_sharded_vector_bytes
-_ROUNDS = TUNING.class_rounds
 _NUMBER = re.compile(r"\d+")
 _UNCONSTRAINED = AxisConstraints().mark("")
 
@@ -148,7 +146,7 @@ class ProblemBuilder:
         if fixed is not None:
             return [fixed]
         free = self.spec.constraints.mark(param) == _UNCONSTRAINED
-        if len(made.shape) == 1 and made.size_bytes < _SMALL and free:
+        if len(made.shape) == 1 and made.size_bytes < TUNING.smallest_sharded_vector_bytes and free:
             return [REPLICATED]
         return states_of(made, self.spec.prices.parts)
 
@@ -324,7 +322,7 @@ def node_classes(nodes: Sequence[Node], marks: Mapping[Node, Hashable]) -> dict[
         for place, one in enumerate(given[node]):
             readers[one].append((node, place))
     found = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
-    for _ in range(_ROUNDS):
+    for _ in range(TUNING.class_rounds):
         found = _numbered({
             node: (
                 found[node], tuple(found[n] for n in given[node]),
