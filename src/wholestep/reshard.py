@@ -72,23 +72,6 @@ def reshard(
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
 
 
-def reshard_us(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware,
-    target_mesh: Mesh | None = None,
-) -> float:  # fmt: skip
-    """Return the cost of the path in microseconds; infinite for a shard to partial, another op, or another mesh."""
-    if target_mesh is not None and target_mesh != mesh:
-        return float("inf")
-    for axis in source.axes | target.axes:
-        have, want = source.state(axis), target.state(axis)
-        if want.kind == "P" and have.kind in ("S", "P") and have != want:
-            return float("inf")
-    try:
-        return reshard(source, target, shape, itemsize, mesh, hardware).cost_us
-    except LayoutError:
-        return float("inf")
-
-
 def _moves(layout: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
     for axis in sorted(layout.axes | target.axes):
         have, want = layout.state(axis), target.state(axis)

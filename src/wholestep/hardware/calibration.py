@@ -59,10 +59,9 @@ class Measurements:
 
     Args:
         device: its name.
-        memory_bytes: of the device; `host_memory_bytes` of the host, both for each rank.
+        memory_bytes: of the device, for each rank.
         launch_us: of an op on a few elements.
         moved: bytes read plus written by an elementwise op, and microseconds; the largest last.
-        host_copy: bytes and microseconds of a copy from the device to host memory.
         products: matrix products by shape and dtype.
         levels: name and ranks of a unit, inner to outer; 0 ranks in the last.
         sent: collectives by kind, level and size.
@@ -71,10 +70,8 @@ class Measurements:
 
     device: str
     memory_bytes: int
-    host_memory_bytes: int
     launch_us: float
     moved: tuple[tuple[int, float], ...]
-    host_copy: tuple[int, float]
     products: tuple[TimedProduct, ...]
     levels: tuple[tuple[str, int], ...]
     sent: tuple[TimedCollective, ...]
@@ -114,12 +111,10 @@ def _device(measured: Measurements) -> Device:
     for one in measured.products:
         rate = 2.0 * one.b * one.m * one.n * one.k / max(one.us - measured.launch_us, 1e-3)
         best[one.dtype] = max(best.get(one.dtype, 0.0), rate)
-    sent, copied = measured.host_copy
     rate = size / max(us - measured.launch_us, 1e-3)
     made = Device(
         measured.device, measured.memory_bytes, rate, tuple(Ceiling(dtype, top) for dtype, top in best.items()),
-        measured.host_memory_bytes, sent / max(copied, 1e-3), memory_rate=1.0, launch_us=measured.launch_us,
-        host_us=measured.launch_us,
+        memory_rate=1.0, launch_us=measured.launch_us, host_us=measured.launch_us,
     )  # fmt: skip
     ceilings = tuple(replace(top, rate=_typical(made, measured, top)) for top in made.ceilings)
     return replace(made, ceilings=ceilings)

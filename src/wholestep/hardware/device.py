@@ -84,8 +84,6 @@ class Device:
         memory_bytes: of the device.
         memory_bytes_per_us: peak, read plus written.
         ceilings: peak rates of products by dtype.
-        host_memory_bytes: of the host, for each rank.
-        host_bytes_per_us: between device and host.
         memory_rate: share of the peak memory rate that ops reach.
         launch_us: of one kernel, however small, in a stream of kernels.
         host_us: time of the host to start one op in eager mode.
@@ -97,8 +95,6 @@ class Device:
     memory_bytes: int
     memory_bytes_per_us: float
     ceilings: tuple[Ceiling, ...]
-    host_memory_bytes: int = 0
-    host_bytes_per_us: float = 25_000.0
     memory_rate: float = 0.85
     launch_us: float = 2.0
     host_us: float = 5.0
