@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -212,7 +213,7 @@ def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: 
     sides: Array = step * np.eye(len(start))
     found: list[tuple[float, Array]] = [(loss(p), p) for p in (start, *(start + side for side in sides))]
     for _ in range(rounds):
-        found.sort(key=_first)
+        found.sort(key=itemgetter(0))
         (best, middle), (worst, last) = found[0], found[-1]
         if worst - best < 1e-9:
             break
@@ -225,14 +226,10 @@ def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: 
         elif tried[0][0] >= found[-2][0]:
             near = 0.5 * (centre + last)
             tried.append((loss(near), near))
-        chosen = min(tried, key=_first)
+        chosen = min(tried, key=itemgetter(0))
         if chosen[0] < worst:
             found[-1] = chosen
         else:
             closer = [0.5 * (middle + p) for _, p in found[1:]]
             found[1:] = [(loss(p), p) for p in closer]
-    return min(found, key=_first)[1]
-
-
-def _first(pair: tuple[float, Array]) -> float:
-    return pair[0]
+    return min(found, key=itemgetter(0))[1]

@@ -203,10 +203,6 @@ def differences(graph: TrainGraph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _packet(node: Node) -> object:
-    return getattr(node.target, "_overloadpacket", None)
-
-
 def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] | None:
     """Why the gradient of this loss depends on how the batch is sharded, by the reduction that ends it."""
     node, seen = loss, 0
@@ -216,7 +212,7 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] 
             return node, _SUMMED
         if node.target is aten.div.Tensor and node.args[1] in moving(graph):
             return node, _WEIGHTED
-        if _packet(node) is aten.nll_loss_forward:
+        if getattr(node.target, "_overloadpacket", None) is aten.nll_loss_forward:
             if node.args[3] == 2:
                 return node, _SUMMED
             return None if node.args[2] is None else (node, _CLASS_WEIGHTED)

@@ -108,12 +108,10 @@ class Evaluator:
         """Fits a program into the budget, by rematerialization."""
         return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather, self.passes)
 
-    def folded_fit(self, row: Candidate, doing: str = "") -> FoldedFit:
+    def folded_fit(self, row: Candidate) -> FoldedFit:
         """The same on the folded steps."""
         assert self.folded is not None, "the candidate was simulated with few layers"
         assert row.blocks is not None, "the candidate was simulated with few layers"
-        if doing:
-            self.watch(f"{doing}{row.name}")
         (_, few), (_, more) = self.made(row, row.blocks)
         return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))
 

@@ -7,7 +7,7 @@ choice becomes a `Fitting` of the whole step, which `FitMemory` applies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -101,11 +101,6 @@ class FoldedFitting:
     blocks: int
     step_us: float
     peak_bytes: float
-
-    @property
-    def completed(self) -> FoldedFitting:
-        """The same in all layers."""
-        return replace(self, classes=(*self.classes, *self.partly), partly=(), blocks=0)
 
 
 @dataclass

@@ -161,7 +161,8 @@ class Search:
             row = rows[i]
             over = row.status is Status.OVER_AT_PEAK and row.blocks
             if over and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
-                fit = self.evaluator.folded_fit(row, "made to fit: ")
+                self.evaluator.watch(f"made to fit: {row.name}")
+                fit = self.evaluator.folded_fit(row)
                 longest_us = fit.longest_us()
                 if longest_us is None:
                     rows[i] = replace(row, needs_bytes=round(fit.least().peak_bytes))
@@ -182,7 +183,8 @@ class Search:
         evaluator = self.evaluator
         planned, local = evaluator.planned(row, evaluator.graph, "all layers: ")
         row = replace(row, blocks=None)
-        for tried in (fitting, fitting.completed):
+        in_all_layers = replace(fitting, classes=(*fitting.classes, *fitting.partly), partly=(), blocks=0)
+        for tried in (fitting, in_all_layers):
             names = fit.unfolded(local, tried)
             made = evaluator.priced(row, planned, evaluator.fitting(row).run(local, names)) if names else None
             if names and made and not evaluator.is_over(made.needs_bytes):

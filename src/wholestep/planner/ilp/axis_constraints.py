@@ -68,7 +68,7 @@ def axis_constraints(
         for path in _matching(modules, pattern):
             param = modules.params.get(path)
             for node in modules.outputs(path) if param is None else (param,):
-                name = path if param is not None else _source(node).name
+                name = path if param is not None else made_by(node)[0].name
                 state = _state_of(node, name, placement, pattern)
                 before = states.setdefault(name, (state, pattern))
                 if before[0] != state:
@@ -119,10 +119,13 @@ def _matching(modules: Modules, pattern: str) -> list[str]:
     )
 
 
-def _source(node: Node) -> Node:
+def made_by(node: Node) -> tuple[Node, int]:
+    """The call that makes a value, and the number of the output."""
+    start = 0
     while _torch.is_getitem(node.target):
+        start += meta.picked(node).start
         node = node_at(node, 0)
-    return node
+    return node, start
 
 
 def _decomposed_op(name: str) -> str:

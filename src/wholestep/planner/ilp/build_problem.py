@@ -29,7 +29,7 @@ from ...plan.strategy import Pins, States
 from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
-from .axis_constraints import AxisConstraints, axis_constraints
+from .axis_constraints import AxisConstraints, axis_constraints, made_by
 from .op_options import GroupOptions, in_phase, op_options, states_of
 from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
@@ -164,7 +164,9 @@ class ProblemBuilder:
                 self.of_param[given.name] = self.of_class[self.number[node]][0][0]
         for node in self.calls:
             if self.number[node] not in self.of_class and not _torch.is_getitem(node.target):
-                self._call(node, readers)
+                several = len(readers.get((self.number[node], 0), ())) > 1
+                for group in op_options(node, self.spec.prices, meta.is_backward(node), several):
+                    self._add(node, group)
         values = self._values(readers)
         fixed = sum(i.meta.size_bytes for i in self.graph.inputs if i.role not in (Role.PARAM, Role.STATE, Role.GRAD))
         return Problem(tuple(self.choices), tuple(values), fixed=StepLoad(rest=float(fixed)))
@@ -176,11 +178,6 @@ class ProblemBuilder:
             raise self.spec.constraints.infeasible(name)
         self.choices.append(OneOf(node.name, allowed, len(self.members[self.number[node]])))
         self.of_class.setdefault(self.number[node], []).append((len(self.choices) - 1, group))
-
-    def _call(self, node: Node, readers: Mapping[tuple[int, int], dict[tuple[int, int], bool]]) -> None:
-        several = len(readers.get((self.number[node], 0), ())) > 1
-        for group in op_options(node, self.spec.prices, meta.is_backward(node), several):
-            self._add(node, group)
 
     def _param(self, node: Node, given: Input) -> None:
         spec, prices = self.spec, self.spec.prices
@@ -204,20 +201,12 @@ class ProblemBuilder:
         self._add(node, GroupOptions(tuple(options), frozenset(options[0].takes), frozenset({0})))
 
     # -- values ---------------------------------------------------------------------------
-    def _source(self, node: Node) -> tuple[Node, int]:
-        """The call that makes a value, and the number of the output."""
-        start = 0
-        while _torch.is_getitem(node.target):
-            start += meta.picked(node).start
-            node = node_at(node, 0)
-        return node, start
-
     def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
         """For each class and output, the classes and operand places that read it: True for reads in the backward."""
         found: dict[tuple[int, int], dict[tuple[int, int], bool]] = {}
 
         def note(given: Node, reader: tuple[int, int], later: bool) -> None:
-            source, output = self._source(given)
+            source, output = made_by(given)
             if source in self.number and source.target is not GRAD_READY:
                 found.setdefault((self.number[source], output), {})[reader] = later
 
