@@ -38,9 +38,7 @@ def _factor(axis: str, order: Sequence[str], mesh: Mesh) -> int:
 
 
 def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
-    """Return the layout of a DTensor. Raises LayoutError if it is on another mesh, or its strided shards match no order
-    of the axes of the mesh.
-    """
+    """The layout of a DTensor. Raises LayoutError for another mesh, or strided shards that match no order."""
     if tuple(tensor.device_mesh.shape) != tuple(a.size for a in mesh.axes):
         raise LayoutError(
             f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}",

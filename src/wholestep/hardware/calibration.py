@@ -23,9 +23,7 @@ _MOST = 30.0  # bound of a parameter's logarithm: the samples may not determine 
 
 @dataclass(frozen=True)
 class TimeSample:
-    """One measured collective: bytes of the largest buffer of a rank, units of the group (see `hardware.curves`), time,
-    and the weight of its error.
-    """
+    """One measured collective: largest buffer of a rank, units (`hardware.curves`), time, weight of its error."""
 
     size_bytes: float
     units: tuple[int, ...]

@@ -21,8 +21,7 @@ _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    `whole`: what the collectives of the whole step carry, where the graph is a part of a step. A graph that has sizes
-    keeps them.
+    `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)

@@ -149,9 +149,7 @@ class DataParallel:
 
 
 def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
-    """The dim of the batch tensor `name` that counts samples; None when it is the same on all ranks. Raises PlanError
-    if it lacks a dim that was given for it by name.
-    """
+    """The dim of batch tensor `name` that counts samples; None if ranks share it. PlanError for a missing named dim."""
     if isinstance(wanted, int):
         return wanted % ndim if -ndim <= wanted < ndim else None
     key = next((k for k in wanted if fnmatchcase(name, k)), None)

@@ -45,9 +45,7 @@ def make_plan(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `strategies`, none of which is to be solved or chosen. Raises PlanError or MeshError if the strategy
-    does not fit the mesh or the graph.
-    """
+    """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
     hardware = hardware or one_host()
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()

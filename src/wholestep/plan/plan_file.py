@@ -85,9 +85,7 @@ def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(kind: Any, value: Any, layouts: Sequence[Layout] = ()) -> Any:
-    """A JSON value as the type `kind`. Raises TypeError, ValueError, KeyError, IndexError, AttributeError or MeshError
-    if it is none.
-    """
+    """A JSON value as the type `kind`; a value that is none raises one of the errors that `decode` catches."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):  # X | None
         return None if value is None else read(args[0], value, layouts)

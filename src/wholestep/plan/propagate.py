@@ -5,8 +5,7 @@ Otherwise the op's rule offers its factors, and the cheapest resharding of the o
 partial through linear ops, and is reduced to the storage layout of its parameter's optimizer state.
 
 Activations, losses and incomplete gradients depend on the batch; parameters, their state and complete gradients do not.
-An op that reads both is sharded as its batch-dependent operands are; parameters that are sharded in storage only are
-gathered.
+An op that reads both is sharded as its batch-dependent operands are; parameters sharded in storage only are gathered.
 """
 
 from __future__ import annotations

@@ -129,9 +129,7 @@ class Constraints:
 def constraints_of(
     graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, replicated: ReplicatedAxes
 ) -> Constraints:
-    """The constraints on `graph`. Raises PlanError if a pattern names nothing, no mesh has an axis, a dim does not
-    exist, or two constraints contradict.
-    """
+    """The constraints on `graph`. PlanError for a pattern, axis or dim that does not exist, or a contradiction."""
     known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
     asked = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
     asked += [(pattern, axis) for pattern, axes in replicated.items() for axis in _names(axes)]

@@ -46,9 +46,7 @@ class SavedByClass:
 
     @cached_property
     def places(self) -> dict[Node, tuple[int, TensorClass]]:
-        """Block (-1 outside) and class of each node: of a captured node by its slot, of a node that partitioning made
-        by its operands.
-        """
+        """Block (-1 outside) and class of each node: by its slot, or by its operands if partitioning made it."""
         places = {node.name: at for node, at in self.folded.repeats.places.items()}
         found: dict[Node, tuple[int, TensorClass]] = {}
         seen: dict[tuple[int, TensorClass], int] = {}

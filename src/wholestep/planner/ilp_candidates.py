@@ -224,9 +224,7 @@ class MeshSolver:
 
 
 def best_meshes(rows: Sequence[Candidate], count: int) -> list[Mesh]:
-    """The meshes with the shortest step for a batch, by simulation or by a bound; meshes on which a candidate fits the
-    budget first.
-    """
+    """The meshes with the shortest step for a batch, simulated or bounded; first those on which a candidate fits."""
     best: dict[Mesh, tuple[bool, float]] = {}
     for row in rows:
         if row.status in (Status.CHOSEN, Status.SLOWER, Status.BOUNDED, Status.OVER_AT_PEAK):

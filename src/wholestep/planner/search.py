@@ -115,9 +115,7 @@ class Search:
         return self._simulate(row)
 
     def _simulate(self, row: Candidate, doing: str = "") -> Candidate:
-        """Simulates a candidate with few layers or with all, unless its bound is above the best, or its program is that
-        of another candidate.
-        """
+        """Simulates a candidate, unless its bound is above the best, or its program is that of another candidate."""
         evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
         evaluator.watch(f"{doing}{row.name}")
         try:

@@ -83,9 +83,7 @@ def problem_spec(
 
 @dataclass
 class ProblemBuilder:
-    """The problem of one graph. `of_class` gives the choices of each class of equal nodes, `of_param` the choice of
-    each parameter.
-    """
+    """The problem of one graph. `of_class`: choices of each class of nodes, `of_param`: choice of each parameter."""
 
     graph: TrainGraph
     spec: ProblemSpec
@@ -110,9 +108,7 @@ class ProblemBuilder:
             self.members.setdefault(self.number[node], []).append(node)
 
     def _included(self) -> set[Node]:
-        """Calls between the batch and the gradients, and calls on parameters alone that these read. Results of
-        constants alone are replicated and left out.
-        """
+        """Calls between batch and gradients, and calls on parameters alone that these read; none on constants alone."""
         self.grads = [n for n in self.graph.graph.nodes if n.target is GRAD_READY]
         after = dict.fromkeys(self.grads)  # in order: the sum of their times is the same in every run
         for node in self.graph.graph.nodes:

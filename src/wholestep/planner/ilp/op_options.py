@@ -31,8 +31,7 @@ class GroupOptions:
 def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[GroupOptions]:
     """The options of each group of a call; an op without a rule has one option, replicated.
 
-    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced where it is made, as several ops
-    read it.
+    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced at once, as several ops read it.
     """
     rule = find_rule(node) if prices.parts > 1 else None
     count, outputs = len(operands(node)), range(len(meta.tensors(node)))
