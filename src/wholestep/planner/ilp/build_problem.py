@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -30,7 +29,7 @@ from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
 from .axis_constraints import AxisConstraints, axis_constraints, made_by
-from .op_options import GroupOptions, in_phase, op_options, states_of
+from .op_options import in_phase, op_options, states_of
 from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
 
@@ -88,7 +87,7 @@ class ProblemBuilder:
     graph: TrainGraph
     spec: ProblemSpec
     choices: list[OneOf] = field(default_factory=list[OneOf])
-    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(default_factory=dict[int, Any])
+    of_class: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     of_param: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -154,26 +153,25 @@ class ProblemBuilder:
             if given.role is Role.PARAM and self.number[node] not in self.of_class:
                 self._param(node, given)
             elif node in self.number and given.role is not Role.PARAM:
-                gives = Option({0: self.spec.rest[given.name]}, {})
-                self._add(node, GroupOptions((gives,), frozenset(), frozenset({0})))
+                self._add(node, (Option({0: self.spec.rest[given.name]}, {}),))
             if given.role is Role.PARAM:
-                self.of_param[given.name] = self.of_class[self.number[node]][0][0]
+                self.of_param[given.name] = self.of_class[self.number[node]][0]
         for node in self.calls:
             if self.number[node] not in self.of_class and not _torch.is_getitem(node.target):
                 several = len(readers.get((self.number[node], 0), ())) > 1
-                for group in op_options(node, self.spec.prices, meta.is_backward(node), several):
-                    self._add(node, group)
+                for options in op_options(node, self.spec.prices, meta.is_backward(node), several):
+                    self._add(node, options)
         values = self._values(readers)
         fixed = sum(i.meta.size_bytes for i in self.graph.inputs if i.role not in (Role.PARAM, Role.STATE, Role.GRAD))
         return Problem(tuple(self.choices), tuple(values), fixed=StepLoad(rest=float(fixed)))
 
-    def _add(self, node: Node, group: GroupOptions) -> None:
+    def _add(self, node: Node, options: Sequence[Option]) -> None:
         name = self.inputs[node].name if node in self.inputs else node.name
-        allowed = tuple(o for o in group.options if self.spec.constraints.allows(node, name, o))
+        allowed = tuple(o for o in options if self.spec.constraints.allows(node, name, o))
         if not allowed:
             raise self.spec.constraints.infeasible(name)
+        self.of_class.setdefault(self.number[node], []).append(len(self.choices))
         self.choices.append(OneOf(node.name, allowed, len(self.members[self.number[node]])))
-        self.of_class.setdefault(self.number[node], []).append((len(self.choices) - 1, group))
 
     def _param(self, node: Node, given: Input) -> None:
         spec, prices = self.spec, self.spec.prices
@@ -194,7 +192,7 @@ class ProblemBuilder:
                 parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
                 options.append(Option({0: state}, takes, load + StepLoad((0.0, 0.0, us)), storage=storage))
-        self._add(node, GroupOptions(tuple(options), frozenset(options[0].takes), frozenset({0})))
+        self._add(node, options)
 
     # -- values ---------------------------------------------------------------------------
     def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
@@ -226,7 +224,7 @@ class ProblemBuilder:
         results = len(self.choices)
         self.choices.append(OneOf("results", (Option({}, {0: REPLICATED}),)))
         for (number, output), places in readers.items():
-            maker = next((c for c, group in self.of_class.get(number, ()) if output in group.given), None)
+            maker = next((c for c in self.of_class.get(number, ()) if output in self.choices[c].options[0].gives), None)
             if maker is None:
                 continue
             needs = [Need(results, 0, later) if reader < 0 else self._need(reader, place, later)
@@ -238,7 +236,7 @@ class ProblemBuilder:
         return out
 
     def _need(self, reader: int, place: int, later: bool) -> Need | None:
-        taker = next((c for c, group in self.of_class.get(reader, ()) if place in group.taken), None)
+        taker = next((c for c in self.of_class.get(reader, ()) if place in self.choices[c].options[0].takes), None)
         return None if taker is None else Need(taker, place, later)
 
     def _value(self, node: Node, maker: int, output: int, needs: tuple[Need, ...]) -> ValueEdge | None:
@@ -268,7 +266,7 @@ class ProblemBuilder:
         results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
         for node in self.calls:
-            chosen = [options[c] for c, _ in self.of_class.get(self.number[node], ())]
+            chosen = [options[c] for c in self.of_class.get(self.number[node], ())]
             names = [o.strategy for o in chosen]
             if any(names):
                 ways[node.name] = {axis: tuple(names)}
