@@ -38,11 +38,7 @@ def _factor(axis: str, order: Sequence[str], mesh: Mesh) -> int:
 
 
 def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
-    """Return the layout of a DTensor.
-
-    Raises:
-        LayoutError: it is on another mesh, or its strided shards match no order of the axes of the mesh.
-    """
+    """The layout of a DTensor. Raises LayoutError for another mesh, or strided shards that match no order."""
     if tuple(tensor.device_mesh.shape) != tuple(a.size for a in mesh.axes):
         raise LayoutError(
             f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}",
@@ -53,11 +49,9 @@ def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
 
 
 def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
-    """Return the layout of a tensor of `ndim` dims with these placements, one for each mesh axis.
-
-    Raises:
-        LayoutError: their number is wrong, one is not a placement or shards a missing dim, or strided shards match no
-            order of the axes of the mesh.
+    """Return the layout of a tensor of `ndim` dims with these placements, one for each mesh axis. Raises LayoutError if
+    their number is wrong, one is not a placement or shards a missing dim, or strided shards match no order of the axes
+    of the mesh.
     """
     if len(placed) != len(mesh.axes):
         raise LayoutError(f"{len(placed)} placements {tuple(placed)}", f"one for each axis of mesh {mesh}")

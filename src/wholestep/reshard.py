@@ -52,10 +52,8 @@ def reshard(
 ) -> Path:
     """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
-    Collectives have their time on `hardware` as cost; local steps are free.
-
-    Raises:
-        LayoutError: no path exists: a varying value has no global value, a shard cannot become a partial value.
+    Collectives have their time on `hardware` as cost; local steps are free. Raises LayoutError if no path exists: a
+    varying value has no global value, a shard cannot become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()
@@ -72,23 +70,6 @@ def reshard(
             price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
-
-
-def reshard_us(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware,
-    target_mesh: Mesh | None = None,
-) -> float:  # fmt: skip
-    """Return the cost of the path in microseconds; infinite for a shard to partial, another op, or another mesh."""
-    if target_mesh is not None and target_mesh != mesh:
-        return float("inf")
-    for axis in source.axes | target.axes:
-        have, want = source.state(axis), target.state(axis)
-        if want.kind == "P" and have.kind in ("S", "P") and have != want:
-            return float("inf")
-    try:
-        return reshard(source, target, shape, itemsize, mesh, hardware).cost_us
-    except LayoutError:
-        return float("inf")
 
 
 def _moves(layout: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:

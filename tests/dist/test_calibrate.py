@@ -76,9 +76,7 @@ def test_the_fit_finds_the_machine_that_made_the_times(nodes: int) -> None:
     ]
     products = tuple(TimedProduct("float32", 1, n, n, n, 5 + 2 * n**3 / 50e6) for n in (512, 1024, 2048))
     moved = ((1 << 20, 5.0 + 1.0), (1 << 24, 5.0 + 16.0))
-    measured = Measurements(
-        "made", 1 << 34, 1 << 34, 5.0, moved, (1 << 24, 700.0), products, levels, tuple(sent), "nccl"
-    )
+    measured = Measurements("made", 1 << 34, 5.0, moved, products, levels, tuple(sent), "nccl")
     found, errors = fit("made", measured, h100.levels)
     assert found.ranks_per_node == (0 if nodes == 1 else 8)
     assert max(one.median for one in errors) < 0.1, errors

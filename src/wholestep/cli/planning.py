@@ -197,11 +197,7 @@ def _strategies(
     mesh: str, style: Style, tensor: Strategy | ws.WholestepError | None, tp_axis: str,
     semantics: Literal["per_rank", "global"] = "per_rank",
 ) -> list[Strategy]:  # fmt: skip
-    """Data parallelism in `style` on all axes but that of tensor parallelism.
-
-    Raises:
-        WholestepError: tensor parallelism is requested, and the model has no plan for it.
-    """
+    """Data parallelism on the axes besides tensor parallelism. Raises the error of a model without a plan for it."""
     kind: Any = style.value
     if tensor is None:
         return [ws.DataParallel(kind, semantics=semantics)]

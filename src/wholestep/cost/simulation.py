@@ -16,8 +16,6 @@ from ..mesh import Mesh
 from ..tuning import TUNING
 from .compute import node_us, peak_us
 
-_MOST_STOLEN = TUNING.most_slowed_share
-
 
 @dataclass
 class Clock:
@@ -112,7 +110,7 @@ class Clock:
                 continue
             before = min(us, max(begin - self.now, 0.0))
             self.now, us = self.now + before, us - before
-            slower = 1 / (1 - min(self.stolen_us[node] / (done - begin), _MOST_STOLEN))
+            slower = 1 / (1 - min(self.stolen_us[node] / (done - begin), TUNING.most_slowed_share))
             overlapped = min(us, (done - self.now) / slower)
             self.now, us = self.now + overlapped * slower, us - overlapped
             if us <= 0:

@@ -18,7 +18,7 @@ from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import SimulationResult, kind_of, result_of, steady_start
+from .simulation import SimulationResult, kind_of, result_of, steady_start, whole_bytes
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -129,9 +129,9 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
 def _span(node: Node, stream: str, start_us: float, end_us: float) -> Span:
     """The span of an op, of a collective, or of a wait, which is shown as the collective it waits for."""
     shown = node_at(node, 0) if is_wait(node) and is_collective(node_at(node, 0)) else node
-    op = kind_of(shown) if is_collective(shown) else op_name(node)
-    us, size = end_us - start_us, _bytes(shown)
-    return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), size)
+    collective = is_collective(shown)
+    op, size = (kind_of(shown), whole_bytes(shown)) if collective else (op_name(node), meta.size_bytes(shown))
+    return Span(node.name, op, stream, start_us, end_us - start_us, phase(node), meta.module_path(node), size)
 
 
 def op_name(node: Node) -> str:
@@ -148,12 +148,6 @@ def title(stream: str) -> str:
 def phase(node: Node) -> str:
     """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
-
-
-def _bytes(node: Node) -> int:
-    """Bytes of the results of a node; of a collective, of the larger of result and operand."""
-    made = meta.size_bytes(node)
-    return max(made, _bytes(node_at(node, 0))) if is_collective(node) else made
 
 
 def _ms(us: float) -> str:

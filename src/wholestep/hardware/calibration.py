@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -22,9 +23,7 @@ _MOST = 30.0  # bound of a parameter's logarithm: the samples may not determine 
 
 @dataclass(frozen=True)
 class TimeSample:
-    """One measured collective: bytes of the largest buffer of a rank, units of the group (see `hardware.curves`), time,
-    and the weight of its error.
-    """
+    """One measured collective: largest buffer of a rank, units (`hardware.curves`), time, weight of its error."""
 
     size_bytes: float
     units: tuple[int, ...]
@@ -59,10 +58,9 @@ class Measurements:
 
     Args:
         device: its name.
-        memory_bytes: of the device; `host_memory_bytes` of the host, both for each rank.
+        memory_bytes: of the device, for each rank.
         launch_us: of an op on a few elements.
         moved: bytes read plus written by an elementwise op, and microseconds; the largest last.
-        host_copy: bytes and microseconds of a copy from the device to host memory.
         products: matrix products by shape and dtype.
         levels: name and ranks of a unit, inner to outer; 0 ranks in the last.
         sent: collectives by kind, level and size.
@@ -71,10 +69,8 @@ class Measurements:
 
     device: str
     memory_bytes: int
-    host_memory_bytes: int
     launch_us: float
     moved: tuple[tuple[int, float], ...]
-    host_copy: tuple[int, float]
     products: tuple[TimedProduct, ...]
     levels: tuple[tuple[str, int], ...]
     sent: tuple[TimedCollective, ...]
@@ -114,12 +110,10 @@ def _device(measured: Measurements) -> Device:
     for one in measured.products:
         rate = 2.0 * one.b * one.m * one.n * one.k / max(one.us - measured.launch_us, 1e-3)
         best[one.dtype] = max(best.get(one.dtype, 0.0), rate)
-    sent, copied = measured.host_copy
     rate = size / max(us - measured.launch_us, 1e-3)
     made = Device(
         measured.device, measured.memory_bytes, rate, tuple(Ceiling(dtype, top) for dtype, top in best.items()),
-        measured.host_memory_bytes, sent / max(copied, 1e-3), memory_rate=1.0, launch_us=measured.launch_us,
-        host_us=measured.launch_us,
+        memory_rate=1.0, launch_us=measured.launch_us, host_us=measured.launch_us,
     )  # fmt: skip
     ceilings = tuple(replace(top, rate=_typical(made, measured, top)) for top in made.ceilings)
     return replace(made, ceilings=ceilings)
@@ -217,7 +211,7 @@ def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: 
     sides: Array = step * np.eye(len(start))
     found: list[tuple[float, Array]] = [(loss(p), p) for p in (start, *(start + side for side in sides))]
     for _ in range(rounds):
-        found.sort(key=_first)
+        found.sort(key=itemgetter(0))
         (best, middle), (worst, last) = found[0], found[-1]
         if worst - best < 1e-9:
             break
@@ -230,14 +224,10 @@ def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: 
         elif tried[0][0] >= found[-2][0]:
             near = 0.5 * (centre + last)
             tried.append((loss(near), near))
-        chosen = min(tried, key=_first)
+        chosen = min(tried, key=itemgetter(0))
         if chosen[0] < worst:
             found[-1] = chosen
         else:
             closer = [0.5 * (middle + p) for _, p in found[1:]]
             found[1:] = [(loss(p), p) for p in closer]
-    return min(found, key=_first)[1]
-
-
-def _first(pair: tuple[float, Array]) -> float:
-    return pair[0]
+    return min(found, key=itemgetter(0))[1]

@@ -131,9 +131,7 @@ def _tree(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _nvls(kind: str, units: Units) -> list[LinkLoad]:
-    """The switch reduces and multicasts: a rank sends its whole buffer once, and its own reduced piece once. A tree
-    between units.
-    """
+    """The switch adds and multicasts: a rank sends its buffer and its own reduced piece once. A tree between units."""
     inside = units[0] / units[1]
     return [LinkLoad((inside + 1) / inside, 2), *_tree(kind, units)[1:]]
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from ..tuning import TUNING
 
-_SPLITS = TUNING.split_k
-
 
 @dataclass(frozen=True)
 class Work:
@@ -86,8 +84,6 @@ class Device:
         memory_bytes: of the device.
         memory_bytes_per_us: peak, read plus written.
         ceilings: peak rates of products by dtype.
-        host_memory_bytes: of the host, for each rank.
-        host_bytes_per_us: between device and host.
         memory_rate: share of the peak memory rate that ops reach.
         launch_us: of one kernel, however small, in a stream of kernels.
         host_us: time of the host to start one op in eager mode.
@@ -99,8 +95,6 @@ class Device:
     memory_bytes: int
     memory_bytes_per_us: float
     ceilings: tuple[Ceiling, ...]
-    host_memory_bytes: int = 0
-    host_bytes_per_us: float = 25_000.0
     memory_rate: float = 0.85
     launch_us: float = 2.0
     host_us: float = 5.0
@@ -133,7 +127,7 @@ class Device:
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
         rate = top.flops_per_us * tile.rate / self.processors
         found = float("inf")
-        for split in _SPLITS:
+        for split in TUNING.split_k:
             waves = ceil(tiles * split / self.processors)
             added = 0.0 if split == 1 else top.wave_us + self.bytes_us(4 * b * m * n * split)
             found = min(found, waves * (2.0 * tile.m * tile.n * ceil(k / split) / rate + top.wave_us) + added)

@@ -211,9 +211,7 @@ class Hardware:
         return self.device.peak_flops_per_us(dtype)
 
     def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
-        """True if collectives along two axes use the same links, so that each slows the other: the outermost level
-        that both axes cross is the same.
-        """
+        """True if collectives along two axes slow each other: the outermost level that both cross is the same."""
         return _route(self, mesh, one)[0] == _route(self, mesh, other)[0]
 
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:

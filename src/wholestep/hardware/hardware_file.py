@@ -60,8 +60,8 @@ def check(hardware: Hardware) -> None:
 
 _Figure = tuple[str, object, str]
 _ABOVE_0 = {
-    "memory_bytes", "memory_bytes_per_us", "host_bytes_per_us", "memory_rate", "processors", "flops_per_us", "rate",
-    "m", "n", "bytes_per_us", "least_ranks",
+    "memory_bytes", "memory_bytes_per_us", "memory_rate", "processors", "flops_per_us", "rate", "m", "n",
+    "bytes_per_us", "least_ranks",
 }  # fmt: skip
 _ONE_OF = {"kind": KINDS, "algorithm": tuple(ALGORITHMS)}
 _AT_LEAST_1 = {"contention", "overlap_slowdown"}

@@ -48,8 +48,8 @@ def _hopper(name: str, memory_bytes: int, memory_rate: float, power: float = 1.0
         Ceiling("float64", 67 * _TERA * power, (), 0.8),
     )
     return Device(
-        name, memory_bytes, memory_rate, ceilings, 256 * _GIB, 50 * _GB, memory_rate=0.8, launch_us=4.9, host_us=5.0,
-        processors=132, contention=1.08,
+        name, memory_bytes, memory_rate, ceilings, memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=132,
+        contention=1.08,
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ A100 = Device(
         Ceiling("float32", 19.5 * _TERA, (), 0.8),
         Ceiling("float64", 19.5 * _TERA, (), 0.8),
     ),
-    128 * _GIB, 25 * _GB, memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
+    memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
 )  # fmt: skip
 H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
 H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, power=0.85)
@@ -80,7 +80,7 @@ B200 = Device(
         Ceiling("float32", 75 * _TERA, (), 0.8),
         Ceiling("float64", 37 * _TERA, (), 0.8),
     ),
-    480 * _GIB, 200 * _GB, memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=1.08,
+    memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=1.08,
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ LINKS = {
 _CPU = Device(
     "CPU core", 8 * _GIB, 25 * _GB,
     tuple(Ceiling(*top) for top in (("float32", 0.08 * _TERA), ("float64", 0.04 * _TERA), ("bfloat16", 0.25 * _TERA))),
-    8 * _GIB, 15 * _GB, memory_rate=1.0, launch_us=8.0, host_us=8.0,
+    memory_rate=1.0, launch_us=8.0, host_us=8.0,
 )  # fmt: skip
 LOOPBACK = Level("loopback", 0, 0.75 * _GB, 100.0, (
     Curve("all_gather", "gloo", (Regime(225.0),)),

@@ -267,11 +267,7 @@ class _Lowering:
             return self.emit.start(path, at, whole)[1]
         cast = self._cast(at, other)
         finish = self.emit.start(path, cast, replace(whole, dtype=other))[1]
-
-        def finish_and_cast_back() -> Node:
-            return self._cast(finish(), whole.dtype)
-
-        return finish_and_cast_back
+        return lambda: self._cast(finish(), whole.dtype)
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)

@@ -134,9 +134,7 @@ def _ahead(node: Node) -> bool:
 
 
 def stages_from(node: Node) -> list[Node]:
-    """`node` and the later stages of the same hierarchical collective: gathers of a gather, sums of a sum. A later
-    stage is the only reader of the stage before.
-    """
+    """`node` and the later stages of its hierarchical collective, each the only reader of the stage before."""
     stages = [node]
     while (after := _next_stage(stages[-1])) is not None:
         stages.append(after)

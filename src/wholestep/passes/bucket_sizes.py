@@ -14,8 +14,6 @@ from ..tuning import TUNING
 from .base import Pass
 from .bucket import CollectiveTraffic, collective_traffic
 
-_IN_FLIGHT = TUNING.buckets_in_flight
-_LEAST_BUCKET = TUNING.smallest_bucket_bytes
 _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 
 
@@ -23,8 +21,7 @@ _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    `whole`: what the collectives of the whole step carry, where the graph is a part of a step. A graph that has sizes
-    keeps them.
+    `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -41,7 +38,7 @@ class SizeBuckets:
             return local
         size = self._bucket_bytes(local)
         summed = summed_bytes(self.hardware, local.mesh, size) if self.bucket_bytes is None else size
-        in_flight = (_IN_FLIGHT * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
+        in_flight = (TUNING.buckets_in_flight * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
         alone = min(alone_bytes(self.hardware, local.mesh), size)
         return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
 
@@ -54,7 +51,7 @@ class SizeBuckets:
         carried, most = self.whole or collective_traffic(local), self.hardware.bucket_bytes
         if carried.regathered_bytes:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
-            most = min(max(in_flight // _IN_FLIGHT, _LEAST_BUCKET), most)
+            most = min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most)
 
 
@@ -71,7 +68,7 @@ def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
         return found
     most = given.bucket_bytes or given.hardware.bucket_bytes
     for part in TUNING.bucket_parts:
-        size = max(most // part, min(most, _LEAST_BUCKET)) if given.bucket_bytes is None else most
+        size = max(most // part, min(most, TUNING.smallest_bucket_bytes)) if given.bucket_bytes is None else most
         in_flight = size if given.in_flight_bytes is None else given.in_flight_bytes
         smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight)
         if smaller not in found:
@@ -103,7 +100,7 @@ def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: i
         return max(map(along, axes), default=0.0)
 
     best = most_bytes
-    while reduced_bytes and best // 2 >= _LEAST_BUCKET and cost_us(best // 2) < cost_us(best):
+    while reduced_bytes and best // 2 >= TUNING.smallest_bucket_bytes and cost_us(best // 2) < cost_us(best):
         best //= 2
     return best
 

@@ -36,7 +36,7 @@ class ContiguousShards(InPlace):
         place = {node: i for i, node in enumerate(graph.nodes)}
         writes = _writes(graph, params)
         for node in graph.nodes:
-            if not _gathers(node):
+            if node.target is not join_rows or any(user.target is not GATHER for user in node.users):
                 continue
             pieces = tuple(operands(node))
             if not params.issuperset(pieces) or len(set(pieces)) < len(pieces):
@@ -48,10 +48,6 @@ class ContiguousShards(InPlace):
                 node.target = side_by_side
                 claimed |= dict.fromkeys(pieces, pieces)
         return local
-
-
-def _gathers(node: Node) -> bool:
-    return node.target is join_rows and all(user.target is GATHER for user in node.users)
 
 
 def _last_read(join: Node, place: dict[Node, int]) -> float:

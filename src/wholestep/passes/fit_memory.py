@@ -18,9 +18,6 @@ from .remat_frontier import RematChoice, choices
 from .rematerialize import rematerialized
 from .saved_tensors import SavedTensors
 
-_HIDDEN = TUNING.hidden_gather_share
-"""Share of a gather's time that counts as its cost where computing hides most of it."""
-
 
 @dataclass(frozen=True)
 class Fitting:
@@ -102,7 +99,7 @@ class FitMemory:
                 return least
             raise budget_error(saved, path, self.budget_bytes, self._peak_after(ways[-1]))
         if self.gathers and local.mesh.size > 1 and min(found)[2]:
-            attempt(min(found)[1], choices(saved, held, self.hardware, _HIDDEN))
+            attempt(min(found)[1], choices(saved, held, self.hardware, TUNING.hidden_gather_share))
         _, number, names = min(found)
         return Fitting(number, names)
 

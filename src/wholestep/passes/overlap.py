@@ -71,10 +71,8 @@ class SameOrder:
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
-    """The graph with its collectives in the order `names`; other nodes keep their order as far as possible.
-
-    Raises:
-        RankMismatchError: the graph has other collectives, or they cannot run in that order.
+    """The graph with its collectives in the order `names`; other nodes keep their order as far as possible. Raises
+    RankMismatchError if the graph has other collectives, or they cannot run in that order.
     """
     calls = [n for n in local.graph.nodes if n.op == "call_function"]
     collectives = {n.name: n for n in calls if is_collective(n)}

@@ -75,7 +75,7 @@ def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, 
         return ()
     path = _worth_trying(path)
     differs = now - path[0].peak_bytes
-    found = _cheapest(path, budget_bytes, differs, lambda choice: _peak(saved, choice, peak).size_bytes)
+    found = _cheapest(path, budget_bytes, differs, lambda choice: peak(rematerialized(saved, choice.names)).size_bytes)
     return None if found is None else path[found].names
 
 
@@ -122,13 +122,9 @@ def held_by(local: LocalGraph) -> list[int]:
     return found
 
 
-def _peak(saved: SavedTensors, choice: RematChoice, peak: Peak) -> PeakMemory:
-    return peak(rematerialized(saved, choice.names))
-
-
 def budget_error(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:
     """The error for a budget that no choice meets."""
-    lowest = _peak(saved, min(path, key=lambda choice: choice.peak_bytes), peak)
+    lowest = peak(rematerialized(saved, min(path, key=lambda choice: choice.peak_bytes).names))
     live = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
     return PlanError(
         f"the step needs at least {lowest.size_bytes} bytes on a rank, {human(lowest.rest_bytes)} of them stored "

@@ -22,7 +22,6 @@ from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .saved_tensors import SavedTensor, SavedTensors
 
-_STAGES = TUNING.remat_stages
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Span = tuple[int, int]
 _Spot = tuple[int, int]  # id of a storage, and the segment in which it is recomputed; -1 for the original
@@ -48,8 +47,8 @@ def choices(
     search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {})
     found = [search.choice()]
     first, rest = int(search.held.max(initial=0)), sum(s.size_bytes for s in saved.storages if s.first < 0)
-    for stage in range(1, _STAGES + 1):
-        target = first - (first - rest) * stage // _STAGES
+    for stage in range(1, TUNING.remat_stages + 1):
+        target = first - (first - rest) * stage // TUNING.remat_stages
         found += search.reach(target)
         if search.excess(search.held, target):
             break

@@ -19,10 +19,8 @@ def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
     """A copy of the functional graph `saved.local` that rematerializes the saved values `names` (`SavedTensor.name`).
 
     Each is recomputed just before its first reader from tensors that are still alive; operands that are not alive are
-    recomputed too. The same ops run on the same operands: bitwise the same.
-
-    Raises:
-        GraphError: a name is not among `saved.candidates`.
+    recomputed too. The same ops run on the same operands: bitwise the same. Raises GraphError if a name is not among
+    `saved.candidates`.
     """
     if not names:
         return saved.local

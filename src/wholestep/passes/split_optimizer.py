@@ -75,7 +75,8 @@ class _Work:
         made: list[Node] = []
         with self.graph.inserting_before(node):
             for group in groups:
-                args, kwargs = _part((node.args, node.kwargs), group, length)
+                args = tuple(_cut(a, group, length) for a in node.args)
+                kwargs = {name: _cut(a, group, length) for name, a in node.kwargs.items()}
                 new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
                 _describe(new, node, group, length)
                 self.items[new] = [self.items[node][i] for i in group]
@@ -112,13 +113,8 @@ def _lists(node: Node) -> list[list[Node]]:
     return lists if lists and len({len(a) for a in found}) == 1 else []
 
 
-def _part(given: tuple[Any, Any], group: list[int], length: int) -> tuple[Any, Any]:
-    """Arguments with every list cut to the positions in `group`."""
-    args, kwargs = given
-    return tuple(_cut(a, group, length) for a in args), {k: _cut(v, group, length) for k, v in kwargs.items()}
-
-
 def _cut(value: Any, group: list[int], length: int) -> Any:
+    """A list of `length` cut to the positions in `group`; any other value as it is."""
     whole = _opened(value)
     return [whole[i] for i in group] if whole and len(whole) == length else value
 

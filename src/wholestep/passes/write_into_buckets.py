@@ -26,8 +26,7 @@ aten = torch.ops.aten
 class WriteIntoBuckets(InPlace):
     """Computes gradients that are matrix products in their all-reduce's bucket, without a copy.
 
-    Nearly all bytes of a model's gradients are matrix products. The other pieces are copied into the bucket once all
-    exist.
+    Nearly all bytes of a model's gradients are matrix products. Other pieces are copied into the bucket once all exist.
 
     An average over ranks becomes a sum: products and copies are scaled when they are written, which saves the backend
     a pass over the bucket to divide it. This needs an exact scale: a power of two ranks, and no float16, whose values

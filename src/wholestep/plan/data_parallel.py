@@ -149,11 +149,7 @@ class DataParallel:
 
 
 def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
-    """The dim of the batch tensor `name` that counts samples; None when it is the same on all ranks.
-
-    Raises:
-        PlanError: a dim given for this tensor by name that it does not have.
-    """
+    """The dim of batch tensor `name` that counts samples; None if ranks share it. PlanError for a missing named dim."""
     if isinstance(wanted, int):
         return wanted % ndim if -ndim <= wanted < ndim else None
     key = next((k for k in wanted if fnmatchcase(name, k)), None)
@@ -168,10 +164,8 @@ def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
 
 
 def stored(style: StorageStyle, given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    """The layouts of a parameter and of its state; `have` is the layout that other strategies give it.
-
-    Raises:
-        PlanError: the style gives something else, or layouts that cannot be those of a parameter and its state.
+    """The layouts of a parameter and of its state; `have` is the layout that other strategies give it. Raises PlanError
+    if the style gives something else, or layouts that cannot be those of a parameter and its state.
     """
     made = cast(object, style.store(given, have, mesh, axes))
     pair = tuple(cast(Sequence[object], made)) if isinstance(made, (tuple, list)) else ()

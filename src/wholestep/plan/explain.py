@@ -15,7 +15,7 @@ from ..graph.meta import TensorMeta
 from ..hardware.hardware import Hardware
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
-from ..reshard import Path, reshard
+from ..reshard import reshard
 from ..rules.rule import Group
 from .op_strategies import OpStrategy
 
@@ -67,16 +67,13 @@ def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, 
 
 
 def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
+    layouts = f"{before.show(made.shape)} becomes {after.show(made.shape)}"
     try:
         path = reshard(before, after, made.shape, made.dtype.itemsize, mesh, hardware)
     except LayoutError:
-        return f"{before.show(made.shape)} becomes {after.show(made.shape)}"
-    return f"{before.show(made.shape)} becomes {after.show(made.shape)}: {_steps(path)}"
-
-
-def _steps(path: Path) -> str:
-    words = [f"{_KINDS.get(s.kind, s.kind)} over {s.axis}" for s in path.steps]
-    return f"{', '.join(words)} ({path.cost_us:.1f} us)"
+        return layouts
+    steps = [f"{_KINDS.get(s.kind, s.kind)} over {s.axis}" for s in path.steps]
+    return f"{layouts}: {', '.join(steps)} ({path.cost_us:.1f} us)"
 
 
 def _explain_op(plan: Plan, name: str, decision: Decision) -> str:
@@ -106,10 +103,8 @@ def _takes(decision: Decision) -> str:
 
 
 def explain(plan: Plan, name: str) -> str:
-    """The storage layout of an input and the reason for it; its readers with layouts and costs.
-
-    Raises:
-        PlanError: the plan knows neither an input nor an operation of this name; names near ones.
+    """The storage layout of an input and the reason for it; its readers with layouts and costs. Raises PlanError, which
+    names near ones, if the plan knows neither an input nor an operation of this name.
     """
     given = next((i for i in plan.inputs if i.name == name), None)
     if given is None:

@@ -45,11 +45,7 @@ def make_plan(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `strategies`, none of which is to be solved or chosen.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
-    """
+    """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
     hardware = hardware or one_host()
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
@@ -82,11 +78,7 @@ def make_plan(
 def stored_bytes(
     graph: TrainGraph, mesh: Mesh, parallel: Strategies, placed: Mapping[str, Layout] | None = None
 ) -> int:
-    """Bytes that the first rank would store between calls, of all inputs but the batch, without making a plan.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
-    """
+    """Bytes that the first rank would store between calls, without making a plan. Raises as `make_plan` does."""
     parallel.axes(mesh)
     _, rest = _placed(graph, mesh, parallel, placed)
     first = mesh.coordinate(0)
@@ -209,10 +201,6 @@ def differences(graph: TrainGraph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _packet(node: Node) -> object:
-    return getattr(node.target, "_overloadpacket", None)
-
-
 def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] | None:
     """Why the gradient of this loss depends on how the batch is sharded, by the reduction that ends it."""
     node, seen = loss, 0
@@ -222,7 +210,7 @@ def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] 
             return node, _SUMMED
         if node.target is aten.div.Tensor and node.args[1] in moving(graph):
             return node, _WEIGHTED
-        if _packet(node) is aten.nll_loss_forward:
+        if getattr(node.target, "_overloadpacket", None) is aten.nll_loss_forward:
             if node.args[3] == 2:
                 return node, _SUMMED
             return None if node.args[2] is None else (node, _CLASS_WEIGHTED)

@@ -44,11 +44,7 @@ NAMES = {name: ModuleStyle(name, cut, reads, gives) for names, cut, reads, gives
 
 
 def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:
-    """The style that `given` names, or holds: one of torch's `ParallelStyle`s.
-
-    Raises:
-        PlanError: it is neither, or asks for a layout that has no meaning here.
-    """
+    """The style for `given`, a name or torch's `ParallelStyle`. Raises PlanError if it has no meaning here."""
     if isinstance(given, ModuleStyle):
         return given
     if isinstance(given, str):

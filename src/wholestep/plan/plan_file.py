@@ -63,11 +63,7 @@ def encode(plan: object) -> dict[str, Any]:
 
 
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `encode`: the value of each field as its type in `kinds`.
-
-    Raises:
-        PlanError: a field is missing or cannot be read; names it.
-    """
+    """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
     data, made = dict[str, Any](objective=None, strategies=None) | {**data}, dict[str, Any]()
     for name, kind in {"layouts": None, **kinds}.items():
         if name not in data:
@@ -87,11 +83,7 @@ def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(kind: Any, value: Any, layouts: Sequence[Layout] = ()) -> Any:
-    """A JSON value as the type `kind`.
-
-    Raises:
-        TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError: it is none.
-    """
+    """A JSON value as the type `kind`; a value that is none raises one of the errors that `decode` catches."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):  # X | None
         return None if value is None else read(args[0], value, layouts)
@@ -140,10 +132,8 @@ def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
 
 
 def decode_strategies(values: Sequence[Any] | None) -> Strategies | None:
-    """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`.
-
-    Raises:
-        TypeError, KeyError, ValueError: not what `encode_strategies` writes.
+    """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`. Raises
+    TypeError, KeyError or ValueError for other values.
     """
     return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
 

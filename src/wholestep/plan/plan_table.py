@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..graph.graph import Input, Role
-from ..graph.text import human
+from ..graph.text import human, table
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -18,12 +18,7 @@ _SHOWN = 20  # rows of the table in a notebook
 
 def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
-    rows = _rows(plan)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"plan  {plan.strategy}; mesh {plan.mesh}"]
-    for row in rows:
-        cells = zip((str.ljust, str.ljust, str.rjust, str.ljust, str.rjust), row, widths, strict=True)
-        lines.append("  " + "  ".join(justify(cell, width) for justify, cell, width in cells).rstrip())
+    lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *(f"  {row}" for row in table(_rows(plan), left=(0, 1, 3)))]
     whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
     params, state = plan.stored_bytes("param"), plan.stored_bytes("state")
     lines.append(

@@ -5,8 +5,7 @@ Otherwise the op's rule offers its factors, and the cheapest resharding of the o
 partial through linear ops, and is reduced to the storage layout of its parameter's optimizer state.
 
 Activations, losses and incomplete gradients depend on the batch; parameters, their state and complete gradients do not.
-An op that reads both is sharded as its batch-dependent operands are; parameters that are sharded in storage only are
-gathered.
+An op that reads both is sharded as its batch-dependent operands are; parameters sharded in storage only are gathered.
 """
 
 from __future__ import annotations
@@ -40,16 +39,13 @@ from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
-_KEEP_SHARDED = TUNING.keep_sharded_factor
 
 
 def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:
     """A decision for every call of the graph.
 
-    With `scout`, readers of an op that can be decomposed see the layout that it would have if it were sharded.
-
-    Raises:
-        PlanError: a parameter or its state would be updated with values that differ between ranks.
+    With `scout`, readers of an op that can be decomposed see the layout that it would have if it were sharded. Raises
+    PlanError if a parameter or its state would be updated with values that differ between ranks.
     """
     run = _Propagation(situation, scout)
     for node in situation.graph.graph.nodes:
@@ -305,7 +301,7 @@ class _CallOnAxis:
             if i in self.rule.by_shape or self.states[i] == want or (stored and self.only_stores):
                 continue  # sharded in storage only: gathered in any case
             made = meta.tensor(self.given[i]) or TensorMeta((), (), torch.float32, "cpu")
-            total += self._cost(made, self.states[i], want) * (_KEEP_SHARDED if stored else 1.0)
+            total += self._cost(made, self.states[i], want) * (TUNING.keep_sharded_factor if stored else 1.0)
         stored = self.only_stores and not self.moves
         if option.factor and (not stored or any(user in self.batch_dependent for user in self.node.users)):
             made, end = meta.tensors(self.node), REPLICATED if stored else AxisState("S", 0)

@@ -29,8 +29,7 @@ class PropagationInputs:
 
     `rest`: storage layouts. `grad_targets`: the layout to which each parameter's gradient is reduced; with `scatter`
     as soon as it is complete. Along `per_rank` axes each rank runs the step on its own batch; along `storage` axes
-    parameters are sharded in storage only. `pins` fixes layouts of results and operands along some axes. `hardware`
-    prices resharding.
+    parameters are sharded in storage only. `pins` fixes layouts along some axes. `hardware` prices resharding.
     """
 
     graph: TrainGraph

@@ -27,7 +27,6 @@ class StorageStyle:
 
     Args:
         store: a parameter's gradient is reduced to the layout of its optimizer state.
-        means: the style in a few words.
         shards_state: most state is sharded; False: gradients are all-reduced and every rank does the whole update.
         shards_gradients: the gradient of each micro-batch is reduce-scattered at once, and accumulates as a shard.
         gathers_parameters: most parameters are stored as shards and gathered before use (`reshard_after_forward`).
@@ -37,7 +36,6 @@ class StorageStyle:
 
     name: str
     store: Store
-    means: str = ""
     shards_state: bool = True
     shards_gradients: bool = False
     gathers_parameters: bool = False
@@ -59,8 +57,8 @@ def style_named(given: str | Store) -> StorageStyle:
 def reduced_once(name: str) -> str:
     """The style that stores the same, and reduces gradients once for all micro-batches."""
     given = STYLES[name]
-    stores = replace(given, name="", store=_replicate, means="", shards_gradients=False)
-    alike = (s for s in STYLES.values() if replace(s, name="", store=_replicate, means="") == stores)
+    stores = replace(given, name="", store=_replicate, shards_gradients=False)
+    alike = (s for s in STYLES.values() if replace(s, name="", store=_replicate) == stores)
     return next(alike, given).name
 
 
@@ -94,12 +92,11 @@ def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tu
 STYLES: dict[str, StorageStyle] = {
     style.name: style
     for style in (
-        StorageStyle("replicate", _replicate, "as DDP", shards_state=False),
-        StorageStyle("zero1", _zero, "optimizer state sharded"),
-        StorageStyle("zero2", _zero, "state and accumulated gradients sharded", shards_gradients=True),
-        StorageStyle("fully_shard", _fully_shard, "parameters sharded too: ZeRO-3, FSDP", gathers_parameters=True),
-        StorageStyle("default", _default, "shard where dim 0 divides evenly", gathers_parameters=True, searched=False),
-        StorageStyle("hybrid", _hybrid, "shard on the last axis, replicate on the others: HSDP",
-                     gathers_parameters=True, grouped=True),
+        StorageStyle("replicate", _replicate, shards_state=False),  # as DDP
+        StorageStyle("zero1", _zero),
+        StorageStyle("zero2", _zero, shards_gradients=True),
+        StorageStyle("fully_shard", _fully_shard, gathers_parameters=True),  # ZeRO-3, FSDP
+        StorageStyle("default", _default, gathers_parameters=True, searched=False),  # shard where dim 0 divides evenly
+        StorageStyle("hybrid", _hybrid, gathers_parameters=True, grouped=True),  # HSDP
     )
-}  # fmt: skip
+}

@@ -35,11 +35,7 @@ class Strategies:
         return self.data or DataParallel("replicate", axis=(), semantics="global")
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Every axis that some strategy uses, in the order of the mesh.
-
-        Raises:
-            PlanError: two strategies use one axis.
-        """
+        """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
         found: dict[str, str] = {}
         for part in self.parts:
             for axis in part.axes(mesh):
@@ -103,11 +99,7 @@ def _merged(several: Iterable[Mapping[K, Mapping[str, V]]]) -> dict[K, Mapping[s
 
 
 def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:
-    """One or several strategies as `Strategies`.
-
-    Raises:
-        PlanError: no strategy, or two data-parallel ones.
-    """
+    """One or several strategies as `Strategies`. Raises PlanError if there is none, or two are data parallel."""
     if isinstance(parallel, Strategies):
         return parallel
     if parallel is None:

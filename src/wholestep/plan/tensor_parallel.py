@@ -79,8 +79,7 @@ class TensorParallel(_OneAxis):
         hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
         pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
             `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
-        replicated: globs of modules (and parameters) whose forward and parameters `"auto"` leaves replicated along the
-            axis.
+        replicated: globs of modules (and parameters) whose forward and parameters `"auto"` replicates on the axis.
 
     Example:
         >>> TensorParallel({"*.w1": "colwise", "*.w2": "rowwise"}).axis
@@ -192,11 +191,7 @@ class TensorParallel(_OneAxis):
         return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
 
     def _named(self, modules: Modules) -> dict[str, ModuleStyle]:
-        """The style of each module or parameter that a pattern matches; a later pattern wins.
-
-        Raises:
-            PlanError: a pattern matches nothing.
-        """
+        """The style of each module or parameter, by the last pattern that matches; PlanError if one matches nothing."""
         found: dict[str, ModuleStyle] = {}
         missing: list[str] = []
         for pattern, style in self.styles().items():

@@ -197,9 +197,7 @@ class Auto:
     def _solved(
         self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates], watch: Watch
     ) -> tuple[tuple[SolvedLayouts | None, SolvedLayouts | None], Candidates, IlpResult | None]:
-        """Layouts beside which any style may be used, candidates, and the first program; none where the axes of `mesh`
-        are to be chosen.
-        """
+        """Layouts that go beside any style, candidates, and the first program; none where axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
         if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):

@@ -59,20 +59,18 @@ def search_batches(
     Raises:
         PlanError: sizes are malformed, or no plan can be made; of kind BudgetError where none fits for the smallest.
     """
-    rows: list[BatchSize] = []
+    rows, told = list[BatchSize](), watch or unwatched
     best: tuple[float, int, SearchResult, TrainGraph] | None = None
     refused: BudgetError | None = None
-
-    def told(size: int, name: str) -> None:
-        (watch or unwatched)(f"batch {size}: {name}")
-
     for size in _checked(sizes) if sizes is not None else _doubled(rows):
         if refused is not None:
             rows.append(BatchSize(size, why=f"not looked at: no plan fits for {rows[-1].batch} already"))
             continue
         graph = capture(size)
         try:
-            found = auto.search(graph, mesh, hardware=hardware, watch=lambda name, size=size: told(size, name))
+            found = auto.search(
+                graph, mesh, hardware=hardware, watch=lambda name, size=size: told(f"batch {size}: {name}")
+            )
         except BudgetError as error:
             refused = error
             rows.append(BatchSize(size, why=error.found))

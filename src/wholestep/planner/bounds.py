@@ -55,9 +55,7 @@ def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Work that no schedule removes: microseconds of matrix products and optimizer, and bytes `sent` by axis and kind
-    of collective.
-    """
+    """Work that no schedule removes: microseconds of products and optimizer, bytes `sent` by axis and kind."""
 
     computed_us: float
     sent: Mapping[tuple[str, str], float]

@@ -17,7 +17,6 @@ from ..tuning import TUNING
 from .ilp.solve import IlpResult
 
 _OPEN = "auto"
-_GROUP_NODES = TUNING.nodes_in_a_group
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,8 @@ def templates(
     """Every data-parallel style on all axes, and on the axes that `tensor` leaves, beside it.
 
     `base` gives the options of data parallelism that a template does not set. Without `alone`, templates that do not
-    use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers.
-
-    Raises:
-        MeshError: `tensor` is given, and the mesh has no `tensor_axis`.
+    use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers. Raises
+    MeshError if `tensor` is given, and the mesh has no `tensor_axis`.
     """
     base, alone = base or DataParallel(), alone or tensor is None
     found = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []
@@ -124,7 +121,7 @@ def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> li
         last = [Axis(tensor_axis, inside)] if tensor_axis and inside > 1 else []
         rest = ranks // inside
         found.append(Mesh((*([Axis("dp", rest)] if rest > 1 or not last else []), *last)))
-        for nodes in _GROUP_NODES:
+        for nodes in TUNING.nodes_in_a_group:
             group = node * nodes // inside
             if 1 < group < rest and rest % group == 0:
                 found.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))

@@ -57,11 +57,7 @@ class Constraints:
         return replace(tensor, pinned={**tensor.pinned, **pins}, replicated=(*tensor.replicated, *replicated))
 
     def storages(self, graph: TrainGraph, mesh: Mesh, axes: Sequence[str]) -> dict[str, tuple[StorageOption, ...]]:
-        """The storage options that are left to each parameter with a constraint along data-parallel `axes`.
-
-        Raises:
-            PlanError: none is left.
-        """
+        """The storage options left to each parameter with a constraint along `axes`; raises PlanError if none is."""
         asked = {axis: self.axes[axis] for axis in axes if axis in self.axes and mesh.axis_size(axis) > 1}
         found: dict[str, tuple[StorageOption, ...]] = {}
         for given in graph.inputs if asked else ():
@@ -91,10 +87,8 @@ class Constraints:
         return replace(template, strategies=tuple(mixed if part is data else part for part in parts))
 
     def check(self, planned: Plan, complete: bool = False) -> None:
-        """Check all constraints on a finished plan. A folded step (not `complete`) may lack some names.
-
-        Raises:
-            ConstraintError: a constraint is broken; names it, and the layout that was found.
+        """Raise ConstraintError if a finished plan breaks a constraint; names it, and the layout that was found. A
+        folded step (not `complete`) may lack some names.
         """
         if not self.axes:
             return
@@ -135,11 +129,7 @@ class Constraints:
 def constraints_of(
     graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, replicated: ReplicatedAxes
 ) -> Constraints:
-    """The constraints on `graph`.
-
-    Raises:
-        PlanError: a pattern names nothing, no mesh has an axis, a dim does not exist, or two constraints contradict.
-    """
+    """The constraints on `graph`. PlanError for a pattern, axis or dim that does not exist, or a contradiction."""
     known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
     asked = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
     asked += [(pattern, axis) for pattern, axes in replicated.items() for axis in _names(axes)]

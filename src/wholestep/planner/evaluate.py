@@ -71,11 +71,7 @@ class Evaluator:
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
 
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
-        """The plan and the program on `graph`, the step or a folded one.
-
-        Raises:
-            WholestepError: there is no plan, or it breaks a constraint.
-        """
+        """Plan and program on `graph`, the step or a folded one; raises if there is none, or it breaks a constraint."""
         strategies = row.strategies if graph is self.graph else row.symmetric
         assert strategies is not None, "it has a plan"
         if doing:
@@ -112,12 +108,10 @@ class Evaluator:
         """Fits a program into the budget, by rematerialization."""
         return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather, self.passes)
 
-    def folded_fit(self, row: Candidate, doing: str = "") -> FoldedFit:
+    def folded_fit(self, row: Candidate) -> FoldedFit:
         """The same on the folded steps."""
         assert self.folded is not None, "the candidate was simulated with few layers"
         assert row.blocks is not None, "the candidate was simulated with few layers"
-        if doing:
-            self.watch(f"{doing}{row.name}")
         (_, few), (_, more) = self.made(row, row.blocks)
         return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))
 

@@ -7,7 +7,7 @@ choice becomes a `Fitting` of the whole step, which `FitMemory` applies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -29,7 +29,6 @@ from ..passes.saved_tensors import SavedTensors
 from ..tuning import TUNING
 from .folded_step import FoldedStep
 
-_MARGIN = TUNING.nearly_fits
 _COPY = torch.ops.aten.clone.default
 TensorClass = int
 
@@ -47,9 +46,7 @@ class SavedByClass:
 
     @cached_property
     def places(self) -> dict[Node, tuple[int, TensorClass]]:
-        """Block (-1 outside) and class of each node: of a captured node by its slot, of a node that partitioning made
-        by its operands.
-        """
+        """Block (-1 outside) and class of each node: by its slot, or by its operands if partitioning made it."""
         places = {node.name: at for node, at in self.folded.repeats.places.items()}
         found: dict[Node, tuple[int, TensorClass]] = {}
         seen: dict[tuple[int, TensorClass], int] = {}
@@ -102,11 +99,6 @@ class FoldedFitting:
     blocks: int
     step_us: float
     peak_bytes: float
-
-    @property
-    def completed(self) -> FoldedFitting:
-        """The same in all layers."""
-        return replace(self, classes=(*self.classes, *self.partly), partly=(), blocks=0)
 
 
 @dataclass
@@ -176,7 +168,7 @@ class FoldedFit:
         if low < 0:
             return FoldedFitting(way, chain[high], (), 0, us, peak)
         before_us, before = self._costs(way, chain[low])
-        wanted = (before - budget * _MARGIN) / max(before - peak, 1.0)
+        wanted = (before - budget * TUNING.nearly_fits) / max(before - peak, 1.0)
         blocks = min(ceil(wanted * self.folded.count), self.folded.count)
         part = blocks / self.folded.count
         more = tuple(kind for kind in chain[high] if kind not in chain[low])

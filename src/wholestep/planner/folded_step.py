@@ -27,8 +27,6 @@ from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of
 
 FEWEST = TUNING.folded_layers
-_BUCKETS = TUNING.folded_buckets
-_WORTH = TUNING.folded_share
 
 
 @dataclass
@@ -68,12 +66,13 @@ class FoldedStep:
                        for axis in part.axes(mesh))  # fmt: skip
         owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
                  if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
-        several = ceil(_BUCKETS * self.hardware.bucket_bytes * sharded / max(sum(owned), 1))
+        several = ceil(TUNING.folded_buckets * self.hardware.bucket_bytes * sharded / max(sum(owned), 1))
         axes = strategies.data.axes(mesh) if strategies.data else ()
         stages = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
         few = max(FEWEST[0] + stages, several)
         more = few + max(FEWEST[1] - FEWEST[0] + stages, several)
-        if few + more > self.count * _WORTH or not all(self._is_symmetric(mesh, part) for part in strategies.parts):
+        saves = few + more <= self.count * TUNING.folded_share
+        if not (saves and all(self._is_symmetric(mesh, part) for part in strategies.parts)):
             return None
         try:
             stored_bytes(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
@@ -82,11 +81,7 @@ class FoldedStep:
         return few, more
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
-        """`plan.make_plan.stored_bytes` of the whole step.
-
-        Raises:
-            PlanError, MeshError: the strategies do not fit the mesh or the graph.
-        """
+        """`plan.make_plan.stored_bytes` of the whole step, with its errors."""
         few, more = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
         return round(self.whole(FEWEST, (few, more)))
 
@@ -151,7 +146,7 @@ def fold_step(
     Nodes with different `marks` are not equal.
     """
     repeats = find_repeats(graph, marks)
-    if repeats is None or sum(FEWEST) > repeats.count * _WORTH:
+    if repeats is None or sum(FEWEST) > repeats.count * TUNING.folded_share:
         return None
     names = {node: given.name for given, node in graph.placeholders()}
     for columns in zip(*repeats.blocks, strict=True):

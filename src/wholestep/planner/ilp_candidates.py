@@ -26,10 +26,6 @@ from .ilp.prices import Prices
 from .ilp.solve import IlpResult, solve_layouts
 from .search_result import INFINITE, Candidate, Status, Watch, unwatched
 
-_CLOSE_GAP, _ROUGH_GAP = TUNING.close_gap, TUNING.rough_gap
-"""The optimality gaps of the solver."""
-_BUDGET_PARTS = TUNING.solved_budgets
-"""Parts of the budget that are solved for: the model does not count temporaries of single ops."""
 V = TypeVar("V")
 
 
@@ -74,7 +70,8 @@ class IlpCandidates:
         """Distinct solutions as templates, the best by the model first."""
         title = f"solved for {self._over}"
         try:
-            found = solve_layouts(self.graph, self._spec(), self._budgets(), _ROUGH_GAP if self.rough else _CLOSE_GAP)
+            gap = TUNING.rough_gap if self.rough else TUNING.close_gap
+            found = solve_layouts(self.graph, self._spec(), self._budgets(), gap)
         except WholestepError as error:
             return [Template(title, error)]
         found = [self.symmetrize(one) for one in found] if self.symmetrize is not None and self.rough else found
@@ -96,7 +93,8 @@ class IlpCandidates:
     def _budgets(self) -> list[float | None]:
         if self.budget_bytes is None:
             return [None]
-        return [self.budget_bytes * part for part in (_BUDGET_PARTS[:1] if self.recomputes else _BUDGET_PARTS)]
+        parts = TUNING.solved_budgets[:1] if self.recomputes else TUNING.solved_budgets
+        return [self.budget_bytes * part for part in parts]
 
     def _spec(self) -> ProblemSpec:
         if self.tensor is not None:
@@ -226,9 +224,7 @@ class MeshSolver:
 
 
 def best_meshes(rows: Sequence[Candidate], count: int) -> list[Mesh]:
-    """The meshes with the shortest step for a batch, by simulation or by a bound; meshes on which a candidate fits the
-    budget first.
-    """
+    """The meshes with the shortest step for a batch, simulated or bounded; first those on which a candidate fits."""
     best: dict[Mesh, tuple[bool, float]] = {}
     for row in rows:
         if row.status in (Status.CHOSEN, Status.SLOWER, Status.BOUNDED, Status.OVER_AT_PEAK):

@@ -58,11 +58,7 @@ def plan_strategies(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `strategies`, `TensorParallel("auto")` among them.
-
-    Raises:
-        PlanError, MeshError: the strategy does not fit the mesh or the graph.
-    """
+    """The plan of `strategies`, `TensorParallel("auto")` among them. Raises as `plan` does."""
     strategies.axes(mesh)
     return make_plan(graph, mesh, _with_auto_solved(strategies, graph, mesh, placed), placed, hardware)
 

@@ -41,10 +41,8 @@ class Search:
     bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
-        """The best of `candidates`, and of the further ones that `more` makes from their outcomes.
-
-        Raises:
-            PlanError: none can be planned, or none fits; names the one that needs the fewest bytes.
+        """The best of `candidates`, and of the further ones that `more` makes from their outcomes. Raises PlanError if
+        none can be planned, or none fits: then it names the one that needs the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)
@@ -117,9 +115,7 @@ class Search:
         return self._simulate(row)
 
     def _simulate(self, row: Candidate, doing: str = "") -> Candidate:
-        """Simulates a candidate with few layers or with all, unless its bound is above the best, or its program is that
-        of another candidate.
-        """
+        """Simulates a candidate, unless its bound is above the best, or its program is that of another candidate."""
         evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
         evaluator.watch(f"{doing}{row.name}")
         try:
@@ -163,7 +159,8 @@ class Search:
             row = rows[i]
             over = row.status is Status.OVER_AT_PEAK and row.blocks
             if over and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
-                fit = self.evaluator.folded_fit(row, "made to fit: ")
+                self.evaluator.watch(f"made to fit: {row.name}")
+                fit = self.evaluator.folded_fit(row)
                 longest_us = fit.longest_us()
                 if longest_us is None:
                     rows[i] = replace(row, needs_bytes=round(fit.least().peak_bytes))
@@ -184,7 +181,8 @@ class Search:
         evaluator = self.evaluator
         planned, local = evaluator.planned(row, evaluator.graph, "all layers: ")
         row = replace(row, blocks=None)
-        for tried in (fitting, fitting.completed):
+        in_all_layers = replace(fitting, classes=(*fitting.classes, *fitting.partly), partly=(), blocks=0)
+        for tried in (fitting, in_all_layers):
             names = fit.unfolded(local, tried)
             made = evaluator.priced(row, planned, evaluator.fitting(row).run(local, names)) if names else None
             if names and made and not evaluator.is_over(made.needs_bytes):

@@ -81,11 +81,9 @@ def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], No
             step(f"products in {dtype}")
             products.append(TimedProduct(dtype, *shape, _slowest(_product(dtype, shape, device), device, wanted.times)))
     step("copies")
-    moved, host_copy, launch = _copies(device, wanted)
-    total, host = _memory(device)
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"
+    moved, launch = _copies(device, wanted)
     return Measurements(
-        name, total, host, launch, moved, host_copy, tuple(products),
+        _name(device), _memory(device), launch, moved, tuple(products),
         tuple((unit.name, unit.ranks) for unit in units), tuple(sent), dist.get_backend() if units else "",
     )  # fmt: skip
 
@@ -142,18 +140,15 @@ def _product(dtype: str, shape: tuple[int, int, int, int], device: str) -> Calla
     return (lambda: torch.mm(left[0], right[0])) if b == 1 else (lambda: torch.bmm(left, right))
 
 
-def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, float], ...], tuple[int, float], float]:
-    """Ops on elements by bytes moved, a copy to the host, and an op on next to nothing."""
+def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Ops on elements by bytes moved, and an op on next to nothing."""
 
     def add(x: Tensor) -> Callable[[], object]:
         out = torch.empty_like(x)
         return lambda: torch.add(x, 1.0, out=out)
 
     moved = [(2 * n, _slowest(add(torch.ones(n // 4, device=device)), device, wanted.times)) for n in wanted.copies]
-    large = torch.ones(wanted.copies[-1] // 4, device=device)
-    there = torch.empty_like(large, device="cpu", pin_memory=device.startswith("cuda"))
-    host = large.nbytes, _slowest(lambda: there.copy_(large), device, wanted.times)
-    return tuple(moved), host, _slowest(add(torch.ones(8, device=device)), device, 4 * wanted.times)
+    return tuple(moved), _slowest(add(torch.ones(8, device=device)), device, 4 * wanted.times)
 
 
 def _slowest(run: Callable[[], object], device: str, times: int) -> float:
@@ -173,8 +168,12 @@ def _slowest(run: Callable[[], object], device: str, times: int) -> float:
     return max(float(slowest), 0.1)
 
 
-def _memory(device: str) -> tuple[int, int]:
-    """Bytes of the device, and of host memory for each rank of this node."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    return torch.cuda.mem_get_info(device)[1] if device.startswith("cuda") else host, host
+def _memory(device: str) -> int:
+    """Bytes of the device, for each rank of this node."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"

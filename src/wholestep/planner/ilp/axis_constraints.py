@@ -60,17 +60,15 @@ def axis_constraints(
     graph: TrainGraph, pins: Mapping[str, Shard | Replicate], replicated: Iterable[str], axis: str = ""
 ) -> AxisConstraints:
     """The constraints of patterns along one axis: globs of parameters and modules, as `TensorParallel` takes them.
-
-    Raises:
-        PlanError: a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask for
-            different things of one tensor. `axis` is named there.
+    Raises PlanError if a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask
+    for different things of one tensor. `axis` is named there.
     """
     modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
     for pattern, placement in pins.items():
         for path in _matching(modules, pattern):
             param = modules.params.get(path)
             for node in modules.outputs(path) if param is None else (param,):
-                name = path if param is not None else _source(node).name
+                name = path if param is not None else made_by(node)[0].name
                 state = _state_of(node, name, placement, pattern)
                 before = states.setdefault(name, (state, pattern))
                 if before[0] != state:
@@ -121,10 +119,13 @@ def _matching(modules: Modules, pattern: str) -> list[str]:
     )
 
 
-def _source(node: Node) -> Node:
+def made_by(node: Node) -> tuple[Node, int]:
+    """The call that makes a value, and the number of the output."""
+    start = 0
     while _torch.is_getitem(node.target):
+        start += meta.picked(node).start
         node = node_at(node, 0)
-    return node
+    return node, start
 
 
 def _decomposed_op(name: str) -> str:

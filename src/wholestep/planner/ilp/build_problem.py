@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -29,13 +28,11 @@ from ...plan.strategy import Pins, States
 from ...plan.tensor_parallel import TensorParallel
 from ...rules.find_rule import find_rule
 from ...tuning import TUNING
-from .axis_constraints import AxisConstraints, axis_constraints
-from .op_options import GroupOptions, in_phase, op_options, states_of
+from .axis_constraints import AxisConstraints, axis_constraints, made_by
+from .op_options import in_phase, op_options, states_of
 from .prices import Move, Prices, storage_load, update_parts
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
 
-_SMALL = TUNING.smallest_sharded_vector_bytes
-_ROUNDS = TUNING.class_rounds
 _NUMBER = re.compile(r"\d+")
 _UNCONSTRAINED = AxisConstraints().mark("")
 
@@ -85,14 +82,12 @@ def problem_spec(
 
 @dataclass
 class ProblemBuilder:
-    """The problem of one graph. `of_class` gives the choices of each class of equal nodes, `of_param` the choice of
-    each parameter.
-    """
+    """The problem of one graph. `of_class`: choices of each class of nodes, `of_param`: choice of each parameter."""
 
     graph: TrainGraph
     spec: ProblemSpec
     choices: list[OneOf] = field(default_factory=list[OneOf])
-    of_class: dict[int, list[tuple[int, GroupOptions]]] = field(default_factory=dict[int, Any])
+    of_class: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     of_param: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -112,9 +107,7 @@ class ProblemBuilder:
             self.members.setdefault(self.number[node], []).append(node)
 
     def _included(self) -> set[Node]:
-        """Calls between the batch and the gradients, and calls on parameters alone that these read. Results of
-        constants alone are replicated and left out.
-        """
+        """Calls between batch and gradients, and calls on parameters alone that these read; none on constants alone."""
         self.grads = [n for n in self.graph.graph.nodes if n.target is GRAD_READY]
         after = dict.fromkeys(self.grads)  # in order: the sum of their times is the same in every run
         for node in self.graph.graph.nodes:
@@ -148,7 +141,7 @@ class ProblemBuilder:
         if fixed is not None:
             return [fixed]
         free = self.spec.constraints.mark(param) == _UNCONSTRAINED
-        if len(made.shape) == 1 and made.size_bytes < _SMALL and free:
+        if len(made.shape) == 1 and made.size_bytes < TUNING.smallest_sharded_vector_bytes and free:
             return [REPLICATED]
         return states_of(made, self.spec.prices.parts)
 
@@ -160,29 +153,25 @@ class ProblemBuilder:
             if given.role is Role.PARAM and self.number[node] not in self.of_class:
                 self._param(node, given)
             elif node in self.number and given.role is not Role.PARAM:
-                gives = Option({0: self.spec.rest[given.name]}, {})
-                self._add(node, GroupOptions((gives,), frozenset(), frozenset({0})))
+                self._add(node, (Option({0: self.spec.rest[given.name]}, {}),))
             if given.role is Role.PARAM:
-                self.of_param[given.name] = self.of_class[self.number[node]][0][0]
+                self.of_param[given.name] = self.of_class[self.number[node]][0]
         for node in self.calls:
             if self.number[node] not in self.of_class and not _torch.is_getitem(node.target):
-                self._call(node, readers)
+                several = len(readers.get((self.number[node], 0), ())) > 1
+                for options in op_options(node, self.spec.prices, meta.is_backward(node), several):
+                    self._add(node, options)
         values = self._values(readers)
         fixed = sum(i.meta.size_bytes for i in self.graph.inputs if i.role not in (Role.PARAM, Role.STATE, Role.GRAD))
         return Problem(tuple(self.choices), tuple(values), fixed=StepLoad(rest=float(fixed)))
 
-    def _add(self, node: Node, group: GroupOptions) -> None:
+    def _add(self, node: Node, options: Sequence[Option]) -> None:
         name = self.inputs[node].name if node in self.inputs else node.name
-        allowed = tuple(o for o in group.options if self.spec.constraints.allows(node, name, o))
+        allowed = tuple(o for o in options if self.spec.constraints.allows(node, name, o))
         if not allowed:
             raise self.spec.constraints.infeasible(name)
+        self.of_class.setdefault(self.number[node], []).append(len(self.choices))
         self.choices.append(OneOf(node.name, allowed, len(self.members[self.number[node]])))
-        self.of_class.setdefault(self.number[node], []).append((len(self.choices) - 1, group))
-
-    def _call(self, node: Node, readers: Mapping[tuple[int, int], dict[tuple[int, int], bool]]) -> None:
-        several = len(readers.get((self.number[node], 0), ())) > 1
-        for group in op_options(node, self.spec.prices, meta.is_backward(node), several):
-            self._add(node, group)
 
     def _param(self, node: Node, given: Input) -> None:
         spec, prices = self.spec, self.spec.prices
@@ -203,23 +192,15 @@ class ProblemBuilder:
                 parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
                 us = self.update_us * (size + state_bytes) / parts if grads else 0.0
                 options.append(Option({0: state}, takes, load + StepLoad((0.0, 0.0, us)), storage=storage))
-        self._add(node, GroupOptions(tuple(options), frozenset(options[0].takes), frozenset({0})))
+        self._add(node, options)
 
     # -- values ---------------------------------------------------------------------------
-    def _source(self, node: Node) -> tuple[Node, int]:
-        """The call that makes a value, and the number of the output."""
-        start = 0
-        while _torch.is_getitem(node.target):
-            start += meta.picked(node).start
-            node = node_at(node, 0)
-        return node, start
-
     def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
         """For each class and output, the classes and operand places that read it: True for reads in the backward."""
         found: dict[tuple[int, int], dict[tuple[int, int], bool]] = {}
 
         def note(given: Node, reader: tuple[int, int], later: bool) -> None:
-            source, output = self._source(given)
+            source, output = made_by(given)
             if source in self.number and source.target is not GRAD_READY:
                 found.setdefault((self.number[source], output), {})[reader] = later
 
@@ -243,7 +224,7 @@ class ProblemBuilder:
         results = len(self.choices)
         self.choices.append(OneOf("results", (Option({}, {0: REPLICATED}),)))
         for (number, output), places in readers.items():
-            maker = next((c for c, group in self.of_class.get(number, ()) if output in group.given), None)
+            maker = next((c for c in self.of_class.get(number, ()) if output in self.choices[c].options[0].gives), None)
             if maker is None:
                 continue
             needs = [Need(results, 0, later) if reader < 0 else self._need(reader, place, later)
@@ -255,7 +236,7 @@ class ProblemBuilder:
         return out
 
     def _need(self, reader: int, place: int, later: bool) -> Need | None:
-        taker = next((c for c, group in self.of_class.get(reader, ()) if place in group.taken), None)
+        taker = next((c for c in self.of_class.get(reader, ()) if place in self.choices[c].options[0].takes), None)
         return None if taker is None else Need(taker, place, later)
 
     def _value(self, node: Node, maker: int, output: int, needs: tuple[Need, ...]) -> ValueEdge | None:
@@ -285,7 +266,7 @@ class ProblemBuilder:
         results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
         for node in self.calls:
-            chosen = [options[c] for c, _ in self.of_class.get(self.number[node], ())]
+            chosen = [options[c] for c in self.of_class.get(self.number[node], ())]
             names = [o.strategy for o in chosen]
             if any(names):
                 ways[node.name] = {axis: tuple(names)}
@@ -324,7 +305,7 @@ def node_classes(nodes: Sequence[Node], marks: Mapping[Node, Hashable]) -> dict[
         for place, one in enumerate(given[node]):
             readers[one].append((node, place))
     found = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
-    for _ in range(_ROUNDS):
+    for _ in range(TUNING.class_rounds):
         found = _numbered({
             node: (
                 found[node], tuple(found[n] for n in given[node]),

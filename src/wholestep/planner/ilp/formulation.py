@@ -202,9 +202,7 @@ class Formulation:
 
 @dataclass(frozen=True)
 class Solution:
-    """The number of the option of each choice, the load of these options, the lower bound that HiGHS proved, and the
-    number of variables.
-    """
+    """The option of each choice by number, their load, the bound that HiGHS proved, and the number of variables."""
 
     picked: tuple[int, ...]
     load: StepLoad

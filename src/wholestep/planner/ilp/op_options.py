@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -19,35 +18,24 @@ from .prices import Prices
 from .problem import Option, Phases, StepLoad
 
 
-@dataclass(frozen=True)
-class GroupOptions:
-    """The options of one group of a call, and the operands and outputs whose states they give."""
+def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[tuple[Option, ...]]:
+    """The options of each group of a call, all with states of the same operands and outputs; an op without a rule has
+    one option, replicated.
 
-    options: tuple[Option, ...]
-    taken: frozenset[int]
-    given: frozenset[int]
-
-
-def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> list[GroupOptions]:
-    """The options of each group of a call; an op without a rule has one option, replicated.
-
-    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced where it is made, as several ops
-    read it.
+    `later`: the call is in the backward. `may_reduce`: a partial result may be reduced at once, as several ops read it.
     """
     rule = find_rule(node) if prices.parts > 1 else None
     count, outputs = len(operands(node)), range(len(meta.tensors(node)))
     if rule is None or not rule.groups:
         gives, takes = dict.fromkeys(outputs, REPLICATED), dict.fromkeys(range(count), REPLICATED)
         load = StepLoad(in_phase(prices.op_us(node, {}, {}), later))
-        return [GroupOptions((Option(gives, takes, load),), frozenset(takes), frozenset(gives))]
+        return [(Option(gives, takes, load),)]
     taken = {i for group in rule.groups for i in group.operands}
     given = {o for group in rule.groups for o in group.outputs}
     ungrouped = frozenset(set(range(count)) - taken - rule.by_shape), frozenset(set(outputs) - given)
-    found: list[GroupOptions] = []
+    found: list[tuple[Option, ...]] = []
     for group in rule.groups:
-        options = tuple(_options(node, rule, group, prices, later, may_reduce, ungrouped))
-        takes = (frozenset(group.operands) | ungrouped[0]) - rule.by_shape
-        found.append(GroupOptions(options, takes, frozenset(group.outputs) | ungrouped[1]))
+        found.append(tuple(_options(node, rule, group, prices, later, may_reduce, ungrouped)))
         ungrouped = frozenset[int](), frozenset[int]()  # in the first group only
     return found
 

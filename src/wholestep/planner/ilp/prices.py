@@ -36,9 +36,7 @@ class Move:
 
 @dataclass
 class Prices:
-    """Prices along one axis of `mesh`. `share`: the part of a batch-dependent value that a rank holds where other axes
-    shard the batch.
-    """
+    """Prices on one axis. `share`: the part of a batch-dependent value on a rank where other axes shard the batch."""
 
     hardware: Hardware
     mesh: Mesh

@@ -172,9 +172,7 @@ _Chain = tuple[OneOf, list[dict[int, int]]]
 
 @dataclass(frozen=True)
 class Presolved:
-    """A smaller problem. `parts` gives, for each option of each of its choices, the options that it merges, by number
-    of the original choice.
-    """
+    """A smaller problem. `parts`: for each option of each choice, the options that it merges, by original choice."""
 
     problem: Problem
     parts: tuple[tuple[dict[int, int], ...], ...]
