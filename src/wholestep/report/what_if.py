@@ -42,9 +42,7 @@ class WhatIf:
 
 
 def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
-    """The plan itself, then each case; the row of a case that cannot be planned has the error. Raises PlanError: the
-    plan does not contain its strategies.
-    """
+    """The plan itself, then each case; the row of a case that cannot be planned has the error."""
     if plan.strategies is None:
         text = f"the plan does not hold what made it ({plan.strategy})"
         raise PlanError(text, "a plan of strategies that a file can store", "plan again")
