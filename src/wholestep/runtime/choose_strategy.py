@@ -42,11 +42,7 @@ def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
 def choose_strategy(
     auto: Auto, captured: Capture, finalizer: Finalizer, label: str
 ) -> tuple[AutoChoice, Strategies, Hardware]:
-    """The choice of the first rank, on every rank, its strategies, and the hardware that plans were compared on.
-
-    State that is placed already keeps its layout. Raises PlanError: nothing fits, by the first rank's search;
-    RankMismatchError: the first rank did not choose in time.
-    """
+    """The first rank's choice, its strategies, and the hardware that plans were compared on. Placed state stays."""
     graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
     choices.look_up()
     measured, schedule = finalizer.hardware_and_schedule()

@@ -106,10 +106,7 @@ class Compiler:
         self._changing |= Promoted(frozenset([place]))
 
     def compile(self, inputs: StepInputs, held: Numbers | None) -> RankProgram:
-        """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
-        Raises RankMismatchError: ranks have different programs, or one has none; WholestepError: the step cannot be
-        captured, planned or scheduled.
-        """
+        """The program for a call. `held` are the numbers of the program that ran last; None before the first one."""
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
         try:
