@@ -60,9 +60,7 @@ class Finalizer:
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""
         schedule = self._schedule()
-        if schedule is not None:
-            return schedule.hardware, schedule
-        return self.options.given.hardware or self._measure(), None
+        return schedule.hardware if schedule is not None else self._hardware(), schedule
 
     def _schedule(self) -> Schedule | None:
         """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
@@ -70,13 +68,14 @@ class Finalizer:
         if not isinstance(given, str):
             return given
         if self.world.mesh.size > 1:
-            hardware = self.options.given.hardware or self._measure()
-            across = given == "across_steps"
-            self.schedule = self.schedule or Schedule(hardware, across_steps=across)
+            hardware = self._hardware()
+            self.schedule = self.schedule or Schedule(hardware, across_steps=given == "across_steps")
         return self.schedule
 
-    def _measure(self) -> Hardware:
-        """The hardware as measured by all ranks once, or by an earlier start."""
+    def _hardware(self) -> Hardware:
+        """The hardware as given, or as measured by all ranks once, or by an earlier start."""
+        if self.options.given.hardware is not None:
+            return self.options.given.hardware
         if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
