@@ -120,7 +120,11 @@ class Finalizer:
         try:
             with self.stages.stage("memory"):
                 made = run_passes(local, passes, watch)
-            refuse_larger(made, budget_bytes, self.world)
+            size = peak(made).size_bytes
+            if size > budget_bytes:
+                why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
+                found = f"the step holds {size} bytes on rank {self.world.rank}"
+                raise PlanError(found, f"at most {budget_bytes} bytes", f"give memory_bytes={size} or more: {why}")
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
@@ -138,15 +142,6 @@ class Finalizer:
             label, what = f"{self.label}/order/{len(self.orders)}", "in which order collectives run"
             self.orders[key] = self.rendezvous.broadcast(label, own, what)
         return self.orders[key]
-
-
-def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
-    """Raise PlanError when the final program holds more than the budget."""
-    size = peak_memory(bound_to_rank(final, world)).size_bytes
-    if size > budget_bytes:
-        why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
-        found, needed = f"the step holds {size} bytes on rank {world.rank}", f"at most {budget_bytes} bytes"
-        raise PlanError(found, needed, f"give memory_bytes={size} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
