@@ -97,9 +97,7 @@ class Arithmetic:
 
 @cache
 def arithmetic(target: object) -> Arithmetic | None:
-    """The arithmetic of a product, a convolution or fused attention; None for every other op. torch names every op of
-    the last two kinds by its kind.
-    """
+    """The arithmetic of a product, a convolution or attention (torch names these two by kind); None for other ops."""
     name = packet_name(target)
     if "attention" in name or "convolution" in name:
         return Arithmetic("attention" if "attention" in name else "convolution", backward="backward" in name)

@@ -19,9 +19,7 @@ _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "b
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """One change to a plan: another mesh, machine or step. `batch_parts`: the batch of `graph` in batches of the plan:
-    2 if it is twice as large.
-    """
+    """One change to a plan. `batch_parts`: the batch of `graph` in batches of the plan, 2 if it is twice as large."""
 
     name: str
     mesh: Mesh | None = None
