@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human
 from wholestep.report import page as page_module
 from wholestep.report.compare import Costs, PlanRow
-from wholestep.report.page import page, program, show_us
+from wholestep.report.page import program, show_us
 from wholestep.report.page_data import by_op, columns, lanes, outline, sent, tree, verdicts
 
 H100 = ws.Hardware.preset("dgx-h100")
@@ -100,8 +102,11 @@ class Parsed(HTMLParser):
                 self.rows[name][-1][-1] += data
 
 
-def shown(plan: ws.Plan, graph: ws.TrainGraph | ws.LocalGraph, **given: object) -> str:
-    return page(plan, graph, H100, **{"model": "", "alternatives": (), "chosen": "", **given})  # type: ignore[arg-type]
+def shown(plan: ws.Plan, graph: ws.TrainGraph | ws.LocalGraph, **given: Any) -> str:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "page.html"
+        ws.report(path, plan, graph, H100, **given)
+        return path.read_text(encoding="utf-8")
 
 
 def test_figures_are_those_of_the_simulation(tmp_path: Path) -> None:

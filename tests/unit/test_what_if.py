@@ -12,7 +12,6 @@ import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.report.compare import costs
-from wholestep.report.page import page
 from wholestep.report.what_if import WhatIfCase, other_sizes, show, what_if
 
 H100 = ws.Hardware.preset("dgx-h100")
@@ -48,15 +47,15 @@ def test_a_case_costs_what_a_plan_of_it_does() -> None:
     assert [line.split()[-4] for line in table[1:4]] == ["4", "8", "8"]
 
 
-def test_what_cannot_be_planned_says_why() -> None:
+def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
     graph = graph_of()
     made = ws.plan(graph, "dp=2,shard=2", ws.DataParallel("hybrid"))
     own, failed = what_if(made, graph, H100, [WhatIfCase("flat", mesh=ws.Mesh("dp=4"))])
     assert own.row.costs is not None
     assert failed.row.costs is None
     assert "flat on dp=4: no plan: " in show([own, failed])
-    text = page(made, graph, H100, model="", alternatives=(), chosen="", what_if=[own, failed])
-    assert f"no plan: {failed.row.error[:20]}" in text.replace("&#39;", "'")
+    ws.report(tmp_path / "page.html", made, graph, H100, what_if=[own, failed])
+    assert f"no plan: {failed.row.error[:20]}" in (tmp_path / "page.html").read_text().replace("&#39;", "'")
 
 
 def test_sizes_beside_a_mesh() -> None:

@@ -28,15 +28,6 @@ class AutoChoice:
         if (self.template is None) is (self.solved is None):
             raise ValueError("neither a template nor strategies, or both")
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return _encoded(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> AutoChoice:
-        """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
-        return read(AutoChoice, data)
-
 
 @dataclass(frozen=True)
 class Choices:
@@ -55,13 +46,9 @@ class Choices:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""
-        return _encoded(self)
+        return {name: one for name, one in encode(self).items() if name != "layouts"}  # there are none but a plan's
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Choices:
         """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
         return read(Choices, {one.name: data[one.name] for one in fields(Choices)})
-
-
-def _encoded(value: object) -> dict[str, Any]:
-    return {name: one for name, one in encode(value).items() if name != "layouts"}  # there are none but a plan's

@@ -58,9 +58,7 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def text_of(where: str, value: object) -> str:
-    """A value of an option as text, the same in every process for equal values. Raises UnknownValueError: its class is
-    not one of dataclasses, containers, enums, numbers, text or words of torch.
-    """
+    """A value of an option as text, the same in every process for equal values. Raises UnknownValueError."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, _PLAIN):

@@ -190,11 +190,8 @@ class CachedChoices:
         if self.rendezvous.rank == 0:
             own, self.earlier, warning = self._find(self.cache)
         what = "what an earlier start chose (cache=)"
-        found, choices = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier.to_json()), what)
-        if self.rendezvous.rank != 0:
-            self.earlier = Choices.from_json(choices)
-            found = "from rank 0" if found == _HIT else found
-        self.cache.tell(found)
+        found, self.earlier = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier), what)
+        self.cache.tell("from rank 0" if found == _HIT and self.rendezvous.rank != 0 else found)
         self.cache.warn(warning)
 
     def _find(self, cache: StepCache) -> tuple[str, Choices, str]:

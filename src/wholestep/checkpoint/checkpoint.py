@@ -133,9 +133,7 @@ def _write_own(aside: Path, tensors: dict[str, torch.Tensor], content: dict[str,
 
 
 def _plain_bytes(content: dict[str, Any]) -> bytes:
-    """`content` as a file that can be read back without running any code. Raises CheckpointError: it holds something
-    else than tensors and plain values.
-    """
+    """`content` as a file that can be read back without running code: tensors and plain values."""
     for part, value in content.items():
         buffer = io.BytesIO()
         try:

@@ -14,10 +14,8 @@ _TIMEOUT_S = 1800.0  # that of torch's process groups: a rank may write for minu
 
 
 def on_every_rank(work: Callable[[], T], name_rank: bool = True) -> T:
-    """Call `work` on every rank; each gets its own result.
-
-    `name_rank=False` is for work that the ranks share: it does not matter which of them fails. Raises CheckpointError:
-    on every rank, when it failed on any; the failure of the first such rank.
+    """Call `work` on every rank; each gets its own result. Raises CheckpointError: on every rank, the failure of the
+    first one that failed; `name_rank=False` is for work that the ranks share, where it does not matter which.
     """
     own, failure, cause = _attempt(work)
     failures = _gather(failure)

@@ -25,9 +25,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint. `role` is param, buffer, state (then `owner`, `key`, `optimizer` are set) or rank:
-    what one rank alone had.
-    """
+    """A tensor. `role`: param, buffer, state (`owner`, `key`, `optimizer` are set), or rank: one rank alone had it."""
 
     role: str
     shape: tuple[int, ...]

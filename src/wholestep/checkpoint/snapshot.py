@@ -57,19 +57,16 @@ def take(state: StepState) -> Snapshot:
                 tensors[name] = value.detach()
                 saved[name] = _about("state", value, owner, str(key), label)
     options = {n: [_options(group) for group in o.param_groups] for n, o in state.optimizers.items()}
-    return Snapshot(tensors, saved, _optimizers(state), options, values)
+    names = {id(held.tensor): name for name, held in state.params.items()}
+    optimizers = {
+        label: SavedOptimizer(type(o).__name__, tuple(tuple(names[id(p)] for p in g["params"]) for g in o.param_groups))
+        for label, o in state.optimizers.items()
+    }
+    return Snapshot(tensors, saved, optimizers, options, values)
 
 
 def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> CheckpointTensor:
     return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
-
-
-def _optimizers(state: StepState) -> dict[str, SavedOptimizer]:
-    names = {id(held.tensor): name for name, held in state.params.items()}
-    return {
-        label: SavedOptimizer(type(o).__name__, tuple(tuple(names[id(p)] for p in g["params"]) for g in o.param_groups))
-        for label, o in state.optimizers.items()
-    }
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

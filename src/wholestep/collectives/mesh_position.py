@@ -29,11 +29,8 @@ def place(devices: DeviceMesh) -> MeshPosition:
     """
     found = devices.get_coordinate()
     if found is None:
-        raise MeshError(
-            f"rank {dist.get_rank()} is not in {devices}",
-            "a rank of the mesh",
-            "call this on the ranks of the mesh only",
-        )
+        found_rank, next_step = f"rank {dist.get_rank()} is not in {devices}", "call this on the ranks of the mesh only"
+        raise MeshError(found_rank, "a rank of the mesh", next_step)
     sizes: list[int] = list(devices.mesh.shape)
     names = devices.mesh_dim_names or tuple(f"d{dim}" for dim in range(len(sizes)))
     groups = {name: devices.get_group(dim) for dim, name in enumerate(names)}
@@ -42,11 +39,9 @@ def place(devices: DeviceMesh) -> MeshPosition:
         line = cast(list[int], devices.mesh[cut].tolist())
         counted = dist.get_process_group_ranks(groups[name])
         if line != counted:
-            raise MeshError(
-                f"ranks {line} along {name!r} of {devices}, but {counted} in its group",
-                "ranks in ascending order along each dim of the mesh",
-                "build the mesh with init_device_mesh",
-            )
+            found_ranks = f"ranks {line} along {name!r} of {devices}, but {counted} in its group"
+            needed = "ranks in ascending order along each dim of the mesh"
+            raise MeshError(found_ranks, needed, "build the mesh with init_device_mesh")
     mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True)))
     return MeshPosition(mesh, dict(zip(names, found, strict=True)), groups)
 

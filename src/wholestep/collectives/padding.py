@@ -69,16 +69,12 @@ def checked_dim(tensor: Tensor, dim: int) -> int:
     """Return `dim` as a non-negative number; raise LayoutError if the tensor has no such dim."""
     ndim = tensor.dim()
     if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"dim {dim} of a tensor of shape {list(tensor.shape)}",
-            f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor with dims",
-        )
+        needed = f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor with dims"
+        raise LayoutError(f"dim {dim} of a tensor of shape {list(tensor.shape)}", needed)
     return dim % ndim
 
 
 def _check_rows(rows: int, tensor: Tensor, dim: int, at_most: int | None = None) -> None:
     if rows < 0 or (at_most is not None and rows > at_most):
-        raise LayoutError(
-            f"{rows} rows of padding in dim {dim} of a tensor of shape {list(tensor.shape)}",
-            "0 or more" if at_most is None else f"from 0 to {at_most}",
-        )
+        found = f"{rows} rows of padding in dim {dim} of a tensor of shape {list(tensor.shape)}"
+        raise LayoutError(found, "0 or more" if at_most is None else f"from 0 to {at_most}")

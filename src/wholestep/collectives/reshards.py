@@ -137,11 +137,9 @@ def _move(tensor: Tensor, source: Layout, target: Layout, placed: MeshPosition, 
     path = _route(source, target, shape, tensor.dtype, mesh)
     wanted = path.layouts[0].local_shape(shape, mesh, placed.coordinate)
     if tuple(tensor.shape) != wanted:
-        raise LayoutError(
-            f"a local tensor of shape {list(tensor.shape)} at {dict(placed.coordinate)} of mesh {mesh}",
-            f"{list(wanted)}: the shard of {list(shape)} with layout {source.show(shape)}",
-            "pass this rank's shard, unpadded, and the shape of the whole tensor",
-        )
+        found = f"a local tensor of shape {list(tensor.shape)} at {dict(placed.coordinate)} of mesh {mesh}"
+        needed = f"{list(wanted)}: the shard of {list(shape)} with layout {source.show(shape)}"
+        raise LayoutError(found, needed, "pass this rank's shard, unpadded, and the shape of the whole tensor")
     if tensor.is_meta:
         return tensor.new_empty(path.layouts[-1].local_shape(shape, mesh, placed.coordinate))
     key = (source, target, shape, tensor.dtype, str(tensor.device), mesh)
@@ -191,16 +189,13 @@ def _route(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.
     start, end = _without_single(source, mesh), _without_single(target, mesh)
     averages = [axis for axis, op in start.partial if op == "avg" and not dtype.is_floating_point]
     if averages and not dtype.is_complex:
-        raise LayoutError(
-            f"an average of {dtype} over {averages[0]!r}", "a floating-point dtype", "convert it, or reduce by sum"
-        )
+        found = f"an average of {dtype} over {averages[0]!r}"
+        raise LayoutError(found, "a floating-point dtype", "convert it, or reduce by sum")
     made = [axis for axis, _ in end.partial if start.state(axis).kind == "S"]
     if made:
-        raise LayoutError(
-            f"a tensor laid out as {source} cannot become {target}: {made[0]!r} shards it",
-            "a partial or replicated tensor along this axis",
-            "gather it first: zeros on all ranks except one then make it a partial sum",
-        )
+        found = f"a tensor laid out as {source} cannot become {target}: {made[0]!r} shards it"
+        next_step = "gather it first: zeros on all ranks except one then make it a partial sum"
+        raise LayoutError(found, "a partial or replicated tensor along this axis", next_step)
     return paths.reshard(start, end, shape, dtype.itemsize, mesh, one_host())
 
 

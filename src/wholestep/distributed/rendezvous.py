@@ -39,9 +39,7 @@ _LOOK_S = 0.5  # between two looks at where the other ranks wait
 
 @dataclass(frozen=True)
 class Calls:
-    """Which ranks were called alike: `first_other` is the lowest rank with another call than rank 0, or 0; `same` is
-    true on ranks with rank 0's call.
-    """
+    """The lowest rank with another call than rank 0, or 0; `same` is true on ranks with rank 0's call."""
 
     first_other: int
     same: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -59,14 +60,11 @@ def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim
     return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
-def _affine(matmul: Any) -> Callable[..., Tensor]:
-
-    def run(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        product = matmul(a, b)
-        product = product if alpha == 1 else product * alpha
-        return product + (bias if beta == 1 else bias * beta)
-
-    return run
+def affine(matmul: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Product plus bias."""
+    product = matmul(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
 
 
 def vector_norm(
@@ -199,39 +197,32 @@ def batch_norm_backward(
     return dx if mask[0] else None, dw if mask[1] else None, db if mask[2] else None
 
 
-def _nll(op: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-
-    def run(
-        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-    ) -> tuple[Tensor, Tensor]:
-        if reduction != MEAN:
-            raise NotImplementedError
-        total, count = op(x, target, weight, SUM, ignore_index)
-        return total / count, count
-
-    return run
+def nll(
+    op: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Sum over the weight of the targets."""
+    if reduction != MEAN:
+        raise NotImplementedError
+    total, count = op(x, target, weight, SUM, ignore_index)
+    return total / count, count
 
 
-def _mean_loss(op: Any) -> Callable[..., Tensor]:
-    """A mean loss as sum over number of elements; its backward divides the gradient by that number first."""
+def mean_loss(op: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Sum over number of elements; the backward of a mean loss divides the gradient by that number first."""
     positional = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
     names = [a.name for a in positional]
     before, backward = names.index("reduction"), names[0] == "grad_output"
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        given = list(args)
-        for argument in positional[len(args) : before + 1]:
-            given.append(kwargs.pop(argument.name, argument.default_value))
-        if given[before] != MEAN:
-            raise NotImplementedError
-        given[before] = SUM
-        x, target = given[backward : backward + 2]
-        size = prod(cast(Sequence[int], torch.broadcast_shapes(x.shape, target.shape)))
-        if backward:
-            return op(given[0] / size, *given[1:], **kwargs)
-        return op(*given, **kwargs) / size
-
-    return run
+    given = list(args)
+    for argument in positional[len(args) : before + 1]:
+        given.append(kwargs.pop(argument.name, argument.default_value))
+    if given[before] != MEAN:
+        raise NotImplementedError
+    given[before] = SUM
+    x, target = given[backward : backward + 2]
+    size = prod(cast(Sequence[int], torch.broadcast_shapes(x.shape, target.shape)))
+    if backward:
+        return op(given[0] / size, *given[1:], **kwargs)
+    return op(*given, **kwargs) / size
 
 
 _MEAN_LOSSES = (
@@ -248,8 +239,8 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.var.correction: var,
     aten.std.correction: std,
     aten.var_mean.correction: var_mean,
-    aten.addmm.default: _affine(aten.mm.default),
-    aten.baddbmm.default: _affine(aten.bmm.default),
+    aten.addmm.default: partial(affine, aten.mm.default),
+    aten.baddbmm.default: partial(affine, aten.bmm.default),
     aten.linalg_vector_norm.default: vector_norm,
     aten.logsumexp.default: logsumexp,
     aten._log_softmax.default: log_softmax,
@@ -261,7 +252,7 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm_no_stats,
     aten.native_batch_norm_backward.default: batch_norm_backward,
-    aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
-    aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
-    **{op: _mean_loss(op) for op in _MEAN_LOSSES},
+    aten.nll_loss_forward.default: partial(nll, aten.nll_loss_forward.default),
+    aten.nll_loss2d_forward.default: partial(nll, aten.nll_loss2d_forward.default),
+    **{op: partial(mean_loss, op) for op in _MEAN_LOSSES},
 }

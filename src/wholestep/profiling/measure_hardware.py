@@ -270,9 +270,7 @@ def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tup
 
 
 class _Products:
-    """Computes for so many seconds when called. Of the last call: how many products, and microseconds of the clock and
-    of this thread.
-    """
+    """Computes for so many seconds. Of the last call: products, microseconds of the clock and of this thread."""
 
     count: int
     us: float

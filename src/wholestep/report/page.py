@@ -52,17 +52,6 @@ def report(
     Example:
         >>> wholestep.report("plan.html", plan, graph, wholestep.Hardware.preset("dgx-h100"))
     """
-    hardware = hardware or Hardware.default()
-    text = page(plan, graph, hardware, model=model, alternatives=alternatives, chosen=chosen, what_if=what_if)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
-
-
-def page(
-    plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, *, model: str, alternatives: Sequence[PlanRow],
-    chosen: str, what_if: Sequence[WhatIf] = (),
-) -> str:  # fmt: skip
-    """The text of the page, deterministic."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -70,6 +59,7 @@ def page(
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
         next_step = "pass the name of the row of this plan, or omit chosen"
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
+    hardware = hardware or Hardware.default()
     local = program(plan, graph, hardware)
     made = timeline(local, hardware)
     environment = Environment(
@@ -86,13 +76,13 @@ def page(
     shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
                         for one in what_if]  # fmt: skip
     shown |= {"model": model or "training step", "hardware": hardware.name}
-    return environment.get_template("page.html").render(**shown, chosen=chosen)
+    text = environment.get_template("page.html").render(**shown, chosen=chosen)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
-    """The program of a rank for `plan`, scheduled for `hardware` as in a compiled step; a program of it is returned
-    unchanged. Raises PlanError: `graph` is not the planned graph.
-    """
+    """The program of a rank for `plan`, scheduled as in a compiled step; a program of it is returned unchanged."""
     if isinstance(graph, TrainGraph):
         return run_passes(partition(graph, plan), pipeline(hardware))
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]

@@ -19,9 +19,7 @@ _HEAD = ("what if", "mesh", "stored", "peak", "sent/step", "step", "exposed", "b
 
 @dataclass(frozen=True)
 class WhatIfCase:
-    """One change to a plan: another mesh, machine or step. `batch_parts`: the batch of `graph` in batches of the plan:
-    2 if it is twice as large.
-    """
+    """One change to a plan. `batch_parts`: the batch of `graph` in batches of the plan, 2 if it is twice as large."""
 
     name: str
     mesh: Mesh | None = None
@@ -42,9 +40,7 @@ class WhatIf:
 
 
 def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
-    """The plan itself, then each case; the row of a case that cannot be planned has the error. Raises PlanError: the
-    plan does not contain its strategies.
-    """
+    """The plan itself, then each case; the row of a case that cannot be planned has the error."""
     if plan.strategies is None:
         text = f"the plan does not hold what made it ({plan.strategy})"
         raise PlanError(text, "a plan of strategies that a file can store", "plan again")

@@ -142,9 +142,7 @@ class EagerGather:
 
 
 def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float, device: str | None = None) -> None:
-    """From now on these modules and all below them can be called outside of a step, on all ranks. `device` is where
-    they compute, given where parameters are stored elsewhere (`offload`).
-    """
+    """From now on, on all ranks, these modules and those below them can be called outside of a step, on `device`."""
     inside: list[set[int]] = []
     for path, module in walk(modules):
         if _HOOKED not in vars(module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..backend.pipeline import pipeline
 from ..cache.choices import AutoChoice
@@ -43,11 +42,7 @@ def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
 def choose_strategy(
     auto: Auto, captured: Capture, finalizer: Finalizer, label: str
 ) -> tuple[AutoChoice, Strategies, Hardware]:
-    """The choice of the first rank, on every rank, its strategies, and the hardware that plans were compared on.
-
-    State that is placed already keeps its layout. Raises PlanError: nothing fits, by the first rank's search;
-    RankMismatchError: the first rank did not choose in time.
-    """
+    """The first rank's choice, its strategies, and the hardware that plans were compared on. Placed state stays."""
     graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
     choices.look_up()
     measured, schedule = finalizer.hardware_and_schedule()
@@ -58,7 +53,7 @@ def choose_strategy(
         passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
         rendezvous = replace(rendezvous, timeout_s=timeout_s)
-        chosen = AutoChoice.from_json(rendezvous.choose(label, search, "which plan it chose"))
+        chosen = rendezvous.choose(label, search, "which plan it chose")
     choices.note(auto=chosen)
     return chosen, _strategies(chosen, candidates), auto.hardware or measured
 
@@ -73,8 +68,8 @@ def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
     return compose(template.strategies)
 
 
-def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]) -> dict[str, Any]:
-    """What `Auto` chooses on this rank, as JSON values. Raises PlanError: nothing fits."""
+def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]) -> AutoChoice:
+    """What `Auto` chooses on this rank. Raises PlanError: nothing fits."""
     layouts, hardware = placed(captured.state, world), auto.hardware or measured
     found = auto.search(captured.graph, world.mesh, layouts, same_batches=True, hardware=hardware, passes=passes)
     best = found.best.strategies
@@ -83,6 +78,6 @@ def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, pas
     assert made.objective is not None, "it was chosen for one"
     notes = tuple(made.notes[len(found.plan.notes) :])
     if any(isinstance(part, (SolvedLayouts, PerParameterStorage)) for part in best.parts):
-        return AutoChoice(made.objective, solved=best, notes=notes).to_json()
+        return AutoChoice(made.objective, solved=best, notes=notes)
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
-    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes).to_json()
+    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)

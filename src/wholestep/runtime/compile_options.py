@@ -182,11 +182,6 @@ class StepOptions:
         may_regather, cache = keeps if plan is not None else not keeps, folder_of(given.cache)
         return StepOptions(given, backend, strategies, mesh, budget, auto, plan, may_regather, capture, cache)
 
-    @property
-    def planned_on(self) -> Hardware | None:
-        """The hardware that layouts are priced on: that of a plan that is applied, or as given."""
-        return self.plan.hardware if self.plan is not None else self.given.hardware
-
 
 def _check_backend(backend: Backend, given: CompileOptions) -> None:
     if given.across_steps and not backend.splits_steps:

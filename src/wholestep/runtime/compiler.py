@@ -106,10 +106,7 @@ class Compiler:
         self._changing |= Promoted(frozenset([place]))
 
     def compile(self, inputs: StepInputs, held: Numbers | None) -> RankProgram:
-        """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
-        Raises RankMismatchError: ranks have different programs, or one has none; WholestepError: the step cannot be
-        captured, planned or scheduled.
-        """
+        """The program for a call. `held` are the numbers of the program that ran last; None before the first one."""
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
         try:
@@ -177,7 +174,8 @@ class Compiler:
         if any(part.hardware is None for part in open_to_solve):
             self._strategies = with_hardware(self.strategies, self.finalizer.hardware_and_schedule()[0])
         with self.stages.stage("plan"):
-            priced_on = self._chosen_on if self._choice else options.planned_on
+            priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
+            priced_on = self._chosen_on if self._choice else priced_on
             strategies = choices.earlier.solved or self.strategies
             planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
         if open_to_solve:

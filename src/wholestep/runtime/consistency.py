@@ -96,10 +96,8 @@ class ConsistencyCheck:
             self._agreed.add(section.fingerprint)
 
     def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> None:
-        """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before.
-
-        A program that differs only in the batch is not compared: the other ranks do not compile when one rank gets a
-        batch of another size. Raises RankMismatchError: on every rank, naming what differs.
+        """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before:
+        the other ranks do not compile when one rank gets a batch of another size.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
@@ -147,9 +145,7 @@ class ConsistencyCheck:
 
 
 def _written(given: StepInputs, reads: bool) -> bytes:
-    """A call, encoded for other ranks: shapes, Python values, and values of integers where the step `reads` some.
-    Empty for a call that cannot be encoded.
-    """
+    """A call for other ranks: shapes, Python values, integers where the step `reads` some. Empty: it has no bytes."""
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -246,10 +242,8 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
 def option_lines(
     state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Two lists of optimizer options, a line each: constants of the program, and options that may change.
-
-    Options that schedulers add to a group may appear later. `carried` are options that the step itself changes:
-    identity of the optimizer, number of the group, key.
+    """Options of optimizers, a line each: constants of the program, and options that may change or that schedulers add
+    to a group. `carried` are those that the step itself changes: identity of the optimizer, number of the group, key.
     """
     numbers_of = {id(optimizer): o for o, optimizer in enumerate(state.optimizers.values())}
     changing = {(h.optimizer, h.group, h.key) for h in live} | {(numbers_of.get(i), g, key) for i, g, key in carried}
@@ -348,9 +342,7 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
 
 
 def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
-    """A fingerprint of all in the arguments that a graph may depend on: structure, sizes, Python values, values read.
-    An argument of an unknown class makes it differ from every other rank's.
-    """
+    """A fingerprint of all that a graph may depend on in a call; arguments of unknown classes differ on every rank."""
     lines = _structure_lines(given.structure)
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):

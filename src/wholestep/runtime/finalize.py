@@ -60,9 +60,7 @@ class Finalizer:
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""
         schedule = self._schedule()
-        if schedule is not None:
-            return schedule.hardware, schedule
-        return self.options.given.hardware or self._measure(), None
+        return schedule.hardware if schedule is not None else self._hardware(), schedule
 
     def _schedule(self) -> Schedule | None:
         """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
@@ -70,13 +68,14 @@ class Finalizer:
         if not isinstance(given, str):
             return given
         if self.world.mesh.size > 1:
-            hardware = self.options.given.hardware or self._measure()
-            across = given == "across_steps"
-            self.schedule = self.schedule or Schedule(hardware, across_steps=across)
+            hardware = self._hardware()
+            self.schedule = self.schedule or Schedule(hardware, across_steps=given == "across_steps")
         return self.schedule
 
-    def _measure(self) -> Hardware:
-        """The hardware as measured by all ranks once, or by an earlier start."""
+    def _hardware(self) -> Hardware:
+        """The hardware as given, or as measured by all ranks once, or by an earlier start."""
+        if self.options.given.hardware is not None:
+            return self.options.given.hardware
         if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
@@ -123,7 +122,11 @@ class Finalizer:
         try:
             with self.stages.stage("memory"):
                 made = run_passes(local, passes, watch)
-            refuse_larger(made, budget_bytes, self.world)
+            size = peak(made).size_bytes
+            if size > budget_bytes:
+                why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
+                found = f"the step holds {size} bytes on rank {self.world.rank}"
+                raise PlanError(found, f"at most {budget_bytes} bytes", f"give memory_bytes={size} or more: {why}")
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
@@ -141,15 +144,6 @@ class Finalizer:
             label, what = f"{self.label}/order/{len(self.orders)}", "in which order collectives run"
             self.orders[key] = self.rendezvous.broadcast(label, own, what)
         return self.orders[key]
-
-
-def refuse_larger(final: LocalGraph, budget_bytes: int, world: World) -> None:
-    """Raise PlanError when the final program holds more than the budget."""
-    size = peak_memory(bound_to_rank(final, world)).size_bytes
-    if size > budget_bytes:
-        why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
-        found, needed = f"the step holds {size} bytes on rank {world.rank}", f"at most {budget_bytes} bytes"
-        raise PlanError(found, needed, f"give memory_bytes={size} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:

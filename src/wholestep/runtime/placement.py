@@ -26,10 +26,8 @@ _PLACED = "_wholestep_layout"
 
 
 def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
-    """Shard parameters and optimizer state as planned; `sync` starts from the first rank's values.
-
-    State that is placed already stays. Parameters on `meta` are initialized here, one module at a time. Parameters and
-    optimizer state are stored on `world.home`.
+    """Shard parameters and optimizer state as planned; what is placed already stays. `sync` starts from the first
+    rank's values. Parameters on `meta` are initialized here, one module at a time.
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
@@ -190,10 +188,8 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
 
 
 def pack_buckets(local: LocalGraph, held: Sequence[Tensor]) -> None:
-    """Move the shards of each bucket into one buffer; `held` are the first inputs of `local`.
-
-    The tensors stay the same objects. A bucket with a shard that is a view of a larger buffer stays where it is, as
-    after another program of the same step has moved it: `side_by_side` copies then.
+    """Move the shards of each bucket into one buffer, as the same tensors; `held` are the first inputs of `local`.
+    Where a shard is a view of a larger buffer, as another program leaves it, the bucket stays: `side_by_side` copies.
     """
     for numbers in buckets(local):
         pieces = [held[number] for number in numbers]

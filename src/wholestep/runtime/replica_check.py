@@ -6,21 +6,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ..distributed.launch import World
 from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective
 from ..tuning import TUNING
 from .consistency import OPTIMIZERS, option_lines, state_lines
-
-if TYPE_CHECKING:
-    from ..distributed.launch import World
-    from .program import Program
+from .program import Program
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit

@@ -13,7 +13,7 @@ from typing import Any
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
-from ..capture.capture import device_of
+from ..capture.capture import device_of, find_state
 from ..capture.scheduled_numbers import scheduled
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
@@ -121,8 +121,8 @@ class CompiledStep:
     def profile(self, *args: Any, hardware: Hardware | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
 
-        `hardware` is what to predict for; by default that of the schedule. On a GPU
-        the device is waited for after each node: times of ops are right, what overlaps is not. All ranks call it.
+        `hardware` is what to predict for; by default that of the schedule. On a GPU the device is waited for after each
+        node: times of ops are right, what overlaps is not. All ranks call it.
 
         Example:
             >>> found = step.profile(model, optimizer, batch)
@@ -218,7 +218,9 @@ class CompiledStep:
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
         sharder = self._sharder[1] if self._sharder else None
-        return StepInputs.of(self.fn, args, kwargs, self.options.capture.extra, sharder, sizes)
+        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
+        whole = sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
+        return StepInputs(args, kwargs, structure, leaves, tuple(names), state, sharder, sizes, whole)
 
     def _start(self, inputs: StepInputs) -> Compiler:
         """Join the job."""

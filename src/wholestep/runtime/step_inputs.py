@@ -7,7 +7,7 @@ program. Parts that are not sharded as layouts are (as `torch.chunk` does) are g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ..capture.call_structure import Structure
-from ..capture.capture import find_state
 from ..capture.state import StepState
 from ..distributed.launch import World
 from ..errors import PlanError, RankMismatchError
@@ -162,13 +161,3 @@ class StepInputs:
     sharder: BatchSharder | None
     sizes: BatchSizes | None
     whole: Mapping[str, tuple[int, ...]]
-
-    @staticmethod
-    def of(
-        fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any],
-        sharder: BatchSharder | None, sizes: BatchSizes | None,
-    ) -> StepInputs:  # fmt: skip
-        """The inputs of `fn(*args, **kwargs)`; `extra` are modules and optimizers by name that it is not given."""
-        state, structure, leaves, names = find_state(fn, args, kwargs, extra)
-        whole = sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
-        return StepInputs(args, kwargs, structure, leaves, tuple(names), state, sharder, sizes, whole)
