@@ -97,11 +97,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         set_proxy_slot(tensor, tracer, slot)
 
 
-@contextlib.contextmanager
-def outside_of_trace() -> Generator[None]:
+def outside_of_trace() -> contextlib.AbstractContextManager[Any]:
     """Run operations on real tensors inside this context, outside of the active trace."""
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 @contextlib.contextmanager

@@ -389,8 +389,9 @@ def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> lis
 
 def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
     """Check that values of `by_shape` operands do not matter."""
-    others = [~t if t.dtype == torch.bool else t + 1 for t in case.tensors]
-    tensors = [others[i] if i in bound.by_shape else t for i, t in enumerate(case.tensors)]
+    tensors = list(case.tensors)
+    for i in bound.by_shape:
+        tensors[i] = ~tensors[i] if tensors[i].dtype == torch.bool else tensors[i] + 1
     for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
         problem = differs(other, whole) if whole is not None and other is not None else None
         if problem:
