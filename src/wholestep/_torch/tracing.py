@@ -97,9 +97,11 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         set_proxy_slot(tensor, tracer, slot)
 
 
-def outside_of_trace() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def outside_of_trace() -> Generator[None]:
     """Run operations on real tensors inside this context, outside of the active trace."""
-    return _disable_current_modes()
+    with _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager
