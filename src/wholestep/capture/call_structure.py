@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -58,17 +58,14 @@ def take_apart(value: Any) -> StepCall:
     return StepCall(Structure(spec, tuple(opened)), tuple(flat))
 
 
-def put_together(structure: Structure, leaves: tuple[Any, ...] | list[Any]) -> Any:
+def put_together(structure: Structure, leaves: Iterable[Any]) -> Any:
     """Inverse of `take_apart`."""
-    return _build(structure, iter(leaves))
-
-
-def _build(structure: Structure, leaves: Any) -> Any:
+    rest = iter(leaves)
     opened = {i: (kind, inner) for i, kind, _, inner in structure.opened}
     flat: list[Any] = []
     for i in range(structure.spec.num_leaves):
         kind, inner = opened.get(i, (None, None))
-        flat.append(next(leaves) if kind is None or inner is None else _rebuild(kind, _build(inner, leaves)))
+        flat.append(next(rest) if kind is None or inner is None else _rebuild(kind, put_together(inner, rest)))
     return tree_unflatten(flat, structure.spec)
 
 

@@ -168,17 +168,13 @@ def _trace_until_carried(request: Request) -> Traced:
         if not needed:
             return traced
         if needed <= request.promoted:
-            raise _not_carried(needed)
+            path = sorted(needed.numbers | needed.tensors)[0]
+            raise CaptureError(
+                f"the step changes {path} in a way that cannot be carried from call to call",
+                "a number or a tensor that one place holds",
+                f"return the new value from the step, or use {CALLBACK}",
+            )
         request = replace(request, promoted=request.promoted | needed)
-
-
-def _not_carried(needed: Promoted) -> CaptureError:
-    path = sorted(needed.numbers | needed.tensors)[0]
-    return CaptureError(
-        f"the step changes {path} in a way that cannot be carried from call to call",
-        "a number or a tensor that one place holds",
-        f"return the new value from the step, or use {CALLBACK}",
-    )
 
 
 def _with_carried(request: Request) -> Request:

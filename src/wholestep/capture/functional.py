@@ -43,30 +43,18 @@ def _permuted_back(call: Callable[..., Node], view: Node, source: Node, new: Nod
     return call(aten.permute.default, new, [order.index(dim) for dim in range(len(order))])
 
 
-def _same_view(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-    return call(view.target, new, *view.args[1:])
-
-
-def _squeezed(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-    return call(aten.squeeze.dim, new, view.args[1])
+def _undone_by(target: Any) -> Put:
+    return lambda call, view, source, new: call(target, new, *view.args[1:])
 
 
 def _scattered(target: Any) -> Put:
-    def put(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-        return call(target, source, new, *view.args[1:], **view.kwargs)
-
-    return put
-
-
-def _sections(view: Node) -> tuple[int, list[int]]:
-    whole = cast(Node, view.args[0])
-    dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
-    return dim, [int(part.shape[dim]) for part in meta.value(whole)]
+    return lambda call, view, source, new: call(target, source, new, *view.args[1:], **view.kwargs)
 
 
 def _section(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-    dim, lengths = _sections(view)
-    index = cast(int, view.args[1])
+    whole, index = cast(tuple[Node, int], view.args)
+    dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
+    lengths = [int(part.shape[dim]) for part in meta.value(whole)]
     start = sum(lengths[:index])
     return call(aten.slice_scatter.default, source, new, dim, start, start + lengths[index])
 
@@ -86,9 +74,9 @@ VIEWS: dict[Any, Put] = {
     aten.squeeze.default: _reshaped,
     aten.squeeze.dim: _reshaped,
     aten.squeeze.dims: _reshaped,
-    aten.unsqueeze.default: _squeezed,
-    aten.t.default: _same_view,
-    aten.transpose.int: _same_view,
+    aten.unsqueeze.default: _undone_by(aten.squeeze.dim),
+    aten.t.default: _undone_by(aten.t.default),
+    aten.transpose.int: _undone_by(aten.transpose.int),
     aten.permute.default: _permuted_back,
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),

@@ -189,7 +189,13 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
         if not isinstance(tensor, torch.Tensor):
             continue
         if tensor.requires_grad:
-            raise _unknown_parameter(tensor, node)
+            raise CaptureError(
+                f"the step uses a trainable tensor of shape {tuple(tensor.shape)} "
+                "that belongs to none of its modules and optimizers",
+                "every module of the step as an argument of it, as model=, or as a variable the function closes over",
+                "pass its module to the step, or to wholestep.compile as model=",
+                next((line for line in (meta.source_line(n) for n in (node, *node.users)) if line), ""),
+            )
         if id(tensor) not in known:
             name = f"const.{len(constants)}"
             with graph.inserting_after(last[0]) if last else graph.inserting_before(None):
@@ -201,16 +207,6 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
         node.replace_all_uses_with(known[id(tensor)])
         graph.erase_node(node)
     return inputs, constants
-
-
-def _unknown_parameter(tensor: torch.Tensor, node: Node) -> CaptureError:
-    return CaptureError(
-        f"the step uses a trainable tensor of shape {tuple(tensor.shape)} "
-        "that belongs to none of its modules and optimizers",
-        "every module of the step as an argument of it, as model=, or as a variable the function closes over",
-        "pass its module to the step, or to wholestep.compile as model=",
-        next((line for line in (meta.source_line(n) for n in (node, *node.users)) if line), ""),
-    )
 
 
 def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output]:

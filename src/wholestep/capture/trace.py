@@ -141,10 +141,8 @@ class Traced:
             args, kwargs = put_together(request.structure, leaves)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             groups = _groups(state)
-            modules, calls = (
-                modules_seen(state.modules, request.options.mixed_precision),
-                _TorchCalls(self, swap, zeros),
-            )
+            modules = modules_seen(state.modules, request.options.mixed_precision)
+            calls = _TorchCalls(self, swap, zeros)
             with modules, self.watch.watching(given, called), calls:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:

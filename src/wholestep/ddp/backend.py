@@ -62,7 +62,11 @@ class DdpBackend:
             log.debug("%s: no parameter of a DDP model in this graph, not split", NAME)
             return compiler(whole, example_inputs)
         split = plan_split(whole.graph, uses, reducer)
-        self._keep(split)
+        self.splits.append(split)
+        log.info("%s: %s (level DEBUG lists them)", NAME, split.headline)
+        log.debug("%s: buckets, from the input to the output\n%s", NAME, split)
+        if split.extension:
+            log.warning("%s: %s", NAME, split.extension)
         return _compile(whole, example_inputs, split, uses, compiler, ddp is not None and reducer.by_arrival)
 
     def _reducer(self, ddp: Any, params: Sequence[Param]) -> Reducer | None:
@@ -74,10 +78,8 @@ class DdpBackend:
                 return reducer
             limits = self.limits(reducer.limits[-1])
             if limits != reducer.limits:
-                text = (
-                    "%s: bucket caps of %s bytes differ from the caps %s of this DDP model: parts are not its buckets"
-                )
-                log.warning(text, NAME, limits, reducer.limits)
+                found = f"bucket caps of {limits} bytes differ from the caps {reducer.limits} of this DDP model"
+                log.warning("%s: %s: parts are not its buckets", NAME, found)
             return Reducer(tuple(params), limits)
         return Reducer(tuple(params), self.limits(25 * MIB)) if given else None
 
@@ -94,13 +96,6 @@ class DdpBackend:
                 f"pass first_bucket_cap={cap} or less, or a larger bucket_cap_mb",
             )
         return first, cap
-
-    def _keep(self, split: Split) -> None:
-        self.splits.append(split)
-        log.info("%s: %s (level DEBUG lists them)", NAME, split.headline)
-        log.debug("%s: buckets, from the input to the output\n%s", NAME, split)
-        if split.extension:
-            log.warning("%s: %s", NAME, split.extension)
 
 
 def _compile(

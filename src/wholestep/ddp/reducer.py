@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -110,9 +111,7 @@ def params_of_nodes(whole: GraphModule, inputs: Sequence[Any]) -> dict[Node, lis
     found = {n: [value] for n, value in zip(places, inputs, strict=True) if isinstance(value, nn.Parameter)}
     for node in whole.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            value: Any = whole
-            for name in str(node.target).split("."):
-                value = getattr(value, name)
+            value = attrgetter(str(node.target))(whole)
             params = list(value.parameters()) if isinstance(value, nn.Module) else [value]
             found[node] = [p for p in params if isinstance(p, nn.Parameter)]
     return found

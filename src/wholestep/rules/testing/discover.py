@@ -69,7 +69,6 @@ def _search(call: Call) -> BoundRule | None:
     return BoundRule((replace(group, even={f: sizes[f] for f in group.even}),), origin="discovered")
 
 
-# -- small calls -------------------------------------------------------------------------
 def _cases(call: Call) -> list[OpCase]:
     """The op on small random inputs of one shape; empty if it refuses them or returns other shapes."""
     for sizes in _small_sizes(call):
@@ -122,7 +121,6 @@ def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torc
     return made.to(meta.device)
 
 
-# -- factors -------------------------------------------------------------------------------
 _Guess = tuple[int | None, ...]
 """A candidate for a factor: for each operand and then each output a dim of one size, or None."""
 
@@ -178,11 +176,8 @@ def _linear(cases: Sequence[OpCase], group: Group) -> tuple[PassThrough, ...]:
     """Operands the op is linear in, each alone; if there are none, all together."""
     singles = [PassThrough(frozenset({i})) for i in group.operands]
     together = [PassThrough(frozenset(group.operands))] if len(singles) > 1 else []
-    return _passing(cases, group, singles) or _passing(cases, group, together)
 
-
-def _passing(cases: Sequence[OpCase], group: Group, claims: Sequence[PassThrough]) -> tuple[PassThrough, ...]:
     def passes(through: PassThrough) -> bool:
         return all(check_pass(case, group, through, op) == [] for case in cases for op in sorted(through.ops))
 
-    return tuple(filter(passes, claims))
+    return tuple(filter(passes, singles)) or tuple(filter(passes, together))

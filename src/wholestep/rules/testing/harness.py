@@ -119,11 +119,6 @@ def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return noise, (2 if op == "avg" else 1) * whole - noise, whole
 
 
-def other_values(tensor: Tensor) -> Tensor:
-    """A tensor like `tensor` with a different value in every place."""
-    return ~tensor if tensor.dtype == torch.bool else tensor + 1
-
-
 def differs(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
     """(found, expected) if two tensors differ in shape, dtype or value; None if they agree."""
     if found.shape != expected.shape:

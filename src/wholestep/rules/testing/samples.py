@@ -57,7 +57,6 @@ def as_sample(given: Sequence[Any]) -> Sample:
     return Sample(tuple(given), {})
 
 
-# -- recording ----------------------------------------------------------------------------
 @dataclass
 class _Recording:
     """The best sample of each kind of call: the same numbers of dims, dtypes and other arguments."""
@@ -164,7 +163,6 @@ def _differentiate(made: Any, given: Sequence[Tensor]) -> None:
         torch.autograd.grad(outputs, inputs, [torch.rand_like(t) for t in outputs], allow_unused=True)
 
 
-# -- from a schema ------------------------------------------------------------------------
 _SHAPES = ([(4, 5), (3,), ()], [(5, 3), (6, 5)])
 
 
