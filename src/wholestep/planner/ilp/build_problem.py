@@ -30,7 +30,7 @@ from ...rules.find_rule import find_rule
 from ...tuning import TUNING
 from .axis_constraints import AxisConstraints, axis_constraints, made_by
 from .op_options import in_phase, op_options, states_of
-from .prices import Move, Prices, storage_load, update_parts
+from .prices import Move, Prices, storage_load
 from .problem import Need, OneOf, Option, Problem, StepLoad, ValueEdge
 
 _NUMBER = re.compile(r"\d+")
@@ -183,15 +183,13 @@ class ProblemBuilder:
             share = size / max(given.meta.size_bytes, 1)
             state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
             grad_bytes = size if grads else 0.0
+            update_us = self.update_us * (size + state_bytes) if grads else 0.0
             takes = {1 + number: state for number in range(len(grads))}
             for storage in spec.allowed.get(given.name, spec.storages) or (None,):
-                load = storage_load(
-                    storage or REPLICATE, size, state_bytes, grad_bytes, prices.hardware, prices.mesh, spec.axes
-                )
+                how = storage or REPLICATE
+                load = storage_load(how, size, state_bytes, grad_bytes, update_us, prices, spec.axes)
                 load = replace(load, kept=0.0) if spec.recomputes else load
-                parts = update_parts(storage or REPLICATE, prices.mesh, spec.axes)
-                us = self.update_us * (size + state_bytes) / parts if grads else 0.0
-                options.append(Option({0: state}, takes, load + StepLoad((0.0, 0.0, us)), storage=storage))
+                options.append(Option({0: state}, takes, load, storage=storage))
         self._add(node, options)
 
     # -- values ---------------------------------------------------------------------------

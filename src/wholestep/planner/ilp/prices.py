@@ -124,11 +124,12 @@ def _sent_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axis: str) 
 
 # -- storage ---------------------------------------------------------------------------------------
 def storage_load(
-    option: StorageOption, param: float, state: float, grad: float, hardware: Hardware, mesh: Mesh, axes: Sequence[str]
+    option: StorageOption, param: float, state: float, grad: float, alone_us: float, prices: Prices, axes: Sequence[str]
 ) -> StepLoad:
     """What a parameter stored over `axes` adds to the step of a rank; its tensor-parallel axis is not counted. `param`,
-    `state` and `grad` are bytes of it, its optimizer state and its gradient.
+    `state` and `grad` are bytes of it, its optimizer state and its gradient; one rank alone updates it in `alone_us`.
     """
+    hardware, mesh = prices.hardware, prices.mesh
     inside, across = (axes[-1:], axes[:-1]) if option.kind.grouped else (axes, ())
     ranks = prod(mesh.axis_size(a) for a in inside)
     sent = [0.0, 0.0, 0.0]
@@ -147,14 +148,8 @@ def storage_load(
     rest = param / (ranks if option.kind.gathers_parameters else 1) + state / state_share
     kept = param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
     copied = copy_us(hardware, param) if any(sent) else 0.0
-    spent = (copied if sent[0] else 0.0, copied, copied if sent[2] else 0.0)
+    spent = (copied if sent[0] else 0.0, copied, (copied if sent[2] else 0.0) + alone_us / state_share)
     return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=grad / state_share)
-
-
-def update_parts(option: StorageOption, mesh: Mesh, axes: Sequence[str]) -> int:
-    """The number of ranks that share the update of a parameter."""
-    over = axes[-1:] if option.kind.grouped else axes
-    return prod(mesh.axis_size(a) for a in over) if option.kind.shards_state else 1
 
 
 def _staged_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
