@@ -67,7 +67,7 @@ def check(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
             assert differences(kind, dtype) <= tolerance
 
 
-@pytest.mark.parametrize("kind", of_torch(), ids=str)
+@pytest.mark.parametrize("kind", list(of_torch()), ids=str)
 def test_all_of_torch_in_float64(kind: Kind) -> None:
     """Counters are in float32, as in any script: what eager computes of them in Python is in double here too."""
     check(kind, torch.float64, 1e-12)
