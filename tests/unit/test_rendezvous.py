@@ -1,5 +1,6 @@
 """Exchanges of ranks with threads as ranks: what they cost, and whom their errors name."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,15 +40,17 @@ def on_ranks(
 ) -> list[Any]:
     """What `act` returns on each rank, or the first line of its error."""
     shared = store if store is not None else dist.HashStore()
+    chosen = list(range(size) if ranks is None else ranks)
+    started = threading.Barrier(len(chosen))  # ranks that poll leave no time to start the others
 
     def rank_main(rank: int) -> Any:
+        started.wait()
         seen = shared[rank] if isinstance(shared, list) else shared
         try:
             return act(Rendezvous(seen, rank, size, timeout_s))
         except ws.RankMismatchError as error:
             return str(error).splitlines()[0]
 
-    chosen = list(range(size) if ranks is None else ranks)
     with ThreadPoolExecutor(len(chosen)) as threads:
         return list(threads.map(rank_main, chosen))
 
@@ -86,7 +89,7 @@ EXCHANGES: dict[str, Callable[[Rendezvous], Any]] = {
 def test_no_rank_asks_the_store_for_all_others(exchange: str, size: int) -> None:
     """A rank asks O(arity x log ranks) times, all together O(ranks); each polls one key."""
     seen = counted(size)
-    found = on_ranks(EXCHANGES[exchange], size, seen)
+    found = on_ranks(EXCHANGES[exchange], size, seen, timeout_s=200.0)
     expected = {"all_equal": Calls(0, True), "gather": list(range(size)), "broadcast": {"of": 0}, "barrier": None}
     assert found == [expected[exchange]] * size
     asked = [sum(one.asked.values()) for one in seen]
@@ -98,7 +101,7 @@ def test_no_rank_asks_the_store_for_all_others(exchange: str, size: int) -> None
 def test_one_rank_of_1024_that_differs_is_named_on_all() -> None:
     seen = counted(1024)
     said = equal(lambda rank: {"options": lines("lr: 0.1", f"decay: {0.5 if rank == 777 else 0.1}")})
-    found = on_ranks(said, 1024, seen)
+    found = on_ranks(said, 1024, seen, timeout_s=200.0)
     text = "ranks differ in options: decay: 0.5 on rank 777, 0.1 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1015 more"
     assert found == [text] * 1024
     assert sum(sum(one.asked.values()) for one in seen) <= 12 * 1024
