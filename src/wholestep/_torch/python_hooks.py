@@ -66,7 +66,9 @@ def _with_subclasses(kind: type) -> list[type]:
 
 @contextlib.contextmanager
 def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
-    """Replace what reads and assigns attributes on objects of these classes; yield those that cannot be observed."""
+    """Run `on_read` and `on_write` in place of `__getattribute__` and `__setattr__` of these classes. Yields those that
+    cannot be changed.
+    """
     known, unobserved = set[type](), set[type]()
     with contextlib.ExitStack() as stack:
         for kind in (k for k in kinds if not known.intersection(k.__mro__)):

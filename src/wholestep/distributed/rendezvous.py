@@ -118,7 +118,9 @@ class Rendezvous:
         return get(self.store, label)
 
     def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
-        """What `choose()` returns on rank 0, or the PlanError that it raises; others get a PlanError of any error."""
+        """What `choose()` returns on rank 0, on every rank. Its PlanError is raised on every rank. After another error,
+        the other ranks get a PlanError.
+        """
         made: Any = None
         if self.rank == 0:
             try:

@@ -145,7 +145,7 @@ class ConsistencyCheck:
 
 
 def _written(given: StepInputs, reads: bool) -> bytes:
-    """A call for other ranks: shapes, Python values, integers where the step `reads` some. Empty: it has no bytes."""
+    """A call for other ranks: shapes, Python values, integers where the step `reads` some. Empty: not to be pickled."""
     leaves: list[Any] = []
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -242,8 +242,9 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
 def option_lines(
     state: StepState, live: Sequence[Hyper], carried: Collection[tuple[int, int, Any]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Options of optimizers, a line each: constants of the program, and options that may change or that schedulers add
-    to a group. `carried` are those that the step itself changes: identity of the optimizer, number of the group, key.
+    """Two lists of optimizer options, a line each: constants of the program, and options that may change. A scheduler
+    may add an option to a group. The step itself changes `carried` options: id of the optimizer, number of the group,
+    key.
     """
     numbers_of = {id(optimizer): o for o, optimizer in enumerate(state.optimizers.values())}
     changing = {(h.optimizer, h.group, h.key) for h in live} | {(numbers_of.get(i), g, key) for i, g, key in carried}
