@@ -1,0 +1,256 @@
+"""What is in a checkpoint folder: described, checked, compared with another, written again in other files."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, first_line
+from ..graph.text import human, table
+from . import durable, manifest, plain_dcp, plain_file, stored_tensors
+from .manifest import Manifest
+from .new_folder import new_folder
+
+VALUES = "values.pt"
+_CHUNK = 1 << 22  # elements that are compared at once
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint folder. `fault` is why it is not intact, empty if it is. Without a `manifest` it cannot be read."""
+
+    path: Path
+    manifest: Manifest | None
+    fault: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files."""
+        return sum(size for size, _ in self.manifest.files.values()) if self.manifest else 0
+
+
+def look(folder: Path, watch: Callable[[int], object] | None = None) -> Contents:
+    """Read the manifest, and check that each file is there and has its size; with `watch`, which is told of the bytes
+    that were read, its checksum.
+    """
+    try:
+        found = manifest.read(folder)
+    except CheckpointError as error:
+        return Contents(folder, None, first_line(error))
+
+    def read() -> Iterator[str]:
+        for name, (size, _) in found.files.items():
+            yield name
+            assert watch is not None, "called where it is given"
+            watch(size)
+
+    try:
+        if watch is not None:
+            manifest.check_files(folder, found, read())
+    except CheckpointError as error:
+        return Contents(folder, found, error.found)
+    lost = [n for n, (size, _) in found.files.items() if not _has_size(folder / n, size)]
+    return Contents(folder, found, f"missing or of another size: {', '.join(lost)}" if lost else "")
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+
+def show_all(several: list[Contents], verified: bool) -> str:
+    """A table of checkpoints."""
+    rows = [("checkpoint", "number", "saved", "ranks", "mesh", "files", "size", "intact")]
+    for one in several:
+        found = one.manifest
+        intact = _printed(one.fault) or _checked(verified)
+        if found is None:
+            rows.append((_printed(one.path.name), "", "", "", "", "", "", intact))
+            continue
+        rows.append((
+            _printed(one.path.name), str(found.number), _when(found.saved_at), str(found.world_size),
+            _printed(found.mesh) or "-", str(len(found.files)), human(one.size_bytes), intact,
+        ))  # fmt: skip
+    return "\n".join(table(rows, left=(0, 2, 4, 7)))
+
+
+def show(one: Contents, verified: bool) -> str:
+    """What is in a checkpoint: its parameters with their optimizer state, buffers, random state and extra values."""
+    found = one.manifest
+    assert found is not None, "there is something to show"
+    lines = [
+        f"checkpoint {found.number} in {one.path}",
+        f"  saved {_when(found.saved_at)} after {found.calls} calls, by {_ranks(found.world_size)}"
+        + (f", mesh {_printed(found.mesh)}" if found.mesh else ""),
+        f"  {len(found.files)} files, {human(one.size_bytes)}: "
+        + (_printed(one.fault) or f"intact {_checked(verified)}"),
+    ]
+    described = stored_tensors.described(found.tensors)
+    state = defaultdict[str, list[str]](list)
+    for name, saved in found.tensors.items():
+        if saved.role == "state":
+            state[saved.owner].append(name)
+    rows = [("tensor", "role", "dtype", "shape", "bytes", "optimizer state", "bytes")]
+    for name, saved in found.tensors.items():
+        if saved.role in ("param", "buffer"):
+            keys = ", ".join(found.tensors[key].key for key in state[name])
+            held = sum(described[key].nbytes for key in state[name])
+            rows.append((
+                _printed(name), saved.role, saved.dtype, str(list(saved.shape)), human(described[name].nbytes),
+                _printed(keys) or "-", human(held) if keys else "-",
+            ))  # fmt: skip
+    lines += [f"  {row}" for row in table(rows, left=(0, 1, 2, 3, 5))]
+    for role, what in (("param", "parameters"), ("buffer", "buffers"), ("state", "tensors of optimizer state")):
+        sizes = [described[name].nbytes for name, saved in found.tensors.items() if saved.role == role]
+        lines.append(f"  {len(sizes)} {what}, {human(sum(sizes))}")
+    for label, saved in found.optimizers.items():
+        counts = ", ".join(str(len(group)) for group in saved.groups)
+        lines.append(f"  {_printed(label)}: {_printed(saved.kind)}, groups of {counts} parameters")
+    lines += [f"  {_printed(line)}" for line in _of_ranks(found)]
+    lines.append(f"  extra: {_printed(', '.join(extra(one))) or 'none'}")
+    return "\n".join(lines)
+
+
+def _of_ranks(found: Manifest) -> Iterator[str]:
+    """The tensors that ranks have of their own, each with the number of those ranks."""
+    names = [name.partition("/")[2] for name, saved in found.tensors.items() if saved.role == "rank"]
+    counts = Counter(names)
+    for kind, chosen in (
+        ("random state", [name for name in counts if name.startswith("random/")]),
+        ("buffers that differ", [name for name in counts if not name.startswith("random/")]),
+    ):
+        several = defaultdict[int, list[str]](list)
+        for name in chosen:
+            several[counts[name]].append(name.removeprefix("random/"))
+        yield from (f"{kind} of {_ranks(ranks)}: {', '.join(names)}" for ranks, names in several.items())
+
+
+def extra(one: Contents) -> list[str]:
+    """The names of what the user has put beside the state. Raises CheckpointError: the file cannot be read."""
+    content = plain_file.load(one.path / VALUES)
+    given: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
+    return [str(name) for name in cast(dict[Any, Any], given)] if isinstance(given, dict) else []
+
+
+def as_json(one: Contents) -> dict[str, Any]:
+    """The same as a JSON value, in bytes and seconds since 1970."""
+    found = one.manifest
+    if found is None:
+        return {"path": str(one.path), "fault": one.fault}
+    described = stored_tensors.described(found.tensors)
+    tensors = {
+        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described[name].nbytes}
+        for name, saved in found.tensors.items()
+    }
+    optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in found.optimizers.items()}
+    return {
+        "path": str(one.path), "fault": one.fault or None, "number": found.number, "calls": found.calls,
+        "saved_at": found.saved_at, "ranks": found.world_size, "mesh": found.mesh, "bytes": one.size_bytes,
+        "tensors": tensors, "optimizers": optimizers, "extra": extra(one),
+    }  # fmt: skip
+
+
+def _checked(verified: bool) -> str:
+    return "by checksum" if verified else "by size"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _when(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _printed(text: str) -> str:
+    """Text that cannot steer a terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+# -- compare -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs in another checkpoint; `largest` is the maximum of absolute differences of its values."""
+
+    name: str
+    here: str
+    there: str
+    largest: float | None = None
+
+    @property
+    def shown(self) -> float | str | None:
+        """`largest` as a JSON value."""
+        return self.largest if self.largest is None or isfinite(self.largest) else str(self.largest)
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return f"{_printed(self.name)}: {self.here} here, {self.there} there"
+        return f"{_printed(self.name)}: {self.here}, differs by at most {self.largest:.3g}"
+
+
+def compare(one: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
+    """The difference of each tensor of two checkpoints; None where it has the same bits. Few are in memory at a time;
+    `watch` is told of the bytes of each that was read.
+    """
+    assert one.manifest is not None
+    assert other.manifest is not None
+    here, there = one.manifest.tensors, other.manifest.tensors
+    both: list[str] = []
+    for name in {**here, **there}:
+        texts = str(here.get(name, "missing")), str(there.get(name, "missing"))
+        if texts[0] == texts[1]:
+            both.append(name)
+        else:
+            yield TensorDifference(name, *texts)
+    values = (stored_tensors.read(at.path, found, both) for at, found in ((one, one.manifest), (other, other.manifest)))
+    for (name, a), (_, b) in zip(*values, strict=True):
+        watch(a.nbytes)
+        same = torch.equal(_bits(a), _bits(b))
+        yield None if same else TensorDifference(name, str(here[name]), str(there[name]), _largest(a, b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """NaN where only one of them is NaN."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    flat, others = a.reshape(-1), b.reshape(-1)
+    pairs = ((flat[at : at + _CHUNK], others[at : at + _CHUNK]) for at in range(0, len(flat), _CHUNK))
+    found = [(x.to(wide) - y.to(wide)).abs().max().item() for x, y in pairs]
+    return max(found, key=lambda value: (value != value, value))
+
+
+# -- write again -------------------------------------------------------------------------------------------
+
+
+def rewrite(one: Contents, target: Path, files: int) -> Path:
+    """Write an intact checkpoint to a new folder, with its tensors in `files` files. `load` reads it as before."""
+    found = one.manifest
+    assert found is not None
+    described = stored_tensors.described(found.tensors)
+    with new_folder(target) as aside:
+        values = stored_tensors.read(one.path, found, found.tensors)
+        with plain_dcp.on_disk(aside, described, values) as tensors:
+            plain_dcp.write(aside, tensors, files)
+        shutil.copyfile(one.path / VALUES, aside / VALUES)
+        sums = {path.name: durable.checksum(path) for path in aside.iterdir()}
+        durable.write(aside / manifest.NAME, replace(found, files=sums).to_json().encode())
+    return target
