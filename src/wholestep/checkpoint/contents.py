@@ -249,7 +249,7 @@ def rewrite(one: Contents, target: Path, files: int) -> Path:
     with new_folder(target) as aside:
         values = stored_tensors.read(one.path, found, found.tensors)
         with plain_dcp.on_disk(aside, described, values) as tensors:
-            plain_dcp.write(aside, tensors, files)
+            plain_dcp.write(aside, tensors, min(files, len(tensors)))
         shutil.copyfile(one.path / VALUES, aside / VALUES)
         sums = {path.name: durable.checksum(path) for path in aside.iterdir()}
         durable.write(aside / manifest.NAME, replace(found, files=sums).to_json().encode())

@@ -77,5 +77,5 @@ def check(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError where the format has no name for a dtype."""
     wrong = next((name for name, tensor in tensors.items() if tensor.dtype not in DTYPES), None)
     if wrong is not None:
-        found = f"{wrong} is {str(tensors[wrong].dtype).removeprefix('torch.')}, which safetensors has not"
+        found = f"{wrong} is {str(tensors[wrong].dtype).removeprefix('torch.')}, which safetensors does not have"
         raise CheckpointError(found, "floating-point numbers, integers or bool", 'export with format="dcp"')

@@ -97,15 +97,15 @@ def _contents(shown: Screen, folder: Path, verify: bool) -> Contents:
 def _compare(shown: Screen, directory: Path, other: Path) -> tuple[bool, str, Any]:
     from wholestep.checkpoint import contents, manifest
 
-    pair = [_contents(shown, manifest.locate(path), verify=False) for path in (directory, other)]
-    for one in pair:
+    here, there = (_contents(shown, manifest.locate(path), verify=False) for path in (directory, other))
+    for one in (here, there):
         _refuse_damaged(one)
-    with shown.amount("compare", pair[0].size_bytes) as advance:
-        all_of_them = list(contents.compare(*pair, advance))
-    found, count = [one for one in all_of_them if one is not None], len(all_of_them)
+    with shown.amount("compare", here.size_bytes) as advance:
+        compared = list(contents.compare(here, there, advance))
+    found, count = [one for one in compared if one is not None], len(compared)
     rows = [{"name": one.name, "here": one.here, "there": one.there, "largest": one.shown} for one in found]
     text = "\n".join([*map(str, found), f"{count - len(found)} of {count} tensors have the same bits"])
-    return not found, text, {"here": str(pair[0].path), "there": str(pair[1].path), "tensors": count, "differ": rows}
+    return not found, text, {"here": str(here.path), "there": str(there.path), "tensors": count, "differ": rows}
 
 
 def _refuse_damaged(one: Contents) -> None:
