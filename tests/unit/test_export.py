@@ -71,7 +71,9 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Any, tmp_path: Path) -> Non
         ws.export(tmp_path / "exported", tmp_path / "none")
 
 
-TENSORS = {str(dtype).removeprefix("torch."): torch.arange(12).view(3, 4).to(dtype) for dtype in safetensors_file.DTYPES}
+TENSORS = {
+    str(dtype).removeprefix("torch."): torch.arange(12).view(3, 4).to(dtype) for dtype in safetensors_file.DTYPES
+}
 TENSORS |= {
     "empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "expanded": torch.ones(3, 1).expand(3, 4),
     "transposed": torch.arange(6.0).view(2, 3).T, "\u00e9 \"quoted\"": torch.ones(1, dtype=torch.uint8),
@@ -88,8 +90,12 @@ def test_every_dtype_and_form_is_read_by_the_library(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype, name
         assert found[name].shape == tensor.shape, name
-        assert found[name].contiguous().reshape(-1).view(torch.uint8).equal(
-            tensor.contiguous().reshape(-1).view(torch.uint8)
+        assert (
+            found[name]
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .equal(tensor.contiguous().reshape(-1).view(torch.uint8))
         )
 
 

@@ -14,6 +14,8 @@ from ..errors import CheckpointError
 def load(path: Path) -> Any:
     """Tensors and plain values. Raises CheckpointError: the file holds something else, or it is packed."""
     needed = "tensors and plain values, as wholestep.save writes them"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no plain file", needed)
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
