@@ -104,7 +104,6 @@ class Mixed(nn.Module):
 def exports_mixed(rank: int, world: int, folder: Path, style: str) -> None:
     from safetensors.torch import load_file
 
-    torch.manual_seed(0)
     torch.manual_seed(rank)
     batches = [torch.randn(4, 7) for _ in range(2)]
     torch.manual_seed(0)
