@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -14,13 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
 from ..graph.text import human, table
-from . import durable, manifest, plain_dcp, plain_file, stored_tensors
-from .manifest import Manifest
+from . import dcp_metadata, durable, manifest, stored_tensors, tensor_files
+from .manifest import Chunk, Manifest
 from .new_folder import new_folder
+from .ranks import Ranks
+from .stateful import read_file
+from .stored_tensors import PiecesRead, described
+from .write import VALUES
 
-VALUES = "values.pt"
 _CHUNK = 1 << 22  # elements that are compared at once
 
 
@@ -38,32 +41,25 @@ class Contents:
         return sum(size for size, _ in self.manifest.files.values()) if self.manifest else 0
 
 
-def look(folder: Path, watch: Callable[[int], object] | None = None) -> Contents:
+def look(folder: Path, watch: Callable[[int], None] | None = None) -> Contents:
     """Read the manifest, and check that each file is there and has its size; with `watch`, which is told of the bytes
-    that were read, its checksum.
+    of each file, its checksum.
     """
     try:
         found = manifest.read(folder)
     except CheckpointError as error:
-        return Contents(folder, None, first_line(error))
-
-    def read() -> Iterator[str]:
-        for name, (size, _) in found.files.items():
-            yield name
-            assert watch is not None, "called where it is given"
-            watch(size)
-
-    try:
-        if watch is not None:
-            manifest.check_files(folder, found, read())
-    except CheckpointError as error:
-        return Contents(folder, found, error.found)
-    lost = [n for n, (size, _) in found.files.items() if not _has_size(folder / n, size)]
+        return Contents(folder, None, error.found)
+    if watch is not None:
+        try:
+            manifest.check_files(folder, found, found.files, watch)
+        except CheckpointError as error:
+            return Contents(folder, found, error.found)
+    lost = [name for name, (size, _) in found.files.items() if not _has_size(folder / name, size)]
     return Contents(folder, found, f"missing or of another size: {', '.join(lost)}" if lost else "")
 
 
 def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+    return durable.is_plain_file(path) and path.stat().st_size == size
 
 
 # -- text --------------------------------------------------------------------------------------------------
@@ -96,7 +92,7 @@ def show(one: Contents, verified: bool) -> str:
         f"  {len(found.files)} files, {human(one.size_bytes)}: "
         + (_printed(one.fault) or f"intact {_checked(verified)}"),
     ]
-    described = stored_tensors.described(found.tensors)
+    sizes = {name: described(saved).nbytes for name, saved in found.tensors.items()}
     state = defaultdict[str, list[str]](list)
     for name, saved in found.tensors.items():
         if saved.role == "state":
@@ -105,19 +101,20 @@ def show(one: Contents, verified: bool) -> str:
     for name, saved in found.tensors.items():
         if saved.role in ("param", "buffer"):
             keys = ", ".join(found.tensors[key].key for key in state[name])
-            held = sum(described[key].nbytes for key in state[name])
+            held = sum(sizes[key] for key in state[name])
             rows.append((
-                _printed(name), saved.role, saved.dtype, str(list(saved.shape)), human(described[name].nbytes),
+                _printed(name), saved.role, saved.dtype, str(list(saved.shape)), human(sizes[name]),
                 _printed(keys) or "-", human(held) if keys else "-",
             ))  # fmt: skip
     lines += [f"  {row}" for row in table(rows, left=(0, 1, 2, 3, 5))]
     for role, what in (("param", "parameters"), ("buffer", "buffers"), ("state", "tensors of optimizer state")):
-        sizes = [described[name].nbytes for name, saved in found.tensors.items() if saved.role == role]
-        lines.append(f"  {len(sizes)} {what}, {human(sum(sizes))}")
+        names = [name for name, saved in found.tensors.items() if saved.role == role]
+        lines.append(f"  {len(names)} {what}, {human(sum(sizes[name] for name in names))}")
     for label, saved in found.optimizers.items():
         counts = ", ".join(str(len(group)) for group in saved.groups)
         lines.append(f"  {_printed(label)}: {_printed(saved.kind)}, groups of {counts} parameters")
     lines += [f"  {_printed(line)}" for line in _of_ranks(found)]
+    lines += [f"  stateful: {_printed(', '.join(found.stateful))}"] if found.stateful else []
     lines.append(f"  extra: {_printed(', '.join(extra(one))) or 'none'}")
     return "\n".join(lines)
 
@@ -138,7 +135,7 @@ def _of_ranks(found: Manifest) -> Iterator[str]:
 
 def extra(one: Contents) -> list[str]:
     """The names of what the user has put beside the state. Raises CheckpointError: the file cannot be read."""
-    content = plain_file.load(one.path / VALUES)
+    content = read_file(one.path / VALUES)
     given: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
     return [str(name) for name in cast(dict[Any, Any], given)] if isinstance(given, dict) else []
 
@@ -148,16 +145,15 @@ def as_json(one: Contents) -> dict[str, Any]:
     found = one.manifest
     if found is None:
         return {"path": str(one.path), "fault": one.fault}
-    described = stored_tensors.described(found.tensors)
     tensors = {
-        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described[name].nbytes}
+        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described(saved).nbytes}
         for name, saved in found.tensors.items()
     }
     optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in found.optimizers.items()}
     return {
         "path": str(one.path), "fault": one.fault or None, "number": found.number, "calls": found.calls,
         "saved_at": found.saved_at, "ranks": found.world_size, "mesh": found.mesh, "bytes": one.size_bytes,
-        "tensors": tensors, "optimizers": optimizers, "extra": extra(one),
+        "tensors": tensors, "optimizers": optimizers, "stateful": list(found.stateful), "extra": extra(one),
     }  # fmt: skip
 
 
@@ -205,24 +201,23 @@ class TensorDifference:
 
 
 def compare(one: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
-    """The difference of each tensor of two checkpoints; None where it has the same bits. Few are in memory at a time;
+    """The difference of each tensor of two checkpoints; None where it has the same bits. One is in memory at a time;
     `watch` is told of the bytes of each that was read.
     """
     assert one.manifest is not None
     assert other.manifest is not None
     here, there = one.manifest.tensors, other.manifest.tensors
-    both: list[str] = []
     for name in {**here, **there}:
         texts = str(here.get(name, "missing")), str(there.get(name, "missing"))
-        if texts[0] == texts[1]:
-            both.append(name)
-        else:
+        if texts[0] != texts[1]:
             yield TensorDifference(name, *texts)
-    values = (stored_tensors.read(at.path, found, both) for at, found in ((one, one.manifest), (other, other.manifest)))
-    for (name, a), (_, b) in zip(*values, strict=True):
+            continue
+        a, b = (
+            stored_tensors.read(at.path, found, name) for at, found in ((one, one.manifest), (other, other.manifest))
+        )
         watch(a.nbytes)
         same = torch.equal(_bits(a), _bits(b))
-        yield None if same else TensorDifference(name, str(here[name]), str(there[name]), _largest(a, b))
+        yield None if same else TensorDifference(name, *texts, _largest(a, b))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -242,15 +237,32 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 
 def rewrite(one: Contents, target: Path, files: int) -> Path:
-    """Write an intact checkpoint to a new folder, with its tensors in `files` files. `load` reads it as before."""
+    """Write an intact checkpoint to a new folder, with its tensors in `files` files of about equal size."""
     found = one.manifest
-    assert found is not None
-    described = stored_tensors.described(found.tensors)
-    with new_folder(target) as aside:
-        values = stored_tensors.read(one.path, found, found.tensors)
-        with plain_dcp.on_disk(aside, described, values) as tensors:
-            plain_dcp.write(aside, tensors, min(files, len(tensors)))
-        shutil.copyfile(one.path / VALUES, aside / VALUES)
-        sums = {path.name: durable.checksum(path) for path in aside.iterdir()}
-        durable.write(aside / manifest.NAME, replace(found, files=sums).to_json().encode())
+    assert found is not None, "there is something to write"
+    with new_folder(target, Ranks.of_job()) as aside:
+        kept = [name for name in found.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
+        sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
+        for name in kept:
+            sums[name] = durable.write(aside / name, (one.path / name).read_bytes())
+        for number, names in enumerate(_shared_out(found, files)):
+            file = f"__{number}_0{tensor_files.SUFFIX}"
+            pieces = PiecesRead(names, partial(stored_tensors.read, one.path, found))
+            written = tensor_files.write(aside / file, pieces, lambda _: None)
+            sums[file] = written.size, written.crc
+            chunks |= {name: (chunk,) for name, chunk in written.chunks.items()}
+        made = replace(found, chunks={name: chunks[name] for name in found.tensors})
+        sums[dcp_metadata.NAME] = durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(made))
+        durable.write(aside / manifest.NAME, replace(made, files=sums).to_json().encode())
     return target
+
+
+def _shared_out(found: Manifest, files: int) -> list[list[str]]:
+    """The names of the tensors of each file: the largest first, each to the file with the least bytes."""
+    parts = [list[str]() for _ in range(min(files, len(found.tensors)))]
+    sizes = [0] * len(parts)
+    for name in sorted(found.tensors, key=lambda name: -described(found.tensors[name]).nbytes):
+        least = sizes.index(min(sizes))
+        parts[least].append(name)
+        sizes[least] += described(found.tensors[name]).nbytes
+    return parts

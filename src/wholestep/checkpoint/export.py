@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,12 @@ from ..distributed.full_tensors import gather
 from ..errors import CheckpointError
 from ..runtime.between_steps import flush_pending
 from ..units import parse_bytes
-from . import durable, manifest, plain_dcp, safetensors_file, stored_tensors
-from .collective_calls import on_every_rank, on_first_rank, rank_and_size
+from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
+from .manifest import CheckpointTensor, Chunk, Manifest
 from .new_folder import new_folder
+from .ranks import Ranks
+from .stored_tensors import PiecesRead, described, read
+from .tensor_files import Piece, pieces_to_write
 
 Format = Literal["safetensors", "dcp"]
 FORMATS = ("safetensors", "dcp")
@@ -56,34 +59,42 @@ def export(
     """
     if format not in FORMATS:
         raise CheckpointError(f"export(format={format!r})", f"one of {', '.join(FORMATS)}", "correct it")
-    most_bytes, target = parse_bytes(max_file_bytes, "max_file_bytes"), Path(directory)
+    most_bytes, target, ranks = (
+        parse_bytes(max_file_bytes, "max_file_bytes"),
+        durable.folder_at(directory),
+        Ranks.of_job(),
+    )
+    if durable.is_remote(target):
+        raise CheckpointError(f"export to {target}", "a folder of a file system", "export there, and copy the files")
     flush_pending()
     if isinstance(model, nn.Module):
-        found = on_every_rank(lambda: _of_module(model, dtype))
+        found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
     else:
-        found = _of_checkpoint(Path(model), dtype)
-    with new_folder(target) as aside:
+        found = _of_checkpoint(durable.folder_at(model), dtype, ranks)
+    with new_folder(target, ranks) as aside:
         if format == "dcp":
-            on_every_rank(lambda: _write_dcp(aside, found, dtype))
+            _write_dcp(aside, target, found, ranks)
         else:
-            _write_safetensors(aside, found, most_bytes)
+            _write_safetensors(aside, target, found, most_bytes, ranks)
         if format == "safetensors" and isinstance(model, nn.Module):
-            on_first_rank(lambda: _write_config(aside, model, found))
+            ranks.on_first_rank(lambda: _write_config(aside, model, found))
     return target
 
 
 @dataclass(frozen=True)
 class _Exported:
-    """What to export by name: `tensors` give shapes and dtypes and `values` the whole tensors that have given names.
-    All ranks take all values, where `live` ones are gathered.
+    """What to export. `tensors` gives shapes and dtypes by name, `distinct` has one name of tied ones. `whole` returns
+    a tensor in full; where it `gathers`, all ranks call it. `pieces` returns what this rank writes of all tensors.
     """
 
     tensors: Mapping[str, Tensor]
-    values: Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
-    live: Mapping[str, Tensor] | None = None
+    distinct: Sequence[str]
+    whole: Callable[[str], Tensor]
+    gathers: bool
+    pieces: Callable[[], Mapping[str, Piece]]
 
 
-def _of_module(model: nn.Module, dtype: torch.dtype | None) -> _Exported:
+def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -92,72 +103,90 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None) -> _Exported:
         if value.is_meta:
             raise CheckpointError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
     live: dict[str, Tensor] = {name: value.detach() for name, value in state.items()}
-    once: dict[int, str] = {}
+    tensors = {name: _on_meta(one, dtype) for name, one in live.items()}
+    first: dict[int, str] = {}
     for name, value in state.items():
-        once.setdefault(id(value), name)
-
-    def values(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            given = live[name]
-            yield name, next(iter(gather([given]).values())) if isinstance(given, DTensor) else given
-
+        first.setdefault(id(value), name)
     ignored: Iterable[str] = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    kept = [name for name in once.values() if name not in ignored]
-    return _Exported({name: _on_meta(live[name], dtype) for name in kept}, values, live)
+
+    def whole(name: str) -> Tensor:
+        given = live[name]
+        return next(iter(gather([given]).values())) if isinstance(given, DTensor) else given
+
+    def pieces() -> dict[str, Piece]:
+        roles = {name: "param" if isinstance(value, nn.Parameter) else "buffer" for name, value in state.items()}
+        saved = {name: _about(one, roles[name]) for name, one in live.items()}
+        own = pieces_to_write(live, saved, ranks.rank, ranks.size)
+        return {name: replace(one, values=one.values.to(tensors[name].dtype)) for name, one in own.items()}
+
+    return _Exported(tensors, [name for name in first.values() if name not in ignored], whole, True, pieces)
 
 
-def _of_checkpoint(directory: Path, dtype: torch.dtype | None) -> _Exported:
-    folder = on_first_rank(lambda: manifest.locate(directory))
-    found = on_every_rank(lambda: manifest.read(folder))
-    on_first_rank(lambda: manifest.check_files(folder, found, sorted(found.files)))
+def _of_checkpoint(directory: Path, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
+    folder = ranks.on_first_rank(lambda: manifest.candidates(directory)[0])
+    found = ranks.on_every_rank(lambda: manifest.read(folder))
+    ranks.on_first_rank(lambda: manifest.check_files(folder, found, sorted(found.files)))
     saved = {name: one for name, one in found.tensors.items() if one.role in ("param", "buffer")}
-    tensors = on_every_rank(lambda: stored_tensors.described(saved))
+    tensors = {name: _on_meta(described(one), dtype) for name, one in saved.items()}
 
-    def values(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return stored_tensors.read(folder, found, names) if rank_and_size()[0] == 0 else iter(())
+    def whole(name: str) -> Tensor:
+        return read(folder, found, name).to(tensors[name].dtype)
 
-    return _Exported({name: _on_meta(one, dtype) for name, one in tensors.items()}, values)
+    names = list(tensors)
+    return _Exported(tensors, names, whole, False, lambda: PiecesRead(names if ranks.rank == 0 else (), whole))
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return torch.empty(tensor.shape, dtype=_target(tensor, dtype), device="meta")
+    chosen = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=chosen, device="meta")
 
 
-def _target(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _about(tensor: Tensor, role: str) -> CheckpointTensor:
+    return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _write_safetensors(aside: Path, found: _Exported, most_bytes: int) -> None:
-    on_every_rank(lambda: safetensors_file.check(found.tensors))
-    files = safetensors_file.split(found.tensors, most_bytes)
+def _write_safetensors(aside: Path, target: Path, found: _Exported, most_bytes: int, ranks: Ranks) -> None:
+    tensors = {name: found.tensors[name] for name in found.distinct}
+    ranks.on_every_rank(lambda: safetensors_file.check(tensors))
+    files = safetensors_file.split(tensors, most_bytes)
     for file, names in files.items():
-        part = {name: found.tensors[name] for name in names}
-        on_every_rank(lambda file=file, part=part: _write_file(aside / file, part, found))
+        part = {name: tensors[name] for name in names}
+        ranks.on_every_rank(lambda file=file, part=part: _write_file(aside / file, target, part, found, ranks))
     if len(files) > 1:
-        text = safetensors_file.index(found.tensors, files)
-        on_first_rank(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
+        text = safetensors_file.index(tensors, files)
+        ranks.on_first_rank(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], found: _Exported) -> None:
-    """Ranks gather each tensor, and the first one writes it; after a failure it gathers on with the others."""
-    values = found.values(safetensors_file.order(tensors))
+def _write_file(path: Path, target: Path, tensors: Mapping[str, Tensor], found: _Exported, ranks: Ranks) -> None:
+    """The first rank writes each tensor. After a failure it gathers on with the others."""
+    whole = map(found.whole, safetensors_file.order(tensors))
     try:
-        if rank_and_size()[0] == 0:
-            cast_values = (value.to("cpu", tensors[name].dtype) for name, value in values)
-            safetensors_file.write(path, tensors, cast_values)
+        if ranks.rank == 0:
+            with durable.explained(target):
+                safetensors_file.write(path, tensors, whole)
     finally:
-        deque(values, maxlen=0)
+        if found.gathers:
+            deque(whole, maxlen=0)
 
 
-def _write_dcp(aside: Path, found: _Exported, dtype: torch.dtype | None) -> None:
-    rank, size = rank_and_size()
-    if found.live is not None:
-        own = {name: one for name, one in found.live.items() if rank == 0 or isinstance(one, DTensor)}
-        parts = {name: one.to(_target(one, dtype)) for name, one in own.items()}
-        plain_dcp.write(aside, parts, alone=size == 1)
-    elif rank == 0:
-        with plain_dcp.on_disk(aside, found.tensors, found.values(list(found.tensors))) as parts:
-            plain_dcp.write(aside, parts)
+def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> None:
+    """Each rank writes its pieces. The first one writes the index that torch reads."""
+
+    def write() -> Mapping[str, Chunk]:
+        pieces = found.pieces()
+        with durable.explained(target):
+            file = aside / f"__{ranks.rank}_0{tensor_files.SUFFIX}"
+            return tensor_files.write(file, pieces, lambda _: None).chunks if pieces else {}
+
+    parts = ranks.gather_on_first(write)
+
+    def write_index() -> None:
+        chunks = {name: tuple(part[name] for part in parts if name in part) for name in found.tensors}
+        saved = {name: _about(one, "param") for name, one in found.tensors.items()}
+        about = Manifest(0, 0, ranks.size, "", 0.0, saved, {}, {}, chunks, {})
+        durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
+
+    ranks.on_first_rank(write_index)
 
 
 def _write_config(aside: Path, model: nn.Module, found: _Exported) -> None:

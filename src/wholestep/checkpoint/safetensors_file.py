@@ -7,7 +7,6 @@ Format: https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .durable import ChecksummedFile
 
 NAME = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,22 +55,21 @@ def order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], values: Iterable[Tensor]) -> None:
-    """Write a file through to the disk. `tensors` gives shapes and dtypes, `values` the values in `order`."""
+    """Write a file through to the disk. `tensors` gives shapes and dtypes, `values` gives values in `order`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name in order(tensors):
+    start, names = 0, order(tensors)
+    for name in names:
         tensor = tensors[name]
         end = start + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    with path.open("wb") as file:
+    with ChecksummedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+        for name, value in zip(names, values, strict=True):
+            made = value.to("cpu", tensors[name].dtype).contiguous()
+            file.write(made.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:

@@ -65,11 +65,10 @@ def _look(shown: Screen, directory: Path, verify: bool) -> tuple[bool, str, Any]
     """Whether all is intact, the text to print, and the same as JSON."""
     from wholestep.checkpoint import contents, manifest
 
-    here = manifest.locate(directory)
-    if here == directory:
-        one = _contents(shown, here, verify)
+    if manifest.is_checkpoint(directory):
+        one = _contents(shown, directory, verify)
         return not one.fault, contents.show(one, verify), contents.as_json(one)
-    several = [_read(shown, path, verify) for path in manifest.checkpoints(directory)]
+    several = [_read(shown, path, verify) for path in manifest.candidates(directory)]
     found = [contents.as_json(one) for one in several]
     return not any(one.fault for one in several), contents.show_all(several, verify), found
 
@@ -97,7 +96,7 @@ def _contents(shown: Screen, folder: Path, verify: bool) -> Contents:
 def _compare(shown: Screen, directory: Path, other: Path) -> tuple[bool, str, Any]:
     from wholestep.checkpoint import contents, manifest
 
-    here, there = (_contents(shown, manifest.locate(path), verify=False) for path in (directory, other))
+    here, there = (_contents(shown, manifest.candidates(path)[0], verify=False) for path in (directory, other))
     for one in (here, there):
         _refuse_damaged(one)
     with shown.amount("compare", here.size_bytes) as advance:
@@ -130,7 +129,7 @@ def _export(directory: Path, to: Path, format: str, dtype: str | None) -> None:
 def _reshard(shown: Screen, directory: Path, to: Path, files: int) -> None:
     from wholestep.checkpoint import contents, manifest
 
-    one = _contents(shown, manifest.locate(directory), verify=True)
+    one = _contents(shown, manifest.candidates(directory)[0], verify=True)
     _refuse_damaged(one)
     with shown.stage("write"):
         contents.rewrite(one, to, files)

@@ -59,14 +59,17 @@ class Screen:
         self._end(name, start, ", ".join(details))
 
     @contextmanager
-    def amount(self, name: str, total: float) -> Generator[Callable[[float], object]]:
+    def amount(self, name: str, total: float) -> Generator[Callable[[float], None]]:
         """Show how much of `total` is done, on a terminal; the yielded function is told of each further part."""
-        if self._live is None:
-            yield lambda part: None
-            return
-        row = self._live.add_task(name, total=total)
-        yield lambda part: self._live and self._live.update(row, advance=part)
-        self._live.remove_task(row)
+        row = self._live.add_task(name, total=total) if self._live else None
+
+        def advance(part: float) -> None:
+            if self._live and row is not None:
+                self._live.update(row, advance=part)
+
+        yield advance
+        if self._live and row is not None:
+            self._live.remove_task(row)
 
     @contextmanager
     def each(self, count: int) -> Generator[Callable[[str], None]]:
