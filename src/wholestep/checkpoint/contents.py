@@ -115,7 +115,7 @@ def show(one: Contents, verified: bool) -> str:
         lines.append(f"  {_printed(label)}: {_printed(saved.kind)}, groups of {counts} parameters")
     lines += [f"  {_printed(line)}" for line in _of_ranks(found)]
     lines += [f"  stateful: {_printed(', '.join(found.stateful))}"] if found.stateful else []
-    lines.append(f"  extra: {_printed(', '.join(extra(one))) or 'none'}")
+    lines += [f"  extra: {_printed(', '.join(extra(one))) or 'none'}"] if not one.fault else []
     return "\n".join(lines)
 
 
@@ -150,10 +150,11 @@ def as_json(one: Contents) -> dict[str, Any]:
         for name, saved in found.tensors.items()
     }
     optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in found.optimizers.items()}
+    beside = {"stateful": list(found.stateful), "extra": None if one.fault else extra(one)}
     return {
         "path": str(one.path), "fault": one.fault or None, "number": found.number, "calls": found.calls,
         "saved_at": found.saved_at, "ranks": found.world_size, "mesh": found.mesh, "bytes": one.size_bytes,
-        "tensors": tensors, "optimizers": optimizers, "stateful": list(found.stateful), "extra": extra(one),
+        "tensors": tensors, "optimizers": optimizers, **beside,
     }  # fmt: skip
 
 
