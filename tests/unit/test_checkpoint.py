@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,44 @@ def test_text_of_nothing_there(trained: Any) -> None:
 def rewrite(folder: Path, **fields: object) -> None:
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and give it the checksum that it should have."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    change(content)
+    path.write_text(json.dumps({**content, "checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode())}))
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "needed"),
+    [
+        (lambda m: m.update(calls="3"), "calls is '3'", "a whole number"),
+        (lambda m: m.update(calls=-1), "calls is -1", "a number from 0"),
+        (lambda m: m.update(world_size=0), "world_size is 0", "a number from 1"),
+        (lambda m: m.update(number=True), "number is True", "a whole number"),
+        (lambda m: m.pop("mesh"), "field mesh is missing", "a text"),
+        (lambda m: m.update(more=1), "unknown field more", "one of number, calls"),
+        (lambda m: m["files"].update({"../x": [1, 2]}), "files is '../x'", "the name of a file in the folder"),
+        (lambda m: m["files"].update({"x": [-1, 2]}), "files['x'] is -1", "a size from 0"),
+        (lambda m: m["tensors"]["0.weight"].update(role="all"), "tensors['0.weight'].role is 'all'", "one of param"),
+        (lambda m: m["tensors"]["0.weight"].update(dtype="nn"), "tensors['0.weight'].dtype is 'nn'", "a dtype"),
+        (lambda m: m["tensors"]["0.weight"].update(shape=[-7]), "tensors['0.weight'].shape is (-7,)", "sizes from 0"),
+        (lambda m: m["tensors"]["0.weight/exp_avg"].update(owner="9"), ".owner is '9'", "the name of a parameter"),
+        (lambda m: m["optimizers"].clear(), ".optimizer is 'optimizer'", "a name in 'optimizers'"),
+        (lambda m: m["optimizers"]["optimizer"].update(groups=[["9"]]), ".groups is '9'", "the name of a parameter"),
+    ],
+)  # fmt: skip
+def test_a_right_checksum_is_no_proof(trained: Any, change: Any, found: str, needed: str) -> None:
+    """Each value of a manifest is checked, also under the checksum that it should have."""
+    reseal(trained[-1] / "step-00000002", change)
+    text = refused(trained[-1], trained)
+    assert text.startswith("checkpoint ROOT/step-00000002: its manifest.json is malformed: ")
+    assert found in text
+    assert f"needed: {needed}" in text
+    assert text.endswith("load 'ROOT/step-00000001', which is intact")
 
 
 def test_foreign_and_newer(trained: Any) -> None:

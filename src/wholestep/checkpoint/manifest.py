@@ -11,8 +11,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointError
-from ..plan.plan_file import read as decoded
+import torch
+
+from ..errors import CheckpointError, shown
+from ..typed_json import MalformedError, parse, wrong
+from ..typed_json import read as decoded
 from . import durable
 
 FORMAT = "wholestep.checkpoint"
@@ -20,6 +23,7 @@ VERSION = 1
 NAME = "manifest.json"
 LATEST = "latest"
 SHOWN = 10
+_ROLES = ("param", "buffer", "state", "rank")
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
@@ -68,28 +72,64 @@ class Manifest:
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError: there is none that is whole and of this version."""
     try:
-        text = (folder / NAME).read_text()
+        text = (folder / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         what = "is no folder" if not folder.is_dir() else f"has no {NAME}"
         raise CheckpointError(f"checkpoint {folder} {what}", "a folder written by wholestep.save", "") from error
-    except UnicodeDecodeError as error:
-        raise _damaged(folder, f" {NAME} is not text") from error
+    except OSError as error:
+        raise _damaged(folder, f" {NAME} cannot be read ({error.strerror})") from error
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _damaged(folder, f" {NAME} is cut off or altered ({error})") from error
+        content = parse(text)
+    except MalformedError as error:
+        raise _damaged(folder, f" {NAME} is cut off or altered ({error.found})") from error
     if not isinstance(content, dict) or cast(dict[str, Any], content).get("format") != FORMAT:
         found = f"checkpoint {folder}: its {NAME} is not of format {FORMAT!r}"
         raise CheckpointError(found, "a folder written by wholestep.save", "")
     fields = cast(dict[str, Any], content)
     version = fields.pop("version", None)
     if isinstance(version, int) and version > VERSION:
-        found = f"checkpoint {folder} has version {version}"
+        found = f"checkpoint {folder} has version {shown(version)}"
         raise CheckpointError(found, f"version {VERSION} or older", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):
         raise _damaged(folder, f" {NAME} does not match its own checksum")
     del fields["format"]
-    return decoded(Manifest, fields)
+    try:
+        manifest = cast(Manifest, decoded(Manifest, fields))
+        _check(manifest)
+    except MalformedError as error:
+        raise CheckpointError(
+            f"checkpoint {folder}: its {NAME} is malformed: {error.found}", error.needed, ""
+        ) from error
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise MalformedError for a value that `save` never writes: a checksum proves only that no value has changed."""
+    for name, least in (("number", 0), ("calls", 0), ("world_size", 1)):
+        if getattr(manifest, name) < least:
+            raise wrong(name, getattr(manifest, name), f"a number from {least}")
+    params = {name for name, saved in manifest.tensors.items() if saved.role == "param"}
+    for name, saved in manifest.tensors.items():
+        at = f"tensors[{shown(name)}]"
+        if saved.role not in _ROLES:
+            raise wrong(f"{at}.role", saved.role, f"one of {', '.join(_ROLES)}")
+        if min(saved.shape, default=0) < 0:
+            raise wrong(f"{at}.shape", saved.shape, "sizes from 0")
+        if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
+            raise wrong(f"{at}.dtype", saved.dtype, "a dtype of torch")
+        if saved.role == "state" and saved.owner not in params:
+            raise wrong(f"{at}.owner", saved.owner, "the name of a parameter in 'tensors'")
+        if saved.role == "state" and saved.optimizer not in manifest.optimizers:
+            raise wrong(f"{at}.optimizer", saved.optimizer, "a name in 'optimizers'")
+    for label, saved in manifest.optimizers.items():
+        for name in chain.from_iterable(saved.groups):
+            if name not in params:
+                raise wrong(f"optimizers[{shown(label)}].groups", name, "the name of a parameter in 'tensors'")
+    for name, (size, _) in manifest.files.items():
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise wrong("files", name, "the name of a file in the folder")
+        if size < 0:
+            raise wrong(f"files[{shown(name)}]", size, "a size from 0")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
