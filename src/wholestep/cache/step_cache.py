@@ -20,10 +20,11 @@ from ..errors import CacheError
 from ..graph.graph import LocalGraph
 from ..passes.fit_memory import Fitting
 from ..tuning import TUNING
+from ..typed_json import MalformedError, parse
 from .choices import Choices
 from .key import Key, UnknownValueError, digest
 
-FORMAT, VERSION = "wholestep.choices", 4
+FORMAT, VERSION = "wholestep.choices", 5
 ENDING = ".choices.json"
 MOST_FILES = TUNING.cached_files
 _HIT = "hit"
@@ -49,8 +50,8 @@ def read(folder: Path, key: Key) -> Choices | None:
         raise DamagedError("is the entry of another key")
     try:
         return Choices.from_json(found["choices"])
-    except Exception as error:
-        raise DamagedError(f"cannot be read ({type(error).__name__}: {error})") from error
+    except MalformedError as error:
+        raise DamagedError(f"cannot be read ({error})") from error
 
 
 def write(folder: Path, key: Key, choices: Choices) -> None:
@@ -87,8 +88,8 @@ def nearest(folder: Path, key: Key) -> list[str]:
 def _opened(data: bytes) -> Mapping[str, Any]:
     """The content of a file, which is as it was written."""
     try:
-        found: Any = json.loads(data)
-    except ValueError as error:
+        found = parse(data)
+    except MalformedError as error:
         raise DamagedError("is no JSON") from error
     entry: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
     if entry.get("format") != FORMAT:

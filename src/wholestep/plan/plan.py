@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..graph.decompose import expand
 from ..graph.graph import Input, Role, TrainGraph
 from ..hardware.hardware import Hardware
@@ -17,6 +17,7 @@ from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
+from ..typed_json import MalformedError, hints_of, parse
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .plan_diff import Difference, diff
@@ -25,7 +26,7 @@ from .plan_table import plan_html, plan_line, show_plan
 from .strategies import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,9 @@ class Plan:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"the plan is not JSON: {error}", "text of Plan.to_json", "write the plan again") from error
+            data = parse(text)
+        except MalformedError as error:
+            raise PlanError(f"the plan: {error.found}", error.needed, "write the plan again") from error
         if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
             raise PlanError(
                 "field 'format': this JSON is not a wholestep plan",
@@ -182,11 +183,11 @@ class Plan:
         fields = cast(dict[str, Any], data)
         if fields.get("version") != VERSION:
             raise PlanError(
-                f"field 'version': found {fields.get('version')!r}",
+                f"field 'version': found {shown(fields.get('version'))}",
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        return Plan(**decode(fields, get_type_hints(Plan)))
+        return Plan(**decode(fields, hints_of(Plan)))
 
 
 def _about(found: tuple[tuple[int, ...], str] | None) -> str:
