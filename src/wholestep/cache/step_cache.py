@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CacheError
+from ..errors import CacheError, shown
 from ..graph.graph import LocalGraph
 from ..passes.fit_memory import Fitting
 from ..tuning import TUNING
@@ -122,9 +122,17 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
     named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
         return None
-    folder = Path(named).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise CacheError(f"cache={str(named)!r} is a file", "a folder, which is made if there is none", "name another")
+    try:
+        folder = Path(named).expanduser().absolute()
+        is_file = folder.exists() and not folder.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise CacheError(f"cache={shown(named)} cannot be read: {error}", "a folder", "name another") from error
+    if "\0" in named:
+        raise CacheError(f"cache={shown(named)}", "the name of a folder", "name another")
+    if is_file:
+        raise CacheError(
+            f"cache={shown(str(named))} is a file", "a folder, which is made if there is none", "name another"
+        )
     return folder
 
 

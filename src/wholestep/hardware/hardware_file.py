@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import PlanError, shown
 from ..typed_json import MalformedError, parse, read
+from ..typed_values import check_arguments, check_fields
 from .curves import ALGORITHMS, KINDS
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ def load(path: str | Path) -> Hardware:
     Raises:
         PlanError: the file is missing or not JSON, or a field is missing, unknown or of the wrong type.
     """
+    check_arguments("load", path=(path, str | Path))
     try:
         body = parse(Path(path).read_bytes())
-    except (OSError, MalformedError) as error:
+    except (OSError, ValueError, MalformedError) as error:  # also a path with a null
         raise PlanError(
             f"hardware {str(path)!r} cannot be read: {error}", "JSON as `Hardware.save` writes it"
         ) from error
@@ -70,7 +72,8 @@ _FILLED = {"ceilings", "levels", "regimes"}
 
 
 def _wrong_figures(value: Any, at: str) -> Iterator[_Figure]:
-    """Fields at any depth whose values are out of range."""
+    """Fields at any depth whose values are out of range. Raises PlanError: one is of another type."""
+    check_fields(value)
     for one in fields(value):
         found, where = getattr(value, one.name), f"{at}.{one.name}" if at else one.name
         if isinstance(found, tuple):

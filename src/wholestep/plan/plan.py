@@ -18,10 +18,12 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
 from ..typed_json import MalformedError, hints_of, parse
+from ..typed_values import check_arguments
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .plan_diff import Difference, diff
 from .plan_file import decode, encode
+from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
 from .strategies import Strategies
 
@@ -83,6 +85,7 @@ class Plan:
         Raises:
             PlanError: the plan has no such name; lists similar ones.
         """
+        check_arguments("explain", name=(name, str))
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
@@ -113,7 +116,10 @@ class Plan:
 
     def stored_bytes(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
-        roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
+        stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
+        if role is not None and (not isinstance(role, str) or role not in stored):  # pyright: ignore
+            raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
+        roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         return sum(self.input_bytes(given) for given in self.inputs if given.role in roles)
 
     def input_bytes(self, given: Input) -> int:
@@ -140,8 +146,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file for `load`; missing folders are created."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        check_arguments("save", path=(path, str | Path))
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"{shown(str(path))} cannot be written: {error}", "a path to write to", "correct it"
+            ) from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -150,9 +162,10 @@ class Plan:
         Raises:
             PlanError: the file does not exist, or has no plan; names the file.
         """
+        check_arguments("load", path=(path, str | Path))
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # also a path with a null
             raise PlanError(
                 f"{path} cannot be read: {error}", "a file of Plan.save", "correct the path, or write the plan again"
             ) from error
@@ -161,6 +174,7 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """Layouts and bytes of a rank that differ in `other`."""
+        check_arguments("diff", other=(other, Plan))
         return diff(self, other)
 
     @staticmethod
@@ -170,6 +184,7 @@ class Plan:
         Raises:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
+        check_arguments("from_json", text=(text, str))
         try:
             data = parse(text)
         except MalformedError as error:
@@ -187,7 +202,9 @@ class Plan:
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        return Plan(**decode(fields, hints_of(Plan)))
+        made = Plan(**decode(fields, hints_of(Plan)))
+        check_form(made)
+        return made
 
 
 def _about(found: tuple[tuple[int, ...], str] | None) -> str:

@@ -25,7 +25,7 @@ from ..distributed.rendezvous import Rendezvous
 from ..errors import WholestepError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
-from ..partition.lower import partition
+from ..partition.lower import lowered
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -154,7 +154,7 @@ class Compiler:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
-            local = partition(captured.graph, planned)
+            local = lowered(captured.graph, planned)
             dump.write("3-local-graph", local)
         return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
 

@@ -1,0 +1,383 @@
+"""The kinds of cases. Each draws an input and returns a call to judge, and a text that shows the input."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.optim import AdamW
+
+import wholestep as ws
+from tests.steps import mean_square
+from wholestep.cache import step_cache
+from wholestep.cache.choices import AutoChoice, Choices
+from wholestep.cache.key import Key
+from wholestep.errors import shown
+from wholestep.hardware.curves import CollectiveCost, Curve, Regime
+from wholestep.hardware.device import Ceiling, Device, MeasuredDevice, Tile
+from wholestep.hardware.hardware import Level
+from wholestep.passes.fit_memory import Fitting
+from wholestep.runtime.compile_options import CompileOptions
+from wholestep.rules.registry import RULES, SAMPLES
+from wholestep.units import parse_bytes
+
+from .inputs import Draw, mutated_json, mutated_text, odd_object, with_odd
+
+Case = tuple[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`quick` and `full`: how many cases of this kind `make test` and `make test-all` try."""
+
+    name: str
+    draw: Callable[[Draw], Case]
+    quick: int
+    full: int
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(quick: int, full: int) -> Callable[[Callable[[Draw], Case]], Callable[[Draw], Case]]:
+    def add(draw: Callable[[Draw], Case]) -> Callable[[Draw], Case]:
+        KINDS[draw.__name__] = Kind(draw.__name__, draw, quick, full)
+        return draw
+
+    return add
+
+
+# -- what the cases are about ------------------------------------------------------------------------------
+def _model() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    return model, AdamW(model.parameters()), torch.randn(4, 4)
+
+
+@cache
+def graph() -> ws.TrainGraph:
+    return ws.capture(mean_square, *_model())
+
+
+@cache
+def plans() -> tuple[ws.Plan, ...]:
+    two = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel({"0": "colwise", "2": "rowwise"}, axis="tp")]
+    return (
+        ws.plan(graph(), "dp=2", ws.DataParallel("zero1")),
+        ws.plan(graph(), "dp=2,tp=2", two),
+        ws.plan(graph(), "dp=2,tp=2", ws.Auto("1GiB")),
+    )
+
+
+@cache
+def local() -> ws.LocalGraph:
+    return ws.partition(graph(), plans()[0])
+
+
+@cache
+def documents() -> tuple[Any, ...]:
+    return tuple(json.loads(plan.to_json()) for plan in plans())
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+@kind(quick=60, full=1800)
+def plan_files(draw: Draw) -> Case:
+    text = mutated_json(draw, draw(st.sampled_from(documents())))
+
+    def call() -> None:
+        used(ws.Plan.from_json(text))
+
+    return text, call
+
+
+def used(plan: ws.Plan) -> None:
+    """Everything that is asked of a plan."""
+    assert ws.Plan.from_json(plan.to_json()) == plan
+    str(plan), repr(plan), plan._repr_html_(), str(plan.diff(plans()[0])), plan.stored_bytes()
+    for name in [*list(plan.storage)[:2], *list(plan.decisions)[:2]]:
+        plan.explain(name)
+    run = ws.partition(graph(), plan)
+    str(run), ws.simulate(run, plan.hardware)
+    if plan.strategies is not None:
+        ws.compile(mean_square, parallel=plan)
+        ws.plan(graph(), plan.mesh, list(plan.strategies.parts))
+
+
+@kind(quick=40, full=1200)
+def hardware_files(draw: Draw) -> Case:
+    name = draw(st.sampled_from(("dgx-h100", "loopback", "a3-mega+ethernet-100")))
+    text = mutated_json(draw, json.loads(_saved(ws.Hardware.preset(name))))
+
+    def call() -> None:
+        found = _loaded(text)
+        str(found), found.bucket_bytes
+        for size in (0, 1 << 30):
+            found.collective_us("all_gather", size, ws.Mesh("dp=4,tp=2"), "dp")
+        found.matmul_us(1, 8, 8, 8), found.attention_us(1, 2, 8, 8, 4)
+        ws.simulate(local(), found)
+        assert _loaded(_saved(found)) == found
+
+    return text, call
+
+
+def _saved(hardware: ws.Hardware) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        hardware.save(Path(folder, "hardware.json"))
+        return Path(folder, "hardware.json").read_text()
+
+
+def _loaded(text: str) -> ws.Hardware:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "hardware.json").write_text(text, errors="surrogatepass")
+        return ws.Hardware.load(Path(folder, "hardware.json"))
+
+
+@cache
+def _choices() -> Choices:
+    plan = plans()[2]
+    assert plan.objective is not None
+    solved = ws.plan(graph(), "dp=2,tp=2", [ws.DataParallel(axis="dp"), ws.TensorParallel("auto")]).strategies
+    auto = AutoChoice(plan.objective, None, solved, ("a note",))
+    return Choices(ws.Hardware.preset("loopback"), auto, solved, Fitting(1, ("relu",)), "fitted")
+
+
+@kind(quick=30, full=800)
+def cache_files(draw: Draw) -> Case:
+    """With a right checksum, or changed on disk."""
+    key = Key({"mesh": "x", "options": "y"})
+    sealed = draw(st.booleans())
+    body = {"key": dict(key.parts), "choices": _choices().to_json()}
+    if sealed:
+        body = json.loads(mutated_json(draw, body).encode("utf-8", "replace")) if draw(st.booleans()) else body
+    return "", lambda: None
+
+
+# -- texts ----------------------------------------------------------------------------------------------------
+@kind(quick=40, full=800)
+def meshes(draw: Draw) -> Case:
+    text = mutated_text(draw, draw(st.sampled_from(("dp=8", "dp=4,tp=2", "auto=8", "a=1,b=1,c=3"))), ("=", ",", "dp"))
+
+    def call() -> None:
+        mesh = ws.Mesh(text)
+        assert ws.Mesh(str(mesh)) == mesh
+        mesh.coordinate(mesh.size - 1)
+        if mesh.size < 10_000 and "auto" not in mesh.names:
+            used(ws.plan(graph(), mesh, ws.DataParallel("replicate")))
+        else:
+            ws.plan(graph(), mesh, ws.DataParallel("zero1"))
+
+    return text, call
+
+
+@kind(quick=20, full=400)
+def sizes(draw: Draw) -> Case:
+    text = mutated_text(draw, draw(st.sampled_from(("3GiB", "500 MB", "1.5KiB", "17"))), ("GiB", ".", "e9"))
+    return text, lambda: parse_bytes(text)
+
+
+RULE_TEXTS = (
+    "m k, k n -> m n", "..., ... -> ...", "... d!, d!, d! -> ... d!, ... 1, ... 1", "... x[dim]! -> ... x[dim]!",
+    "(a b) c -> a b c", "[...], [...], () -> [...]", "n c, * -> (), *", "reduction=0: ...+ -> ... | ...+ -> ()",
+    "{m n}, m k!, k! n -> m n", "... a! b! -> ..., ... c d*",
+)  # fmt: skip
+TOKENS = (
+    "->",
+    "...",
+    "!",
+    "?",
+    "*",
+    "|",
+    "+",
+    ":",
+    "=",
+    "[",
+    "]",
+    "{",
+    "}",
+    "(",
+    ")",
+    ",",
+    "m",
+    "k",
+    "1",
+    "x[dim]",
+    " ",
+)
+OPS = (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList, "softmax.int", "sum relu")
+
+
+@kind(quick=60, full=1500)
+def rules(draw: Draw) -> Case:
+    text = mutated_text(draw, draw(st.sampled_from(RULE_TEXTS)), TOKENS)
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options["linear"] = mutated_text(draw, draw(st.sampled_from(("0 | 1", "0+1", "0"))), ("|", "+", "7"))
+    if draw(st.integers(0, 3)) == 3:
+        options["reduces"] = {mutated_text(draw, "k", TOKENS): draw(st.sampled_from(("sum", "max", "", "x")))}
+    if draw(st.integers(0, 3)) == 3:
+        options = with_odd(draw, options, ("moves", "sizes", "local", "by_shape", "filled", "samples"), 1)
+    op = draw(st.sampled_from(OPS))
+    return f"{op}, {text!r}, {shown(options)}", lambda: _rule(op, text, options)
+
+
+def _rule(op: Any, text: str, options: Mapping[str, Any]) -> None:
+    """Register, use and check a rule; the table is as before after that."""
+    before = dict(RULES), dict(SAMPLES)
+    try:
+        ws.rule(op, text, **options)
+        ws.partition(graph(), ws.plan(graph(), "dp=2"))
+        if op is OPS[0]:
+            ws.check_rule(op, torch.randn(4, 6), torch.randn(6, 2))
+    finally:
+        for table, kept in zip((RULES, SAMPLES), before, strict=True):
+            table.clear()
+            table.update(kept)
+        ws.rule("example::none.default", "... -> ...")  # what was bound is forgotten
+        RULES.pop("example.none.default", None)
+
+
+# -- values of wrong types -----------------------------------------------------------------------------------
+@kind(quick=60, full=1200)
+def options_of_compile(draw: Draw) -> Case:
+    given = with_odd(draw, {}, [one.name for one in fields(CompileOptions)])
+
+    def call() -> None:
+        step = ws.compile(mean_square, **given)
+        step(*_model())
+        str(step)
+
+    return shown(given), call
+
+
+def _strategies() -> dict[Any, dict[str, Any]]:
+    return {
+        ws.DataParallel: {"style": "zero1", "axis": "dp", "semantics": "per_rank", "reduce": "mean"},
+        ws.TensorParallel: {"plan": {"0": "colwise", "2": ColwiseParallel()}, "axis": "tp"},
+        ws.Auto: {
+            "memory_bytes": "1GiB",
+            "solve": False,
+            "styles": ["zero1"],
+            "pinned": {"0.weight": {"tp": Shard(0)}},
+        },
+    }
+
+
+@kind(quick=50, full=1000)
+def strategies(draw: Draw) -> Case:
+    made, right = draw(st.sampled_from(sorted(_strategies().items(), key=lambda item: item[0].__name__)))
+    if draw(st.integers(0, 2)) == 2:
+        right = {"plan": "auto", "pinned": {"0.weight": Replicate()}} if made is ws.TensorParallel else right
+    given = with_odd(draw, right, [one.name for one in fields(made)])
+
+    def call() -> None:
+        used(ws.plan(graph(), "dp=2,tp=2", made(**given)))
+
+    return f"{made.__name__}({shown(given)})", call
+
+
+def _values() -> dict[Any, dict[str, Any]]:
+    level = {"name": "x", "ranks": 0, "bytes_per_us": 1e3, "latency_us": 2.0}
+    device = {"name": "x", "memory_bytes": 1 << 30, "memory_bytes_per_us": 1e6, "ceilings": (Ceiling("float32", 1e6),)}
+    rates = {"name": "x", "flops_per_us": 1e5, "memory_bytes_per_us": 1e4, "launch_us": 4.0}
+    return {
+        ws.MixedPrecision: {"param": torch.bfloat16, "reduce": torch.float32},
+        ws.Recompute: {"budget_bytes": 1 << 30, "gathers": True},
+        ws.Schedule: {"bucket_bytes": 1 << 20, "across_steps": False},
+        ws.CaptureOptions: {"offload": "cpu", "fused": True},
+        ws.Axis: {"name": "dp", "size": 2},
+        ws.Mesh: {"spec": (ws.Axis("dp", 2),)},
+        ws.Layout: {"dims": (("dp",), ()), "partial": (), "varies": ()},
+        ws.Hardware: {"name": "x", "device": Device(**device), "levels": (Level(**level),)},
+        ws.Hardware.measured: {**rates, "collectives": (CollectiveCost("all_reduce", 1.0, 1.0),)},
+        Level: {**level, "curves": (Curve("all_reduce", "ring", (Regime(1.0),)),)},
+        Device: {**device, "processors": 4, "ceilings": (Ceiling("float32", 1e6, (Tile(64, 64, 0.5),)),)},
+        MeasuredDevice: rates,
+    }
+
+
+@kind(quick=60, full=1200)
+def values(draw: Draw) -> Case:
+    made, right = draw(st.sampled_from(sorted(_values().items(), key=lambda item: item[0].__qualname__)))
+    given = with_odd(draw, right, [one.name for one in fields(made)] if isinstance(made, type) else ())
+    if made is ws.Mesh:
+        given = {"spec": given["spec"]}
+    return f"{made.__qualname__}({shown(given)})", lambda: _apply(made(**given))
+
+
+def _apply(made: Any) -> None:
+    """Use a value where it belongs."""
+    if isinstance(made, ws.MixedPrecision):
+        ws.capture(mean_square, *_model(), options=ws.CaptureOptions(mixed_precision=made))
+    elif isinstance(made, ws.CaptureOptions):
+        ws.capture(mean_square, *_model(), options=made)
+    elif isinstance(made, (ws.Recompute, ws.Schedule)):
+        str(ws.run_passes(local(), [made]))
+    elif isinstance(made, ws.Axis):
+        _apply(ws.Mesh((made,)))
+    elif isinstance(made, ws.Mesh):
+        str(ws.plan(graph(), made, ws.DataParallel("replicate")))
+    elif isinstance(made, ws.Layout):
+        used(ws.plan(graph(), "dp=2", placed={"0.weight": made}))
+        used(replace(plans()[0], storage={**plans()[0].storage, "0.weight": made}))
+    elif isinstance(made, (Device, MeasuredDevice)):
+        _apply(ws.Hardware("x", made, (Level("x", 0, 1e3, 1.0),)))
+    elif isinstance(made, Level):
+        _apply(ws.Hardware("x", MeasuredDevice("x", 1e5, 1e4, 1.0), (made,)))
+    else:
+        ws.simulate(local(), made), ws.plan(graph(), "dp=2", hardware=made)
+
+
+def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    model, optimizer, x = _model()
+    hardware = ws.Hardware.default()
+    return {
+        "capture": (ws.capture, {"fn": mean_square, "model": model, "optimizer": optimizer, "x": x, "options": None}),
+        "plan": (ws.plan, {"graph": graph(), "mesh": "dp=2", "parallel": None, "placed": {}, "hardware": None}),
+        "partition": (ws.partition, {"graph": graph(), "plan": plans()[0]}),
+        "simulate": (ws.simulate, {"local": local(), "hardware": hardware}),
+        "timeline": (ws.timeline, {"local": local(), "hardware": hardware}),
+        "peak_memory": (ws.peak_memory, {"local": local()}),
+        "memory_curve": (ws.memory_curve, {"local": local()}),
+        "run_passes": (ws.run_passes, {"local": local(), "passes": list(ws.pipeline())}),
+        "pipeline": (ws.pipeline, {"hardware": hardware, "schedule": "auto", "memory_bytes": None, "backend": "eager"}),
+        "rule": (ws.rule, {"op": torch.ops.aten.mm.default, "text": "m k, k n -> m n"}),
+        "check_rule": (ws.check_rule, {"op": torch.ops.aten.mm.default}),
+        "compile": (ws.compile, {"train_step": mean_square}),
+        "Plan.from_json": (ws.Plan.from_json, {"text": "{}"}),
+        "Plan.load": (ws.Plan.load, {"path": "nowhere.json"}),
+        "Plan.save": (plans()[0].save, {"path": "/proc/nowhere/plan.json"}),
+        "Plan.explain": (plans()[0].explain, {"name": "0.weight"}),
+        "Plan.stored_bytes": (plans()[0].stored_bytes, {"role": "param"}),
+        "Plan.diff": (plans()[0].diff, {"other": plans()[0]}),
+        "Hardware.load": (ws.Hardware.load, {"path": "nowhere.json"}),
+        "Hardware.preset": (ws.Hardware.preset, {"name": "dgx-h100"}),
+        "whole": (_whole, {"model": model}),
+        "save": (ws.save, {"directory": "/proc/nowhere", "model": model, "number": 3, "keep": 2}),
+        "load": (ws.load, {"directory": "/proc/nowhere", "model": model}),
+        "callback": (ws.callback, {"fn": print}),
+    }
+
+
+def _whole(model: Any) -> None:
+    with ws.whole(model):
+        pass
+
+
+@kind(quick=80, full=1600)
+def arguments(draw: Draw) -> Case:
+    name = draw(st.sampled_from(sorted(_doors())))
+    call, right = _doors()[name]
+    given = with_odd(draw, right)
+    if name == "rule":
+        return f"{name}({shown(given)})", lambda: _rule(given.pop("op"), given.pop("text"), given)
+    return f"{name}({shown(given)})", lambda: call(**given)
