@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -16,22 +17,27 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim import AdamW
+from typer.testing import CliRunner
 
 import wholestep as ws
 from tests.steps import mean_square
 from wholestep.cache import step_cache
 from wholestep.cache.choices import AutoChoice, Choices
 from wholestep.cache.key import Key
+from wholestep.cli import app
 from wholestep.errors import shown
 from wholestep.hardware.curves import CollectiveCost, Curve, Regime
 from wholestep.hardware.device import Ceiling, Device, MeasuredDevice, Tile
 from wholestep.hardware.hardware import Level
-from wholestep.passes.fit_memory import Fitting
-from wholestep.runtime.compile_options import CompileOptions
+from wholestep.hardware.hardware_file import to_json
+from wholestep.passes.fit_memory import FitMemory, Fitting
 from wholestep.rules.registry import RULES, SAMPLES
+from wholestep.runtime.choose_strategy import strategies_of
+from wholestep.runtime.compile_options import CompileOptions
+from wholestep.typed_json import MalformedError, parse
 from wholestep.units import parse_bytes
 
-from .inputs import Draw, mutated_json, mutated_text, odd_object, with_odd
+from .inputs import Draw, mutated_json, mutated_text, with_odd
 
 Case = tuple[str, Callable[[], Any]]
 
@@ -131,15 +137,12 @@ def hardware_files(draw: Draw) -> Case:
 
 
 def _saved(hardware: ws.Hardware) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        hardware.save(Path(folder, "hardware.json"))
-        return Path(folder, "hardware.json").read_text()
+    return json.dumps(to_json(hardware))
 
 
 def _loaded(text: str) -> ws.Hardware:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "hardware.json").write_text(text, errors="surrogatepass")
-        return ws.Hardware.load(Path(folder, "hardware.json"))
+    Path("hardware.json").write_text(text, errors="surrogatepass")
+    return ws.Hardware.load("hardware.json")
 
 
 @cache
@@ -151,15 +154,35 @@ def _choices() -> Choices:
     return Choices(ws.Hardware.preset("loopback"), auto, solved, Fitting(1, ("relu",)), "fitted")
 
 
+KEY = Key({"mesh": "x", "options": "y"})
+
+
 @kind(quick=30, full=800)
 def cache_files(draw: Draw) -> Case:
-    """With a right checksum, or changed on disk."""
-    key = Key({"mesh": "x", "options": "y"})
-    sealed = draw(st.booleans())
-    body = {"key": dict(key.parts), "choices": _choices().to_json()}
-    if sealed:
-        body = json.loads(mutated_json(draw, body).encode("utf-8", "replace")) if draw(st.booleans()) else body
-    return "", lambda: None
+    """Changed on disk, or sealed again with a right checksum, and then used where it is found."""
+    body = {"key": dict(KEY.parts), "choices": _choices().to_json()}
+    text = mutated_json(draw, body)
+    with suppress(MalformedError):
+        changed = parse(text)
+        changed = changed if isinstance(changed, dict) else {"choices": changed}
+        body = {"key": changed.get("key") if draw(st.booleans()) else body["key"], "choices": changed.get("choices")}
+        entry = {"format": step_cache.FORMAT, "version": step_cache.VERSION, "sum": step_cache.sum_of(body), **body}
+        text = json.dumps(entry) if draw(st.integers(0, 3)) else mutated_json(draw, entry)
+
+    def call() -> None:
+        folder = Path("cache")
+        folder.mkdir()
+        step_cache.path_of(folder, KEY).write_text(text, errors="surrogatepass")
+        event, choices, _ = step_cache.StepCache(folder, lambda *_: None).find(KEY)
+        assert event == "hit" or choices == Choices()
+        if choices.auto is not None:
+            strategies_of(choices.auto, ws.Auto(), ws.Mesh("dp=2,tp=2"))
+        if choices.solved is not None:
+            ws.plan(graph(), "dp=2,tp=2", list(choices.solved.parts))
+        if choices.fitting is not None:
+            FitMemory(1 << 30, after=ws.pipeline()).applied(local(), choices.fitting)
+
+    return text, call
 
 
 # -- texts ----------------------------------------------------------------------------------------------------
@@ -381,3 +404,85 @@ def arguments(draw: Draw) -> Case:
     if name == "rule":
         return f"{name}({shown(given)})", lambda: _rule(given.pop("op"), given.pop("text"), given)
     return f"{name}({shown(given)})", lambda: call(**given)
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+STEP = """
+import torch
+from tests.steps import mean_square
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    return mean_square, model, torch.optim.AdamW(model.parameters()), torch.randn(4, 4)
+
+
+def number():
+    return 3
+"""
+COMMANDS = (
+    ["plan", "step.py:build", "--mesh", "dp=2", "--style", "zero1", "--explain", "0.weight"],
+    ["plan", "step.py:build", "--mesh", "dp=2,tp=2", "--tp", "0=colwise", "--tp", "2=rowwise", "--semantics", "global"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--memory", "1GiB", "--pin", "0.weight=dp:replicate"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--replicated", "0=dp", "--hardware", "hardware.json"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--program", "--stop-after", "Reinplace", "--what-if", "mesh=dp=4"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--compare", "--json", "out.json"],
+    ["plan", "--hf", "config", "--batch", "1", "--seq", "8", "--layers", "1", "--mesh", "dp=2"],
+    ["simulate", "step.py:build", "--mesh", "dp=2", "--hardware", "loopback", "--trace", "trace.json"],
+    ["diff", "a.json", "b.json"],
+    ["diff", "a.json", "b.json", "step.py:build", "--hardware", "hardware.json"],
+    ["passes", "--memory", "1GiB", "--hardware", "dgx-h100", "--backend", "eager", "--across-steps"],
+    ["check-rules", "--op", "no.op"],
+    ["calibrate", "--device", "tpu", "--largest", "1", "--name", "x", "--timeout", "2"],
+)
+WORDS = (
+    "", "-1", "0", "x", "dp", "dp=3", "=", ":", ",", "--mesh", "--help", "auto", "model", "zero2", "1e9", "nan",
+    "9" * 5000, "a" * 5000, "step.py", "step.py:number", "step.py:nothing", "a.json", "hardware.json", "config",
+    "\ud800", "\0", "é",
+)  # fmt: skip
+CONFIG = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 32, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@kind(quick=25, full=700)
+def command(draw: Draw) -> Case:
+    args = list(draw(st.sampled_from([one for one in COMMANDS if "--hf" not in one])))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(1, len(args)))
+        how = draw(st.sampled_from(("word", "word", "edit", "drop", "twice")))
+        if how == "word" or at == len(args):
+            args[at:] = [draw(st.sampled_from(WORDS)), *args[at + draw(st.integers(0, 1)) :]]
+        elif how == "edit":
+            args[at] = mutated_text(draw, args[at], ("=", ":", ","))[:5000]
+        else:
+            args[at:] = args[at + 1 :] if how == "drop" else [args[at], *args[at:]]
+    plan = mutated_json(draw, draw(st.sampled_from(documents()))) if "diff" in args else ""
+    machine = mutated_json(draw, json.loads(_saved(ws.Hardware.preset("loopback")))) if "hardware.json" in args else ""
+    files = {"step.py": STEP, "a.json": plan, "b.json": plans()[0].to_json(), "hardware.json": machine}
+    return shown(args), lambda: _invoke(args, files)
+
+
+@kind(quick=3, full=100)
+def configurations(draw: Draw) -> Case:
+    """Of transformers models, for `--hf`."""
+    text = mutated_json(draw, CONFIG)
+    return text, lambda: _invoke(COMMANDS[6], {"config": text})
+
+
+def _invoke(args: list[str], files: Mapping[str, str]) -> None:
+    """A command ends well, or with a text that is no traceback."""
+    for name, text in files.items():
+        Path(name).write_text(text, errors="surrogatepass")
+    path = list(sys.path)
+    try:
+        done = CliRunner().invoke(app, args)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("step", None)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code in (0, 1, 2), done.exit_code
+    assert done.output.strip() or done.exit_code == 0

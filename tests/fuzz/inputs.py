@@ -24,7 +24,7 @@ RAW = (DIGITS, "-" + DIGITS, "1e999", "-1e999", "NaN", "Infinity", "[" * 100_000
 _MARK = "raw text number "
 ODD_JSON: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 10**6, 2**31, 2**63, 10**30, 0.0, -1.5, 1e-300, 1e308, "", "x", "dp", "0", "-1",
-    "é", "\0", "a" * 3000, "../../etc/passwd", "os.system", "__class__", [], {}, [[]], [[[[[]]]]], [None], [0], ["dp"],
+    "é", "\0", "a" * 3000, "../../up", "os.system", "__class__", [], {}, [[]], [[[[[]]]]], [None], [0], ["dp"],
     [["dp"]], {"is": "os.system"}, {"map": []}, {"dtype": "float32"}, {"": 0}, "sum", "S", "float32", "hub", "param",
     "dp=2", "dp=0", "mesh", *(f"{_MARK}{i}" for i in range(len(RAW))),
 )  # fmt: skip
@@ -148,7 +148,8 @@ ODD_OBJECTS: tuple[Callable[[], Any], ...] = (
     *(lambda v=v: copy.copy(v) for v in ODD_JSON[:-len(RAW)]),
     lambda: 10**5000, lambda: -(10**5000), lambda: math.nan, lambda: math.inf, lambda: -math.inf, lambda: 1j,
     lambda: b"dp=2", lambda: (), lambda: (1, 2), lambda: ("dp",), lambda: {"dp"}, lambda: frozenset({"dp"}), object,
-    lambda: (lambda *args: None), lambda: (lambda: 1 / 0), lambda: int, lambda: ws.Mesh, lambda: ..., Unprintable, _cyclic,
+    lambda: (lambda *args: None), lambda: (lambda: 1 / 0), lambda: int, lambda: ws.Mesh, lambda: ...,
+    Unprintable, _cyclic,
     lambda: torch.zeros(2), lambda: torch.tensor(1), lambda: nn.Linear(2, 2), lambda: torch.float16, lambda: torch.int8,
     lambda: torch.device("meta"), lambda: np.int64(3), lambda: np.zeros(2), lambda: Path("x"), lambda: iter([1]),
     lambda: ws.Mesh("dp=2"), lambda: ws.Axis("dp", 2), lambda: ws.Layout(((),)), lambda: ws.Layout((("dp",), ())),

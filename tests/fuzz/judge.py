@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +29,7 @@ class TooSlowError(BaseException):
 def verdict(call: Callable[[], Any]) -> str:
     """Why the case fails; empty where it does not."""
     try:
-        with warnings.catch_warnings(), _limited():
+        with warnings.catch_warnings(), _in_a_folder_of_its_own(), _limited():
             warnings.simplefilter("ignore")
             call()
     except WholestepError as error:
@@ -40,6 +43,20 @@ def verdict(call: Callable[[], Any]) -> str:
     except Exception:
         return traceback.format_exc(limit=-8)[-4000:]
     return ""
+
+
+@contextmanager
+def _in_a_folder_of_its_own() -> Iterator[None]:
+    """A case may write to any name, and to names with `..`."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        inner = Path(folder, "1", "2", "3")
+        inner.mkdir(parents=True)
+        os.chdir(inner)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def read(folder: Path, key: Key) -> Choices | None:
 def write(folder: Path, key: Key, choices: Choices) -> None:
     """Put an entry into the folder as one act; the oldest go where there are many. Raises OSError."""
     body = {"key": dict(key.parts), "choices": choices.to_json()}
-    entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
+    entry = {"format": FORMAT, "version": VERSION, "sum": sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key.text[:8]}-", suffix=".tmp")
     try:
@@ -97,12 +97,13 @@ def _opened(data: bytes) -> Mapping[str, Any]:
     if entry.get("version") != VERSION:
         raise DamagedError("is of another version")
     body = {"key": entry.get("key"), "choices": entry.get("choices")}
-    if entry.get("sum") != _sum_of(body):
+    if entry.get("sum") != sum_of(body):
         raise DamagedError("was changed")
     return body
 
 
-def _sum_of(body: Mapping[str, Any]) -> str:
+def sum_of(body: Mapping[str, Any]) -> str:
+    """The checksum of an entry: of its key and its choices."""
     return digest([json.dumps(body, sort_keys=True)])
 
 

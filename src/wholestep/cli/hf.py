@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from wholestep.errors import first_line
 from wholestep.graph.gc_control import collector_paused
+from wholestep.typed_json import MalformedError, parse
 
 from .screen import Screen
 from .target import Target, from_function, refuse
@@ -56,8 +57,8 @@ def build(wanted: ModelSpec) -> Target:
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, wanted.dtype)).train()
-    except ValueError as error:
-        refuse(f"{wanted.config} is not a causal language model of transformers: {str(error).splitlines()[0]}")
+    except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
+        refuse(f"{wanted.config} is not a causal language model of transformers: {first_line(error)}")
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
     length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
     if length > most:
@@ -94,8 +95,8 @@ def _config(transformers: Any, wanted: ModelSpec) -> Any:
         refuse(f"{wanted.config} has no field model_type: needed a configuration of a transformers model")
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
-    except ValueError as error:
-        refuse(f"{wanted.config}: {str(error).splitlines()[0]}")
+    except Exception as error:  # as above
+        refuse(f"{wanted.config}: {first_line(error)}")
     config.use_cache = False
     if wanted.layers is not None:
         _shorten(config, wanted)
@@ -120,8 +121,8 @@ def _read(given: str) -> dict[str, Any]:
     if not path.is_file():
         refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
     try:
-        found: Any = json.loads(path.read_text())
-    except ValueError as error:
+        found = parse(path.read_bytes())
+    except (OSError, MalformedError) as error:
         refuse(f"--hf {given}: {path} is not JSON: {error}")
     if not isinstance(found, dict):
         refuse(f"--hf {given}: {path} is not a JSON object")

@@ -30,7 +30,7 @@ from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
-from .choose_strategy import choose_strategy, open_parts, with_hardware
+from .choose_strategy import choose_strategy, open_parts, same_numbers, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
@@ -176,7 +176,8 @@ class Compiler:
         with self.stages.stage("plan"):
             priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
             priced_on = self._chosen_on if self._choice else priced_on
-            strategies = choices.earlier.solved or self.strategies
+            solved = choices.earlier.solved
+            strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
             planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
         if open_to_solve:
             choices.note(solved=planned.strategies)
