@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -20,17 +22,23 @@ from torch.optim import AdamW
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.simulate import Simulation
 from tests.steps import mean_square
 from wholestep.cache import step_cache
 from wholestep.cache.choices import AutoChoice, Choices
 from wholestep.cache.key import Key
+from wholestep.capture.capture import Capture, capture_step
 from wholestep.cli import app
 from wholestep.errors import shown
+from wholestep.graph.graph import Role
 from wholestep.hardware.curves import CollectiveCost, Curve, Regime
 from wholestep.hardware.device import Ceiling, Device, MeasuredDevice, Tile
 from wholestep.hardware.hardware import Level
 from wholestep.hardware.hardware_file import to_json
+from wholestep.layout import AxisState
 from wholestep.passes.fit_memory import FitMemory, Fitting
+from wholestep.passes.reinplace import Reinplace
+from wholestep.plan.decision import Decision
 from wholestep.rules.registry import RULES, SAMPLES
 from wholestep.runtime.choose_strategy import strategies_of
 from wholestep.runtime.compile_options import CompileOptions
@@ -96,7 +104,7 @@ def documents() -> tuple[Any, ...]:
 
 
 # -- files ---------------------------------------------------------------------------------------------------
-@kind(quick=60, full=1800)
+@kind(quick=70, full=2000)
 def plan_files(draw: Draw) -> Case:
     text = mutated_json(draw, draw(st.sampled_from(documents())))
 
@@ -117,6 +125,92 @@ def used(plan: ws.Plan) -> None:
     if plan.strategies is not None:
         ws.compile(mean_square, parallel=plan)
         ws.plan(graph(), plan.mesh, list(plan.strategies.parts))
+
+
+@cache
+def _captured() -> Capture:
+    model, optimizer, x = _model()
+    return capture_step(mean_square, (model, optimizer, x), {})
+
+
+def _trained(plan: ws.Plan) -> dict[str, torch.Tensor]:
+    """Parameters and state after a step by `plan`, in which each rank has its own batch."""
+    run = ws.run_passes(ws.partition(_captured().graph, plan), [Reinplace()])
+    simulation = Simulation(_captured(), plan, run)
+    simulation.start()
+    (name,) = (given.name for given in plan.inputs if given.role is Role.BATCH)
+    axes = set(plan.storage[name].varies)
+    seeds = [[n for axis, n in plan.mesh.coordinate(rank).items() if axis in axes] for rank in range(plan.mesh.size)]
+    simulation.step([{name: torch.full((4, 4), 0.5) + torch.eye(4) * (1 + sum(seed))} for seed in seeds])
+    stored = [given.name for given in plan.inputs if given.role in (Role.PARAM, Role.STATE)]
+    return {name: simulation.whole(name) for name in stored}
+
+
+@cache
+def _expected(number: int) -> dict[str, torch.Tensor]:
+    return _trained(plans()[number])
+
+
+@kind(quick=30, full=1000)
+def layouts_of_plans(draw: Draw) -> Case:
+    """Other layouts of a few tensors: refused, or ranks compute what they do by the right plan."""
+    number = draw(st.integers(0, 1))
+    plan = plans()[number]
+    axes = plan.mesh.names
+    changes: dict[str, Any] = {}
+    for _ in range(draw(st.integers(1, 2))):
+        storage, decisions = dict(changes.get("storage", plan.storage)), dict(changes.get("decisions", plan.decisions))
+        if draw(st.integers(0, 3)) == 3:
+            name = draw(
+                st.sampled_from([given.name for given in plan.inputs if given.role in (Role.PARAM, Role.STATE)])
+            )
+            storage[name] = _layout(draw, storage[name], axes)
+            changes["storage"] = storage
+            continue
+        name = draw(st.sampled_from([n for n, d in decisions.items() if d.operands and not d.gradient_of]))
+        one = decisions[name]
+        for field in ("operands", "outputs"):
+            found = list(getattr(one, field))
+            at = draw(st.integers(0, len(found) - 1)) if draw(st.booleans()) else None
+            found = [_layout(draw, x, axes) if i == at else x for i, x in enumerate(found)]
+            one = replace(one, **{field: tuple(found)})
+        if len(one.outputs) == 1 and draw(st.integers(0, 5)) == 5:
+            one = replace(one, reshards_to=_layout(draw, one.outputs[0], axes))
+        decisions[name] = one
+        changes["decisions"] = decisions
+    changed = replace(plan, **changes)
+
+    def call() -> None:
+        for name, value in _trained(changed).items():
+            assert torch.allclose(value, _expected(number)[name], rtol=1e-4, atol=1e-5), f"{name} has other values"
+
+    return f"plan {number}: {plan_difference(plan, changed)}", call
+
+
+def _layout(draw: Draw, have: ws.Layout, axes: tuple[str, ...]) -> ws.Layout:
+    axis = draw(st.sampled_from(axes))
+    states = [
+        AxisState("R"),
+        AxisState("V"),
+        AxisState("P", op="sum"),
+        AxisState("P", op="avg"),
+        AxisState("P", op="max"),
+    ]
+    states += [AxisState("S", dim) for dim in range(len(have.dims))]
+    return have.put(axis, draw(st.sampled_from(states)))
+
+
+def plan_difference(plan: ws.Plan, changed: ws.Plan) -> str:
+    """The layouts in which two plans differ."""
+    stored = [f"{n}: {x} -> {changed.storage[n]}" for n, x in plan.storage.items() if x != changed.storage[n]]
+    decided = [(n, x, changed.decisions[n]) for n, x in plan.decisions.items() if x != changed.decisions[n]]
+    lines = [f"%{n}: {_shown_decision(x)} becomes {_shown_decision(y)}" for n, x, y in decided]
+    return "; ".join((*stored, *lines))
+
+
+def _shown_decision(one: Decision) -> str:
+    takes, gives = (", ".join(map(str, layouts)) for layouts in (one.operands, one.outputs))
+    return f"({takes} -> {gives}, {one.reshards_to})"
 
 
 @kind(quick=40, full=1200)
@@ -157,7 +251,7 @@ def _choices() -> Choices:
 KEY = Key({"mesh": "x", "options": "y"})
 
 
-@kind(quick=30, full=800)
+@kind(quick=25, full=700)
 def cache_files(draw: Draw) -> Case:
     """Changed on disk, or sealed again with a right checksum, and then used where it is found."""
     body = {"key": dict(KEY.parts), "choices": _choices().to_json()}
@@ -185,8 +279,68 @@ def cache_files(draw: Draw) -> Case:
     return text, call
 
 
+@cache
+def _checkpoints() -> tuple[dict[str, bytes], tuple[dict[str, torch.Tensor], ...]]:
+    """The files of a folder with two checkpoints, and the parameters in each."""
+    model, optimizer, x = _model()
+    states: list[dict[str, torch.Tensor]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in (1, 2):
+            mean_square(model, optimizer, x)
+            ws.save(folder, model=model, optimizer=optimizer, number=number, extra={"epoch": number})
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        files = {str(f.relative_to(folder)): f.read_bytes() for f in Path(folder).rglob("*") if f.is_file()}
+    files = {name: data for name, data in files.items() if not name.startswith(".")}  # whose job saves there
+    return files, tuple(states)
+
+
+@kind(quick=15, full=500)
+def checkpoints(draw: Draw) -> Case:
+    """Manifests, sealed again with a right checksum or not, `latest`, and any other byte of the folder."""
+    files = dict(_checkpoints()[0])
+    name = next(one for one in files if one.startswith("step-00000002") and one.endswith("manifest.json"))
+    how, sealed = draw(st.sampled_from(("manifest", "manifest", "manifest", "latest", "byte"))), False
+    if how == "manifest":
+        content = json.loads(files[name])
+        text = mutated_json(draw, {k: v for k, v in content.items() if k != "checksum"})
+        if draw(st.integers(0, 3)):
+            with suppress(MalformedError):
+                changed, sealed = parse(text), True
+                if isinstance(changed, dict):
+                    checksum = zlib.crc32(json.dumps(changed, sort_keys=True).encode())
+                    text = json.dumps({**changed, "checksum": checksum})
+        files[name] = text.encode("utf-8", "surrogatepass")
+    elif how == "latest":
+        name = "latest"
+        files[name] = mutated_text(draw, "step-00000002", ("/", "..", "step-")).encode("utf-8", "surrogatepass")
+    else:
+        name = draw(st.sampled_from(sorted(files)))
+        at, value = draw(st.integers(0, len(files[name]) - 1)), draw(st.integers(0, 255))
+        files[name] = files[name][:at] + bytes([value]) + files[name][at + 1 :]
+    return f"{name}: {files[name][:3000]!r}", lambda: _load(files, sealed)
+
+
+def _load(files: Mapping[str, bytes], sealed: bool) -> None:
+    for name, data in files.items():
+        Path("run", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("run", name).write_bytes(data)
+    model, optimizer, _ = _model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        found = ws.load("run", model=model, optimizer=optimizer)
+    except ws.CheckpointError:
+        now = model.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in before.items()), "changed before it was refused"
+        assert not optimizer.state, "changed before it was refused"
+    else:
+        saved = _checkpoints()[1][found.number - 1] if found.number in (1, 2) else {}
+        same = all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+        assert sealed or (saved and same), "other values than were saved"
+    ws.save("run", model=model, optimizer=optimizer, number=3)
+
+
 # -- texts ----------------------------------------------------------------------------------------------------
-@kind(quick=40, full=800)
+@kind(quick=50, full=900)
 def meshes(draw: Draw) -> Case:
     text = mutated_text(draw, draw(st.sampled_from(("dp=8", "dp=4,tp=2", "auto=8", "a=1,b=1,c=3"))), ("=", ",", "dp"))
 
@@ -239,7 +393,7 @@ TOKENS = (
 OPS = (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList, "softmax.int", "sum relu")
 
 
-@kind(quick=60, full=1500)
+@kind(quick=70, full=1500)
 def rules(draw: Draw) -> Case:
     text = mutated_text(draw, draw(st.sampled_from(RULE_TEXTS)), TOKENS)
     options: dict[str, Any] = {}
@@ -396,7 +550,7 @@ def _whole(model: Any) -> None:
         pass
 
 
-@kind(quick=80, full=1600)
+@kind(quick=60, full=1400)
 def arguments(draw: Draw) -> Case:
     name = draw(st.sampled_from(sorted(_doors())))
     call, right = _doors()[name]
@@ -447,7 +601,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@kind(quick=25, full=700)
+@kind(quick=20, full=500)
 def command(draw: Draw) -> Case:
     args = list(draw(st.sampled_from([one for one in COMMANDS if "--hf" not in one])))
     for _ in range(draw(st.integers(0, 2))):
@@ -459,13 +613,14 @@ def command(draw: Draw) -> Case:
             args[at] = mutated_text(draw, args[at], ("=", ":", ","))[:5000]
         else:
             args[at:] = args[at + 1 :] if how == "drop" else [args[at], *args[at:]]
+    args += {"check-rules": ["--op", "no.op"], "calibrate": ["--device", "tpu"]}.get(args[0], [])  # others take long
     plan = mutated_json(draw, draw(st.sampled_from(documents()))) if "diff" in args else ""
     machine = mutated_json(draw, json.loads(_saved(ws.Hardware.preset("loopback")))) if "hardware.json" in args else ""
     files = {"step.py": STEP, "a.json": plan, "b.json": plans()[0].to_json(), "hardware.json": machine}
     return shown(args), lambda: _invoke(args, files)
 
 
-@kind(quick=3, full=100)
+@kind(quick=0, full=60)
 def configurations(draw: Draw) -> Case:
     """Of transformers models, for `--hf`."""
     text = mutated_json(draw, CONFIG)

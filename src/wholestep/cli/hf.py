@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from wholestep.errors import first_line
+from wholestep.errors import first_line, shown
 from wholestep.graph.gc_control import collector_paused
 from wholestep.typed_json import MalformedError, parse
 
 from .screen import Screen
-from .target import Target, from_function, refuse
+from .target import Target, from_function, is_file, refuse
 
 PRESETS = Path(__file__).parent / "models"
 SEQUENCE = 2048
@@ -117,9 +117,9 @@ def _shorten(config: Any, wanted: ModelSpec) -> None:
 
 def _read(given: str) -> dict[str, Any]:
     path = PRESETS / f"{given}.json" if given in presets() else Path(given)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
+    path = path / "config.json" if not is_file(path) else path
+    if not is_file(path):
+        refuse(f"--hf {shown(given)}: no such file; presets are {', '.join(presets())}")
     try:
         found = parse(path.read_bytes())
     except (OSError, MalformedError) as error:

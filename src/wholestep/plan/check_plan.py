@@ -29,6 +29,7 @@ from .op_strategies import cut, through, whole
 from .plan import Plan
 from .plan_form import check_form
 
+_UPDATED = (Role.PARAM, Role.STATE)
 _REDUCTIONS = ("sum", "avg")
 _AGAIN = "plan this graph again"
 
@@ -49,7 +50,10 @@ class _Check:
 
     def run(self, graph: TrainGraph) -> None:
         for given, node in graph.placeholders():
-            self.given[node] = (self.plan.storage[given.name],)
+            stored = self.plan.storage[given.name]
+            if given.role in _UPDATED and (stored.partial or stored.varies):
+                raise PlanError(f"the plan stores {given.name!r} as {stored}", "replicated or sharded", _AGAIN)
+            self.given[node] = (stored,)
         self.axes = [axis.name for axis in self.mesh.axes if axis.size > 1]
         reductions: set[str] = set()
         for node in graph.graph.nodes:
@@ -170,7 +174,7 @@ class _Check:
                 raise PlanError(f"the plan has no layout for {output.target!r}", "one for all state", _AGAIN)
             self._check_layout(node, meta.tensor(node), stored)
             role = roles.get(output.target, Role.STATE)
-            if role in (Role.PARAM, Role.STATE, Role.GRAD) and self.given[node][0].varies:
+            if role in (*_UPDATED, Role.GRAD) and self.given[node][0].varies:
                 found = f"{output.target!r} would be updated with a value that differs between ranks"
                 raise PlanError(found, "the same value on all ranks", _AGAIN, meta.source_line(node))
 
