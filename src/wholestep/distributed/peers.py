@@ -1,0 +1,333 @@
+"""Finds out which rank of the job failed first, and ends the waiting of this one.
+
+Each rank tells the store every few seconds what it does, and reads what the next rank does: a ring in which a rank that
+waits stands, somewhere, before one that nobody waits for any more. Who finds a failure writes it where all ranks read.
+All of this is done by two threads: one talks to the store, one ends what the main thread waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import RankFailedError, first_line
+from .activity import ACTIVITY, Activity, is_broken_connection
+from .heartbeat import Beat, Identity, MainThread
+
+_BEATS = 20  # in the time after which a rank has failed
+_LONGEST_INTERVAL_S = 2.0
+_PATIENCE = 0.75  # of that time: the rest is for the news, and to end
+_SHORTEST_GAP_S = 2.0
+_MISSED = 3  # beats that a rank misses before it is suspected of having broken a connection
+_SUSPECTED = b"suspected"  # some rank's connection broke, and nobody knows yet who is gone
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank that failed is, what is wrong with it, what it did last, and what to do."""
+
+    who: Identity | None
+    what: str
+    last: str
+    next_step: str
+
+    def text(self) -> bytes:
+        """As JSON."""
+        return json.dumps([vars(self.who) if self.who else None, self.what, self.last, self.next_step]).encode()
+
+    @staticmethod
+    def read(text: bytes) -> Failure:
+        """From what `text` returned."""
+        who, *rest = json.loads(text)
+        return Failure(Identity(**who) if who else None, *rest)
+
+    def error(self) -> RankFailedError:
+        """The same on all ranks."""
+        last = f"\n  last: {self.last}" if self.last else ""
+        error = RankFailedError(f"{self.what}{last}", "all ranks, until the end of the job", self.next_step)
+        if self.who is not None:
+            error.rank, error.host, error.pid = self.who.rank, self.who.host, self.who.pid
+        return error
+
+
+class Listener(Protocol):
+    """Another thing that ranks tell each other with their heartbeats."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether ranks are to talk more often now."""
+        ...
+
+    def exchange(self, store: Any) -> None:
+        """Ask the store, in the thread that talks to it."""
+        ...
+
+
+class Peers:
+    """The other ranks of the job, as this one knows them. `timeout_s` is when a rank that is needed has failed."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, activity: Activity) -> None:
+        self.rank, self.size, self.timeout_s, self.activity = rank, size, timeout_s, activity
+        self.port = _port(store)
+        self.listeners: list[Listener] = []
+        self._kept = store  # on the rank that hosts it, the store lives as long as this
+        self._store = store.clone()  # a connection of its own: a request of the main thread may block
+        self._label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{rank}', 1)}"
+        who = Identity.own(rank, self.port is not None and _torch.listens_at(self.port))
+        self._own, self._main, self._pid = Beat(who), MainThread(activity), os.getpid()
+        self._watched, self._silent_s = (rank + 1) % size, 0.0
+        self._seen: dict[int, Beat] = {}
+        self._answered_at = time.monotonic()
+        self._left: Beat | None = None
+        self._said: Failure | None = None
+        self._suspects = self._store_is_lost = False
+        self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
+        if rank == 0:
+            self._store.compare_set(self._key("failed"), "", "-")
+        self._threads = [
+            threading.Thread(target=target, name=f"wholestep {name}", daemon=True)
+            for target, name in ((self._talk, "heartbeats"), (self._watch, "watch"))
+        ]
+        activity.explain, activity.told = self._explain, self._tell
+        activity.failure, activity.error = None, ""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def interval_s(self) -> float:
+        """Between two heartbeats."""
+        return min(self.timeout_s / _BEATS, _LONGEST_INTERVAL_S)
+
+    @property
+    def _gap_s(self) -> float:
+        """Of silence, after which a rank may be the one that broke a connection."""
+        return max(_MISSED * self.interval_s, _SHORTEST_GAP_S)
+
+    def leave(self) -> None:
+        """This process ends: say so, and why, and let the threads end. Also after an error that nobody caught."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is not None and is_broken_connection(error):
+            self._explain(error)
+            if self.activity.failure is not None:
+                _print(f"{type(self.activity.failure).__name__}: {self.activity.failure}")
+        elif error is not None and self.activity.failure is None:
+            what = f"{self._own.who} raised {type(error).__name__}: {first_line(error)}"
+            self._said = Failure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
+        self._told.set()
+        self._own = replace(self._own, left=True)
+        self._over.set()
+        self._wake.set()
+        self._threads[0].join(_MISSED * self.interval_s)
+        if self._threads[0].is_alive() and self.port is not None:  # or it would wake up in a dead interpreter
+            _torch.break_connections_to(self.port)
+        for thread in self._threads:
+            thread.join(_MISSED * self.interval_s)
+
+    # -- the thread that talks to the store
+    def _talk(self) -> None:
+        try:
+            while not self._known.is_set():
+                over = self._over.is_set()
+                self._exchange()
+                self._answered_at = time.monotonic()
+                if over:
+                    break
+                urgent = self._suspects or any(one.urgent for one in self.listeners)
+                self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
+                self._wake.clear()
+            self._linger("seen" if self._known.is_set() else "left")
+        except RuntimeError:  # of the store
+            self._store_is_lost = True
+
+    def _exchange(self) -> None:
+        """Tell the others of this rank, hear what the next one does, and whether anyone has failed."""
+        self._own = replace(self._main.beat(self._own, 2 * self.interval_s), left=self._own.left)
+        self._store.set(self._key(self.rank), self._own.text())
+        now = time.monotonic()
+        listened_s = min(
+            now - self._answered_at, 2 * self.interval_s
+        )  # less than has passed where this rank was stopped
+        keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
+        failed = self._key("failed")
+        if not keys and not self._store.check([failed]):
+            return
+        *texts, failure = self._store.multi_get([*keys, failed])
+        for rank, text in zip(keys.values(), texts, strict=True):
+            beat = Beat.read(text)
+            if rank == self._watched:
+                known = self._seen.get(rank)
+                self._silent_s = self._silent_s + listened_s if known and known.number == beat.number else 0.0
+            self._seen[rank] = beat
+        for listener in self.listeners:
+            listener.exchange(self._store)
+        found = self._said or self._verdict(failure == _SUSPECTED)
+        if found is not None or (self._suspects and failure == b"-"):
+            failure = self._publish(failed, failure, found)
+        if failure not in (b"-", _SUSPECTED):
+            self._know(Failure.read(failure))
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether a rank has said anything yet: it may not have made its first call."""
+        return rank in self._seen or self._store.check([self._key(rank)])
+
+    def _publish(self, key: str, before: bytes, found: Failure | None) -> bytes:
+        """The first failure that any rank has found stays."""
+        while True:
+            said = found.text() if found is not None else _SUSPECTED
+            now = self._store.compare_set(key, before, said)
+            if now == said or now != _SUSPECTED or found is None:
+                return now
+            before = now
+
+    def _verdict(self, suspected: bool) -> Failure | None:
+        """What is wrong with the rank that this one watches, if anything is."""
+        beat, own = self._seen.get(self._watched), self._own
+        if beat is None:
+            return None
+        who, silent_s, patience_s = beat.who, self._silent_s, _PATIENCE * self.timeout_s
+        if beat.left:
+            self._left = self._left or beat
+            self._watched, self._silent_s = (self._watched + 1) % self.size, 0.0
+        if self._left and (suspected or (own.waits and own.still_s > _MISSED * self.interval_s)):
+            who = self._left.who
+            what = f"{who} ended its program while other ranks go on"
+            return Failure(who, what, self._left.last(), f"make the same calls on every rank: {_READ} {who.rank}")
+        if beat.left:
+            return None
+        if who.is_gone(own.who):
+            next_step = f"{_READ} {who.rank}, and the system's log: a process that needs too much memory is killed"
+            return Failure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
+        if silent_s > (self._gap_s if suspected else patience_s):
+            how = (
+                "is stopped" if who.is_stopped(own.who) else "is stopped, or blocked outside of Python, or unreachable"
+            )
+            what = f"{who} {how}: no sign of life for {silent_s:.0f} s"
+            return Failure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
+        same = beat.step == own.step
+        behind = same and beat.calls < own.calls
+        # Where a device runs the program, the main thread may wait for a collective at any line.
+        waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())
+        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s)
+        if waits and late and own.still_s > patience_s:
+            what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
+            return Failure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
+        return None
+
+    def _linger(self, counted: str) -> None:
+        """Count this rank; whoever hosts the store waits, for a moment, until the others have read what they need."""
+        key = self._key(counted)
+        self._store.add(key, 1)
+        end = time.monotonic() + _MISSED * self.interval_s
+        awaited = self.size - (counted == "seen")
+        while self._own.who.hosts_store and self._store.add(key, 0) < awaited and time.monotonic() < end:
+            time.sleep(self.interval_s / _BEATS)
+
+    # -- the thread that ends what the main thread waits for
+    def _watch(self) -> None:
+        patience_s = _PATIENCE * self.timeout_s
+        while not self._known.wait(self.interval_s / 2):
+            if self._over.is_set():
+                return
+            lost = self._store_is_lost or time.monotonic() - self._answered_at > patience_s
+            if lost and (self._suspects or self._main.beat(self._own, self.timeout_s).waits):
+                self._store_is_lost = True
+                self._know(self._lost_store())
+        _torch.break_gloo_connections()
+        if self._store_is_lost and self.port is not None:
+            _torch.break_connections_to(self.port)
+        if torch.cuda.is_initialized():
+            threading.Thread(target=_torch.abort_groups, daemon=True).start()  # may block
+        if not self._told.wait((1 - _PATIENCE) * self.timeout_s / 2) and not self._over.is_set():
+            self._end()
+
+    def _end(self) -> None:
+        """End the process: its main thread hangs, or does something else for longer than it may."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        error = self.activity.failure
+        _print(f"{stack}{type(error).__name__}: {error}\n  rank {self.rank} was there, and is ended")
+        os._exit(1)
+
+    def _lost_store(self) -> Failure:
+        """The store does not answer: the rank that hosts it is gone, or its launcher."""
+        host, silent_s = self._seen.get(0), time.monotonic() - self._answered_at
+        if host is None or not host.who.hosts_store:
+            what = f"the store of the job does not answer rank {self.rank} for {silent_s:.0f} s"
+            return Failure(None, what, "", "read the output of what hosts it: the launcher of the first host")
+        stopped = host.who.is_stopped(self._own.who)
+        how = "is gone" if host.who.is_gone(self._own.who) else "is stopped" if stopped else "does not answer"
+        what = f"{host.who}, which hosts the store of the job, {how}: no answer for {silent_s:.0f} s"
+        return Failure(host.who, what, host.last(silent_s), f"{_READ} 0")
+
+    def _know(self, failure: Failure) -> None:
+        self.activity.failure = failure.error()
+        self._known.set()
+
+    # -- called by the main thread
+    def _explain(self, error: BaseException) -> None:
+        """A connection broke: wait until it is known which rank failed, and keep torch's own text in a later line."""
+        self._suspects = True
+        self._wake.set()
+        self._known.wait(self.timeout_s)
+        failure = self.activity.failure
+        if failure is not None:
+            failure.add_note(f"  torch: {first_line(error)}")
+
+    def _tell(self) -> None:
+        """The main thread has the error."""
+        if not self._told.is_set():
+            self._told.set()
+            self._threads[0].join(_MISSED * self.interval_s)  # until the others can do without a store that ends here
+
+    def _key(self, name: object) -> str:
+        return f"{self._label}/{name}"
+
+
+_READ = "read the output of rank"
+_LOOK = "look at what this rank does there"
+
+
+def _port(store: Any) -> int | None:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "port", None)
+
+
+def _print(text: str) -> None:
+    os.write(2, f"{text}\n".encode())
+
+
+_current: list[Peers] = []  # of this process, which is one rank of one job
+
+
+def watch_peers(timeout_s: float | None) -> Peers | None:
+    """Watch the ranks of torch's default process group from now on. A longer timeout than before replaces it. None:
+    there is one rank, or nobody has to be watched.
+    """
+    if timeout_s is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = _torch.default_store()
+    if _current and _current[0]._kept is not store:  # pyright: ignore[reportPrivateUsage]
+        leave_peers()
+    if not _current:
+        _current.append(Peers(store, dist.get_rank(), dist.get_world_size(), timeout_s, ACTIVITY))
+    _current[0].timeout_s = max(_current[0].timeout_s, timeout_s)
+    return _current[0]
+
+
+def leave_peers() -> None:
+    """This process leaves the job."""
+    while _current:
+        _current.pop().leave()
