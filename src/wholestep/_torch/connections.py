@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -79,7 +79,7 @@ def _peer_port(fd: int) -> int | None:
             found: Any = held.getpeername()
     except OSError:
         return None
-    return found[1] if isinstance(found, tuple) else None
+    return int(cast(Any, found)[1]) if isinstance(found, tuple) else None
 
 
 def _shut_down(fd: int) -> bool:

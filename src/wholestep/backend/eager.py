@@ -89,7 +89,7 @@ class _Eager:
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
         self.source = self._write(self._check if first else lambda node: self._wrong.get(node.name))
-        scope = {**self._constants, WAITS: self._waits}
+        scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -43,10 +44,8 @@ class Identity:
     def own(rank: int, hosts_store: bool) -> Identity:
         """This process."""
         pid, place = os.getpid(), ""
-        try:
+        with contextlib.suppress(OSError):  # not Linux: no rank looks for the process of another
             place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-        except OSError:  # not Linux: no rank looks for the process of another
-            pass
         return Identity(rank, socket.gethostname(), pid, place, _stat(pid)[1], hosts_store)
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ _BEATS = 20  # in the time after which a rank has failed
 _LONGEST_INTERVAL_S = 2.0
 _PATIENCE = 0.75  # of that time: the rest is for the news, and to end
 _SHORTEST_GAP_S = 2.0
+_LAST_WORDS_S = 5.0  # at most, for what is said when a process ends: it takes one request
 _MISSED = 3  # beats that a rank misses before it is suspected of having broken a connection
 _SUSPECTED = b"suspected"  # some rank's connection broke, and nobody knows yet who is gone
 
@@ -129,11 +130,11 @@ class Peers:
         self._own = replace(self._own, left=True)
         self._over.set()
         self._wake.set()
-        self._threads[0].join(_MISSED * self.interval_s)
+        self._threads[0].join(_LAST_WORDS_S)
         if self._threads[0].is_alive() and self.port is not None:  # or it would wake up in a dead interpreter
             _torch.break_connections_to(self.port)
         for thread in self._threads:
-            thread.join(_MISSED * self.interval_s)
+            thread.join(_LAST_WORDS_S)
 
     # -- the thread that talks to the store
     def _talk(self) -> None:
@@ -229,7 +230,7 @@ class Peers:
         """Count this rank; whoever hosts the store waits, for a moment, until the others have read what they need."""
         key = self._key(counted)
         self._store.add(key, 1)
-        end = time.monotonic() + _MISSED * self.interval_s
+        end = time.monotonic() + (_LAST_WORDS_S if counted == "seen" else self.interval_s)
         awaited = self.size - (counted == "seen")
         while self._own.who.hosts_store and self._store.add(key, 0) < awaited and time.monotonic() < end:
             time.sleep(self.interval_s / _BEATS)
@@ -289,7 +290,7 @@ class Peers:
         """The main thread has the error."""
         if not self._told.is_set():
             self._told.set()
-            self._threads[0].join(_MISSED * self.interval_s)  # until the others can do without a store that ends here
+            self._threads[0].join(_LAST_WORDS_S)  # until the others can do without a store that ends here
 
     def _key(self, name: object) -> str:
         return f"{self._label}/{name}"
