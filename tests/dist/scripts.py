@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from tests.dist.launch import HOST, USUAL, start_server
+from wholestep.distributed.launch import World
+from wholestep.hardware.hardware import Hardware
 from wholestep.runtime import finalize
 
 
@@ -73,6 +76,10 @@ def start(script: Path, options: list[str], world: int, folder: Path) -> Ranks:
     return ranks
 
 
+def _usual(_: World) -> Hardware:
+    return USUAL
+
+
 def _main(script: Path, options: list[str], rank: int, world: int, port: int, output: Path) -> None:
     written = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
@@ -83,7 +90,7 @@ def _main(script: Path, options: list[str], rank: int, world: int, port: int, ou
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    finalize.measure_hardware = lambda _: USUAL
+    finalize.measure_hardware = _usual
     sys.argv, code = [str(script), *options], 0
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -92,5 +99,6 @@ def _main(script: Path, options: list[str], rank: int, world: int, port: int, ou
     except BaseException as error:  # as the interpreter does
         sys.last_value, code = error, 1
         traceback.print_exc()
-    atexit._run_exitfuncs()  # a forked process does not
+    exit_functions: Any = atexit._run_exitfuncs  # pyright: ignore[reportPrivateUsage]
+    exit_functions()  # a forked process does not call them
     os._exit(code)

@@ -120,7 +120,7 @@ class MainThread:
         stopped.
         """
         activity, now, step = self.activity, time.monotonic(), self.activity.step
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+        frame = _main_frame()
         name, calls = (step.__name__, step.calls) if step is not None else ("", 0)
         collective = waited_for(frame)
         doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective)
@@ -149,6 +149,21 @@ def _told(activity: Activity, name: str, calls: int, collective: str) -> str:
     waits = activity.waits_at or collective
     what += f", waiting at {waits}" if waits else ""
     return what + (f" (its last call ended in {activity.error})" if activity.error else "")
+
+
+def end_process(reason: str) -> None:
+    """End this process from a thread, after the stack of the main thread and the reason. Nothing else is called, as it
+    might wait for the main thread.
+    """
+    frame = _main_frame()
+    stack = "".join(traceback.format_stack(frame)) if frame else ""
+    os.write(2, f"The main thread of pid {os.getpid()} was here when it was ended:\n{stack}{reason}\n".encode())
+    os._exit(1)
+
+
+def _main_frame() -> FrameType | None:
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    return frames.get(threading.main_thread().ident or 0)
 
 
 def waited_for(frame: FrameType | None) -> str:

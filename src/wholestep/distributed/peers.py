@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import RankFailedError, first_line
 from .activity import ACTIVITY, Activity, is_broken_connection
-from .heartbeat import Beat, Identity, MainThread
+from .heartbeat import Beat, Identity, MainThread, end_process
 
 _BEATS = 20  # in the time after which a rank has failed
 _LONGEST_INTERVAL_S = 2.0
@@ -83,7 +82,7 @@ class Peers:
         self.listeners: list[Listener] = []
         self._kept = store  # on the rank that hosts it, the store lives as long as this
         self._store = store.clone()  # a connection of its own: a request of the main thread may block
-        self._label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{rank}', 1)}"
+        self.label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{rank}', 1)}"
         who = Identity.own(rank, self.port is not None and _torch.listens_at(self.port))
         self._own, self._main, self._pid = Beat(who), MainThread(activity), os.getpid()
         self._watched, self._silent_s = (rank + 1) % size, 0.0
@@ -93,8 +92,7 @@ class Peers:
         self._said: Failure | None = None
         self._suspects = self._store_is_lost = False
         self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
-        if rank == 0:
-            self._store.compare_set(self._key("failed"), "", "-")
+        self._store.compare_set(self._key("failed"), "", "-")
         self._threads = [
             threading.Thread(target=target, name=f"wholestep {name}", daemon=True)
             for target, name in ((self._talk, "heartbeats"), (self._watch, "watch"))
@@ -114,6 +112,15 @@ class Peers:
         """Of silence, after which a rank may be the one that broke a connection."""
         return max(_MISSED * self.interval_s, _SHORTEST_GAP_S)
 
+    def listen(self, listener: Listener) -> None:
+        """From now on `listener` is heard and told with each heartbeat."""
+        self.listeners.append(listener)
+        self.wake()
+
+    def wake(self) -> None:
+        """Do not wait for the next heartbeat. Signal handlers may call it."""
+        self._wake.set()
+
     def leave(self) -> None:
         """This process ends: say so, and why, and let the threads end. Also after an error that nobody caught."""
         if os.getpid() != self._pid or self._over.is_set():
@@ -127,7 +134,6 @@ class Peers:
             what = f"{self._own.who} raised {type(error).__name__}: {first_line(error)}"
             self._said = Failure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
         self._told.set()
-        self._own = replace(self._own, left=True)
         self._over.set()
         self._wake.set()
         self._threads[0].join(_LAST_WORDS_S)
@@ -154,16 +160,12 @@ class Peers:
 
     def _exchange(self) -> None:
         """Tell the others of this rank, hear what the next one does, and whether anyone has failed."""
-        self._own = replace(self._main.beat(self._own, 2 * self.interval_s), left=self._own.left)
+        most_s = 2 * self.interval_s  # of the time that has passed: this process may have been stopped
+        self._own = replace(self._main.beat(self._own, most_s), left=self._over.is_set())
         self._store.set(self._key(self.rank), self._own.text())
-        now = time.monotonic()
-        listened_s = min(
-            now - self._answered_at, 2 * self.interval_s
-        )  # less than has passed where this rank was stopped
+        listened_s = min(time.monotonic() - self._answered_at, most_s)
         keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
         failed = self._key("failed")
-        if not keys and not self._store.check([failed]):
-            return
         *texts, failure = self._store.multi_get([*keys, failed])
         for rank, text in zip(keys.values(), texts, strict=True):
             beat = Beat.read(text)
@@ -180,8 +182,8 @@ class Peers:
             self._know(Failure.read(failure))
 
     def _is_there(self, rank: int) -> bool:
-        """Whether a rank has said anything yet: it may not have made its first call."""
-        return rank in self._seen or self._store.check([self._key(rank)])
+        """Whether another rank has said anything yet: it may not have made its first call."""
+        return rank != self.rank and (rank in self._seen or self._store.check([self._key(rank)]))
 
     def _publish(self, key: str, before: bytes, found: Failure | None) -> bytes:
         """The first failure that any rank has found stays."""
@@ -255,11 +257,8 @@ class Peers:
 
     def _end(self) -> None:
         """End the process: its main thread hangs, or does something else for longer than it may."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
         error = self.activity.failure
-        _print(f"{stack}{type(error).__name__}: {error}\n  rank {self.rank} was there, and is ended")
-        os._exit(1)
+        end_process(f"{type(error).__name__}: {error}")
 
     def _lost_store(self) -> Failure:
         """The store does not answer: the rank that hosts it is gone, or its launcher."""
@@ -293,7 +292,7 @@ class Peers:
             self._threads[0].join(_LAST_WORDS_S)  # until the others can do without a store that ends here
 
     def _key(self, name: object) -> str:
-        return f"{self._label}/{name}"
+        return f"{self.label}/{name}"
 
 
 _READ = "read the output of rank"
@@ -326,6 +325,11 @@ def watch_peers(timeout_s: float | None) -> Peers | None:
         _current.append(Peers(store, dist.get_rank(), dist.get_world_size(), timeout_s, ACTIVITY))
     _current[0].timeout_s = max(_current[0].timeout_s, timeout_s)
     return _current[0]
+
+
+def current_peers() -> Peers | None:
+    """The ranks that are watched; None where there is one rank, or where nobody watches."""
+    return _current[0] if _current else None
 
 
 def leave_peers() -> None:
