@@ -169,7 +169,7 @@ def _main_frame() -> FrameType | None:
 def waited_for(frame: FrameType | None) -> str:
     """The collective that a thread at this frame waits for; "" where it does not."""
     while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file, line = frame.f_code.co_filename, frame.f_lineno or 0
         if WAITS in frame.f_globals:
             return frame.f_globals[WAITS].get(line, "")
         if file.endswith(_COLLECTIVES):

@@ -30,10 +30,11 @@ _SHORTEST_GAP_S = 2.0
 _LAST_WORDS_S = 5.0  # at most, for what is said when a process ends: it takes one request
 _MISSED = 3  # beats that a rank misses before it is suspected of having broken a connection
 _SUSPECTED = b"suspected"  # some rank's connection broke, and nobody knows yet who is gone
+_NOBODY = (b"-", _SUSPECTED)  # has failed, as far as is known
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """What a rank that failed is, what is wrong with it, what it did last, and what to do."""
 
     who: Identity | None
@@ -46,10 +47,10 @@ class Failure:
         return json.dumps([vars(self.who) if self.who else None, self.what, self.last, self.next_step]).encode()
 
     @staticmethod
-    def read(text: bytes) -> Failure:
+    def read(text: bytes) -> RankFailure:
         """From what `text` returned."""
         who, *rest = json.loads(text)
-        return Failure(Identity(**who) if who else None, *rest)
+        return RankFailure(Identity(**who) if who else None, *rest)
 
     def error(self) -> RankFailedError:
         """The same on all ranks."""
@@ -89,7 +90,7 @@ class Peers:
         self._seen: dict[int, Beat] = {}
         self._answered_at = time.monotonic()
         self._left: Beat | None = None
-        self._said: Failure | None = None
+        self._said: RankFailure | None = None
         self._suspects = self._store_is_lost = False
         self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
         self._store.compare_set(self._key("failed"), "", "-")
@@ -99,6 +100,9 @@ class Peers:
         ]
         activity.explain, activity.told = self._explain, self._tell
         activity.failure, activity.error = None, ""
+
+    def start(self) -> None:
+        """Tell the others of this rank from now on."""
         for thread in self._threads:
             thread.start()
 
@@ -132,7 +136,7 @@ class Peers:
                 _print(f"{type(self.activity.failure).__name__}: {self.activity.failure}")
         elif error is not None and self.activity.failure is None:
             what = f"{self._own.who} raised {type(error).__name__}: {first_line(error)}"
-            self._said = Failure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
+            self._said = RankFailure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
         self._told.set()
         self._over.set()
         self._wake.set()
@@ -175,49 +179,44 @@ class Peers:
             self._seen[rank] = beat
         for listener in self.listeners:
             listener.exchange(self._store)
-        found = self._said or self._verdict(failure == _SUSPECTED)
-        if found is not None or (self._suspects and failure == b"-"):
-            failure = self._publish(failed, failure, found)
-        if failure not in (b"-", _SUSPECTED):
-            self._know(Failure.read(failure))
+        if failure in _NOBODY:
+            found = self._said or self._verdict(failure == _SUSPECTED)
+            if found is not None or (self._suspects and failure != _SUSPECTED):
+                failure = self._publish(failed, failure, found)
+        if failure not in _NOBODY:
+            self._know(RankFailure.read(failure))
 
     def _is_there(self, rank: int) -> bool:
         """Whether another rank has said anything yet: it may not have made its first call."""
         return rank != self.rank and (rank in self._seen or self._store.check([self._key(rank)]))
 
-    def _publish(self, key: str, before: bytes, found: Failure | None) -> bytes:
+    def _publish(self, key: str, before: bytes, found: RankFailure | None) -> bytes:
         """The first failure that any rank has found stays."""
         while True:
             said = found.text() if found is not None else _SUSPECTED
             now = self._store.compare_set(key, before, said)
-            if now == said or now != _SUSPECTED or found is None:
+            if now == said or now not in _NOBODY:
                 return now
             before = now
 
-    def _verdict(self, suspected: bool) -> Failure | None:
+    def _verdict(self, suspected: bool) -> RankFailure | None:
         """What is wrong with the rank that this one watches, if anything is."""
         beat, own = self._seen.get(self._watched), self._own
+        if beat is not None and beat.left:
+            self._left, beat = self._left or beat, None
+            self._watched, self._silent_s = (self._watched + 1) % self.size, 0.0
+        if self._left and (suspected or (own.waits and own.still_s > _MISSED * self.interval_s)):
+            return _ended(self._left)
         if beat is None:
             return None
         who, silent_s, patience_s = beat.who, self._silent_s, _PATIENCE * self.timeout_s
-        if beat.left:
-            self._left = self._left or beat
-            self._watched, self._silent_s = (self._watched + 1) % self.size, 0.0
-        if self._left and (suspected or (own.waits and own.still_s > _MISSED * self.interval_s)):
-            who = self._left.who
-            what = f"{who} ended its program while other ranks go on"
-            return Failure(who, what, self._left.last(), f"make the same calls on every rank: {_READ} {who.rank}")
-        if beat.left:
-            return None
         if who.is_gone(own.who):
             next_step = f"{_READ} {who.rank}, and the system's log: a process that needs too much memory is killed"
-            return Failure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
+            return RankFailure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
         if silent_s > (self._gap_s if suspected else patience_s):
-            how = (
-                "is stopped" if who.is_stopped(own.who) else "is stopped, or blocked outside of Python, or unreachable"
-            )
-            what = f"{who} {how}: no sign of life for {silent_s:.0f} s"
-            return Failure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
+            others = "" if who.is_stopped(own.who) else ", or blocked outside of Python, or unreachable"
+            what = f"{who} is stopped{others}: no sign of life for {silent_s:.0f} s"
+            return RankFailure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
         same = beat.step == own.step
         behind = same and beat.calls < own.calls
         # Where a device runs the program, the main thread may wait for a collective at any line.
@@ -225,14 +224,14 @@ class Peers:
         late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s)
         if waits and late and own.still_s > patience_s:
             what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
-            return Failure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
+            return RankFailure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
         return None
 
     def _linger(self, counted: str) -> None:
         """Count this rank; whoever hosts the store waits, for a moment, until the others have read what they need."""
         key = self._key(counted)
         self._store.add(key, 1)
-        end = time.monotonic() + (_LAST_WORDS_S if counted == "seen" else self.interval_s)
+        end = time.monotonic() + (_LAST_WORDS_S if counted == "seen" else 2 * self.interval_s)
         awaited = self.size - (counted == "seen")
         while self._own.who.hosts_store and self._store.add(key, 0) < awaited and time.monotonic() < end:
             time.sleep(self.interval_s / _BEATS)
@@ -260,18 +259,20 @@ class Peers:
         error = self.activity.failure
         end_process(f"{type(error).__name__}: {error}")
 
-    def _lost_store(self) -> Failure:
+    def _lost_store(self) -> RankFailure:
         """The store does not answer: the rank that hosts it is gone, or its launcher."""
         host, silent_s = self._seen.get(0), time.monotonic() - self._answered_at
         if host is None or not host.who.hosts_store:
             what = f"the store of the job does not answer rank {self.rank} for {silent_s:.0f} s"
-            return Failure(None, what, "", "read the output of what hosts it: the launcher of the first host")
+            return RankFailure(None, what, "", "read the output of what hosts it: the launcher of the first host")
+        if host.left:
+            return _ended(host)
         stopped = host.who.is_stopped(self._own.who)
         how = "is gone" if host.who.is_gone(self._own.who) else "is stopped" if stopped else "does not answer"
         what = f"{host.who}, which hosts the store of the job, {how}: no answer for {silent_s:.0f} s"
-        return Failure(host.who, what, host.last(silent_s), f"{_READ} 0")
+        return RankFailure(host.who, what, host.last(silent_s), f"{_READ} 0")
 
-    def _know(self, failure: Failure) -> None:
+    def _know(self, failure: RankFailure) -> None:
         self.activity.failure = failure.error()
         self._known.set()
 
@@ -299,6 +300,11 @@ _READ = "read the output of rank"
 _LOOK = "look at what this rank does there"
 
 
+def _ended(beat: Beat) -> RankFailure:
+    what = f"{beat.who} ended its program while other ranks go on"
+    return RankFailure(beat.who, what, beat.last(), f"make the same calls on every rank: {_READ} {beat.who.rank}")
+
+
 def _port(store: Any) -> int | None:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -323,6 +329,7 @@ def watch_peers(timeout_s: float | None) -> Peers | None:
         leave_peers()
     if not _current:
         _current.append(Peers(store, dist.get_rank(), dist.get_world_size(), timeout_s, ACTIVITY))
+        _current[0].start()
     _current[0].timeout_s = max(_current[0].timeout_s, timeout_s)
     return _current[0]
 
