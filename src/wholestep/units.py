@@ -1,4 +1,4 @@
-"""Sizes in bytes from text."""
+"""Sizes in bytes and times in seconds from text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from .errors import PlanError, shown
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
+
+_TIMES = {"": 1, "MS": 1e-3, "S": 1, "SEC": 1, "MIN": 60, "H": 3600}
+
+
+def parse_seconds(given: float | str, option: str) -> float:
+    """Seconds of `"60s"`, `"5min"`, `"2h"` or a number. Raises PlanError, which names the option: it is none of these,
+    or not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(given), re.ASCII)
+    unit = _TIMES.get(found[2].upper()) if found else None
+    if found is None or unit is None or isinstance(given, bool) or not float(found[1]) * unit > 0:
+        raise PlanError(
+            f"{option}={given!r}", 'a positive number of seconds, or text like "60s" or "5min"', "correct it"
+        )
+    return float(found[1]) * unit
 
 
 def parse_bytes(given: int | str, name: str = "memory_bytes") -> int:
