@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+import wholestep as ws
 from tests.dist.scripts import Ranks, start
 
 LIMIT_S = 60.0
@@ -100,3 +102,27 @@ def test_a_second_signal_ends_a_rank_at_once(tmp_path: Path) -> None:
         ranks.wait([1], 3.0)
         ask(ranks, 1)
         assert ranks.wait([1], LIMIT_S) == {1: -signal.SIGTERM}
+
+
+SAVES = (
+    SCRIPT.partition("stop = StopRequest")[0]
+    + """
+print("ready", flush=True)
+while True:
+    step(model, optimizer, torch.randn(8, 16))
+    time.sleep(0.005 * (1 + rank))
+    ws.save("SAVED", step, every=100_000, wait=False, grace="30s")
+"""
+)
+
+
+def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES.replace("SAVED", str(tmp_path / "saved")))
+    with start(script, ["0", "0", "collectives"], 2, tmp_path) as ranks:
+        for rank in (0, 1):
+            ranks.wait_for_line(rank, "ready")
+        time.sleep(0.2)
+        ask(ranks, 1)
+        assert ranks.wait([0, 1], LIMIT_S) == {0: 0, 1: 0}, [ranks.output(rank) for rank in (0, 1)]
+    assert ws.load(tmp_path / "saved").number > 1
