@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,10 @@ from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
 from ..distributed.full_tensors import copy
 from ..distributed.launch import job
+from ..errors import CheckpointError
 from ..runtime import random_state
-from .collective_calls import on_first_rank
 from .manifest import CheckpointTensor, Manifest, SavedOptimizer
+from .stateful import read_file
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Options of a parameter group that select an implementation."""
@@ -79,16 +81,47 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 
-def add_own(snapshot: Snapshot) -> None:
-    """Add the state of this rank alone: random state, and buffers that differ from the first rank's (collective)."""
-    rank = job()[0]
+def read_values(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The plain values of a checkpoint, in the form that `save` writes. Raises CheckpointError for any other."""
+    found = read_file(path)
+    if not _are_values(found, manifest):
+        text = f"checkpoint {path.parent} is damaged: {path.name} holds something else"
+        raise CheckpointError(text, "extra, and options and state of the optimizers in the manifest")
+    return cast(dict[str, Any], found)
+
+
+def _are_values(found: Any, manifest: Manifest) -> bool:
+    parts = cast(dict[Any, Any], found)
+    if not isinstance(found, dict) or parts.keys() != {"extra", "options", "values", "scheduled"}:
+        return False
+    if not all(isinstance(part, dict) for part in parts.values()):
+        return False
+    owners = {"", *(name for name, saved in manifest.tensors.items() if saved.role == "param")}
+    labels = manifest.optimizers.keys()
+    for label, saved in manifest.optimizers.items():
+        groups, entries, keys = (parts[name].get(label) for name in ("options", "values", "scheduled"))
+        if not isinstance(groups, list) or len(cast(list[Any], groups)) != len(saved.groups):
+            return False
+        if not all(isinstance(group, dict) and not IMPLEMENTATION & group.keys() for group in cast(list[Any], groups)):
+            return False
+        if not isinstance(entries, dict) or not cast(dict[Any, Any], entries).keys() <= owners:
+            return False
+        if not all(isinstance(entry, dict) for entry in cast(dict[Any, Any], entries).values()):
+            return False
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in cast(list[Any], keys)):
+            return False
+    return all(parts[name].keys() == labels for name in ("options", "values", "scheduled"))
+
+
+def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
+    """A checksum of each buffer, which ranks compare."""
+    return {n: _checksum(snapshot.tensors[n]) for n, saved in snapshot.saved.items() if saved.role == "buffer"}
+
+
+def add_own(snapshot: Snapshot, rank: int, sums: Mapping[str, int], first: Mapping[str, int]) -> None:
+    """Add the state of this rank alone: random state, and buffers that differ from the first rank's."""
     own = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
-    names = [name for name, saved in snapshot.saved.items() if saved.role == "buffer"]
-    sums = {name: _checksum(snapshot.tensors[name]) for name in names}
-    leader = on_first_rank(lambda: sums)
-    for name in names:
-        if sums[name] != leader.get(name):
-            own[name] = snapshot.tensors.pop(name)
+    own |= {name: snapshot.tensors.pop(name) for name in sums if sums[name] != first.get(name)}
     for name, tensor in own.items():
         snapshot.tensors[f"rank{rank}/{name}"] = tensor
         snapshot.saved[f"rank{rank}/{name}"] = _about("rank", tensor)
@@ -97,7 +130,7 @@ def add_own(snapshot: Snapshot) -> None:
 def _checksum(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         return 0
-    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[str, str]:

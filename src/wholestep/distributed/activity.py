@@ -5,6 +5,7 @@ A call of a step writes two of them and reads one: it sends nothing and takes no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Activity:
     def raise_failure(self) -> None:
         """Raise RankFailedError, if a rank failed."""
         if self.failure is not None:
-            if self.told is not None:
+            if self.told is not None and _on_main_thread():
                 self.told()
             raise self.failure from None
 
@@ -58,7 +59,10 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str, allowance_s: float) -> Generator[None]:
-        """The main thread is busy inside: other ranks wait so much longer for this one."""
+        """The main thread is busy inside: other ranks wait so much longer for this one. Another thread may be, too."""
+        if not _on_main_thread():
+            yield
+            return
         outer = self.busy, self.allowance_s
         self.busy, self.allowance_s = what, allowance_s
         try:
@@ -68,7 +72,12 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed."""
+        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed. Another thread may
+        wait as well: that does not hold the main thread up.
+        """
+        if not _on_main_thread():
+            yield
+            return
         outer, self.waits_at = self.waits_at, what
         try:
             yield
@@ -81,6 +90,10 @@ class Activity:
 
 ACTIVITY = Activity()
 """Of this process, which has one main thread and is one rank of one job."""
+
+
+def _on_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
