@@ -194,6 +194,5 @@ def test_times(text: float | str, seconds: float) -> None:
 def test_times_that_are_none(given: Any) -> None:
     with pytest.raises(ws.PlanError) as caught:
         ws.compile(lambda: None, timeout=given)
-    assert str(caught.value) == (
-        f'timeout={given!r}\n  needed: a positive number of seconds up to 100,000,000, or text like "60s" or "5min"\n  next: correct it'
-    )
+    needed = 'a positive number of seconds up to 100,000,000, or text like "60s" or "5min"'
+    assert str(caught.value) == f"timeout={given!r}\n  needed: {needed}\n  next: correct it"
