@@ -30,7 +30,7 @@ class Rank(Peers):
     """A rank without threads, which says what it is told to say."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(store, rank, size, TIMEOUT_S, Activity(Step()))
+        super().__init__(store, rank, size, TIMEOUT_S, Activity(Step))
         self.says: dict[str, Any] = {"waits": True, "still_s": 0.0}
 
     def round(self, seconds: float = 0.0) -> str:
@@ -154,7 +154,7 @@ def test_a_thread_that_waits_in_a_program_is_seen_to_wait() -> None:
 
 def test_the_main_thread_is_shown_at_the_users_line() -> None:
     ranks, _ = job(2)
-    looks = MainThread(Activity(Step()))
+    looks = MainThread(Activity(Step))
     first = looks.beat(Beat(ranks[0]._own.who), 2.0)
     second = looks.beat(first, 2.0)
     assert (second.number, second.step, second.calls, second.waits) == (2, "train_step", 7, False)

@@ -25,12 +25,12 @@ class NamedStep(Protocol):
 
 @dataclass
 class Activity:
-    """`inside` a call of `step` or after it; busy with something that may take `allowance_s` longer than a step; at a
-    point where this rank waits for the others. `failure` is set once it is known that a rank failed. `explain` finds
-    out why a collective failed, and `stopped` hears that the main thread knows of the failure.
+    """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
+    `allowance_s` longer than a step; at a point where this rank waits for the others. `failure` is set once it is known
+    that a rank failed. `explain` finds out why a collective failed, and `told` hears that the main thread knows of it.
     """
 
-    step: NamedStep | None = None
+    step: Callable[[], NamedStep | None] = lambda: None
     inside: bool = False
     busy: str = ""
     allowance_s: float = 0.0
@@ -59,7 +59,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str, allowance_s: float) -> Generator[None]:
-        """The main thread is busy inside: other ranks wait so much longer for this one. Another thread may be, too."""
+        """The main thread is busy inside: other ranks wait so much longer for this one. Other threads tell nothing."""
         if not _on_main_thread():
             yield
             return
@@ -72,9 +72,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed. Another thread may
-        wait as well: that does not hold the main thread up.
-        """
+        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed."""
         if not _on_main_thread():
             yield
             return

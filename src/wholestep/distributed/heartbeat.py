@@ -119,7 +119,7 @@ class MainThread:
         """The next sign of life after `before`. At most `most_s` count as passed since: the process may have been
         stopped.
         """
-        activity, now, step = self.activity, time.monotonic(), self.activity.step
+        activity, now, step = self.activity, time.monotonic(), self.activity.step()
         frame = _main_frame()
         name, calls = (step.__name__, step.calls) if step is not None else ("", 0)
         collective = waited_for(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -70,13 +71,14 @@ class CompiledStep:
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
+        self._weak = weakref.ref(self)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         if ACTIVITY.failure is not None:
             ACTIVITY.raise_failure()
-        ACTIVITY.step, ACTIVITY.inside = self, True
+        ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
             sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
