@@ -62,3 +62,39 @@ def test_the_others_name_the_rank_that_failed(how: str, rank: int, tmp_path: Pat
             text = ranks.output(others[0])
             assert "last: between steps, after call 5 of train_step, for" in text
             assert re.search(r"there: \S+failures.py:\d+  time.sleep\(3600\)", text)
+
+
+SAVES = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import wholestep as ws
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = ws.compile(train_step, timeout="8s")
+step(model, optimizer, torch.randn(8, 16))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+ws.save("checkpoints", step)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sent", "found"), [("SIGKILL", FOUND["kill"]), ("SIGSTOP", FOUND["stop"])])
+def test_a_save_does_not_wait_for_a_rank_that_failed(sent: str, found: str, tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES.replace('"checkpoints"', repr(str(tmp_path / "checkpoints"))))
+    with start(script, [sent], 3, tmp_path) as ranks:
+        assert ranks.wait([0, 2], LIMIT_S) == {0: 1, 2: 1}, [ranks.output(other) for other in (0, 2)]
+        for other in (0, 2):
+            first, *_ = error_of(ranks.output(other))
+            assert "RankFailedError: rank 1 (host" in first
+            assert found in first

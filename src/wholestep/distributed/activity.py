@@ -43,7 +43,7 @@ class Activity:
     def raise_failure(self) -> None:
         """Raise RankFailedError, if a rank failed."""
         if self.failure is not None:
-            if self.told is not None:
+            if self.told is not None and _on_main_thread():
                 self.told()
             raise self.failure from None
 
@@ -60,7 +60,7 @@ class Activity:
     @contextmanager
     def doing(self, what: str, allowance_s: float) -> Generator[None]:
         """The main thread is busy inside: other ranks wait so much longer for this one. Other threads tell nothing."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _on_main_thread():
             yield
             return
         outer = self.busy, self.allowance_s
@@ -73,7 +73,7 @@ class Activity:
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
         """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _on_main_thread():
             yield
             return
         outer, self.waits_at = self.waits_at, what
@@ -88,6 +88,10 @@ class Activity:
 
 ACTIVITY = Activity()
 """Of this process, which has one main thread and is one rank of one job."""
+
+
+def _on_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
