@@ -10,17 +10,17 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(given: int | str) -> int:
+def parse_bytes(given: int | str, name: str = "memory_bytes") -> int:
     """Bytes of `"3GiB"`, `"500 MB"` or a number. Raises PlanError if it is none of these, or not positive."""
     if isinstance(given, int) and not isinstance(given, bool):
-        return _positive(given, given)
+        return _positive(given, given, name)
     found = _SIZE.fullmatch(given) if isinstance(given, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
-    return _positive(float(found[1]) * unit if found else 0, given)
+    return _positive(float(found[1]) * unit if found else 0, given, name)
 
 
-def _positive(size: float, given: object) -> int:
+def _positive(size: float, given: object, name: str) -> int:
     if not 1 <= size < 1 << 63:
         needed = 'a positive number of bytes, or text like "3GiB" or "500MB"'
-        raise PlanError(f"memory_bytes={shown(given)}", needed, "correct it")
+        raise PlanError(f"{name}={shown(given)}", needed, "correct it")
     return int(size)

@@ -56,7 +56,8 @@ def build(wanted: ModelSpec) -> Target:
     config = _config(transformers, wanted)
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, wanted.dtype)).train()
+            options = {"dtype": getattr(torch, wanted.dtype), "trust_remote_code": False}
+            model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
     except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
         refuse(f"{wanted.config} is not a causal language model of transformers: {first_line(error)}")
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)

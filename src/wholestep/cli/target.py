@@ -107,7 +107,7 @@ def check_outputs(**files: Path | None) -> None:
             refuse(f"--{option} {path}: no permission to write {written_to}")
 
 
-def write_output(shown: Screen, path: Path | None, write: Callable[[Path], object]) -> None:
+def write_output(screen: Screen, path: Path | None, write: Callable[[Path], object]) -> None:
     """Call `write` with `path`, if that is given, and note it."""
     if path is None:
         return
@@ -115,7 +115,7 @@ def write_output(shown: Screen, path: Path | None, write: Callable[[Path], objec
         write(path)
     except (OSError, ValueError) as error:  # also a null in the name
         refuse(f"{path} cannot be written: {_reason(error)}")
-    shown.note(f"written to {path}")
+    screen.note(f"written to {path}")
 
 
 def _reason(error: OSError | ValueError) -> str:
