@@ -22,6 +22,7 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
+from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..planner.auto import Auto
@@ -227,6 +228,7 @@ def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strateg
 
 def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
     """The strategies and the mesh of a plan that is applied; `mesh` is what was given beside it."""
+    check_form(plan)
     if plan.strategies is None:
         found = f"the plan does not hold what made it ({plan.strategy})"
         needed = "one of wholestep's own strategies, in a file that this version writes"
