@@ -30,7 +30,7 @@ def wait() -> None:
 
 
 def at_exit() -> None:
-    """Release leases when the process ends. A save that failed without anybody looking ends it with status 1."""
+    """Release leases when the process ends. It ends with status 1 if a save failed and nobody asked for its result."""
     atexit.unregister(_finish)
     atexit.register(_finish)
 
@@ -38,8 +38,7 @@ def at_exit() -> None:
 def _finish() -> None:
     try:
         wait()
-    except Exception as error:
-        print(f"the last checkpoint was not saved\n{type(error).__name__}: {error}", file=sys.stderr)
+    except Exception:
         lease.release_all()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,6 +66,7 @@ def start(work: Callable[[], Path]) -> Future[Path]:
         try:
             saving.set_result(work())
         except BaseException as error:
+            print(f"a checkpoint was not saved\n{type(error).__name__}: {error}", file=sys.stderr)
             saving.set_exception(error)
 
     threading.Thread(target=run, name="wholestep-save").start()

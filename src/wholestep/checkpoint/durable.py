@@ -153,7 +153,7 @@ def remove(folder: Path, first: str, last: str) -> None:
     if (folder / first).exists():
         (folder / first).unlink()
         sync(folder)
-    for path in list(folder.iterdir()):
+    for path in entries(folder):
         if path.is_dir() and not is_remote(path) and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name not in (first, last):
@@ -162,6 +162,14 @@ def remove(folder: Path, first: str, last: str) -> None:
         (folder / last).unlink()
     if not is_remote(folder):
         folder.rmdir()
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where there is none."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def is_plain_file(path: Path) -> bool:

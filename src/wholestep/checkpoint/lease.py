@@ -228,11 +228,8 @@ def _is_stopped(pid: int) -> bool:
 
 def _highest(root: Path) -> tuple[int, Owner | None]:
     """The number and the owner of the lease that counts; 0 for none."""
-    with contextlib.suppress(FileNotFoundError):
-        numbers = [int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-        if numbers:
-            return max(numbers), owner_of(_path(root, max(numbers)))
-    return 0, None
+    highest = max((int(match[1]) for path in durable.entries(root) if (match := _NAME.fullmatch(path.name))), default=0)
+    return highest, owner_of(_path(root, highest)) if highest else None
 
 
 def _path(root: Path, number: int) -> Path:

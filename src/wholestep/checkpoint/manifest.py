@@ -232,10 +232,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 def folders(root: Path) -> list[Path]:
     """The folders in `root` with the name of a checkpoint, finished or not."""
-    try:
-        return [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.is_dir() else []
-    except FileNotFoundError:  # removed between two looks
-        return []
+    return [path for path in durable.entries(root) if _FOLDER.fullmatch(path.name)]
 
 
 def names_for(number: int) -> Iterator[str]:

@@ -80,8 +80,12 @@ class Save:
                 if (folder / manifest.NAME).exists():
                     continue
                 durable.make_folder(folder)
-                if durable.create(folder / CLAIM, held.owner.to_json()):
-                    return held.owner.token, folder
+                try:
+                    if durable.create(folder / CLAIM, held.owner.to_json()):
+                        return held.owner.token, folder
+                except OSError:
+                    _remove_quietly(folder)
+                    raise
         raise AssertionError("names do not end")
 
     def _write(self, folder: Path) -> Part:
@@ -170,7 +174,7 @@ def _remove_unfinished(root: Path, held: Lease) -> None:
         if (folder / manifest.NAME).exists():
             continue
         owner = lease.owner_of(folder / CLAIM)
-        newest = max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+        newest = max((path.stat().st_mtime for path in durable.entries(folder)), default=0.0)
         ours = owner is not None and (owner.token == held.owner.token or owner.is_this_process or owner.is_dead)
         if ours or time.time() - newest > _ABANDONED_S:
             durable.remove(folder, manifest.NAME, CLAIM)
