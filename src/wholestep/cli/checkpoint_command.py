@@ -60,7 +60,8 @@ def checkpoint(
             _reshard(shown, folder, to, reshard)
             return
         same, text, found = _look(shown, folder, verify) if other is None else _compare(shown, folder, other)
-        typer.echo(text)
+    typer.echo(text)
+    with working() as shown:
         write_output(shown, out, lambda path: path.write_text(json.dumps(found, indent=1) + "\n"))
     if not same:
         raise typer.Exit(1)
