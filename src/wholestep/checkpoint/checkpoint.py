@@ -27,6 +27,7 @@ from ..errors import CheckpointError
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
+from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
 from . import durable, manifest, snapshot
 from .collective_calls import gather_from_ranks, on_every_rank, on_first_rank, rank_and_size
@@ -80,8 +81,10 @@ def save(
 
     Raises:
         CheckpointError: on every rank, when it could not be saved on any.
+        NonFiniteError: on every rank: with `on_nonfinite="raise"`, the last call was not finite; nothing is saved.
     """
     flush_pending()
+    read_all_nonfinite()
     root, state = Path(directory), _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number
     if state is None or number is None or number < 0 or keep < 1:

@@ -27,6 +27,7 @@ from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..units import parse_bytes
+from .nonfinite import OnNonfinite
 from .progress import Progress
 
 
@@ -60,6 +61,11 @@ class CompileOptions:
         offload: `"cpu"` stores parameters, gradients and optimizer state in host memory, where the update runs; shards
             are copied to the device before they are gathered. On a CPU only the program changes.
         keep_grads: keep gradients in `param.grad`, even if the step resets them at its start.
+        on_nonfinite: what to do about a call whose loss or gradients are NaN or infinite on any rank. `"skip"`,
+            `"raise"` or a function: the call changes no parameter, optimizer state or buffer on any rank. With `"skip"`
+            the first such call warns, and `step.skipped` counts them; with `"raise"` every rank raises NonFiniteError
+            before the next call (on a GPU, before the one after that), in `step.flush()` or in `ws.save`; a function is
+            called at these points with the number of the call and the names of what was not finite. None does not look.
         measure: time how long the last step waited for communication: `step.waited_seconds`.
         progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
             in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
@@ -90,6 +96,7 @@ class CompileOptions:
     mixed_precision: MixedPrecision | None = None
     offload: Literal["cpu"] | None = None
     keep_grads: bool = False
+    on_nonfinite: OnNonfinite | None = None
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout: float = 120.0
@@ -101,6 +108,9 @@ class CompileOptions:
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
+            raise PlanError(found, one_of, "correct it")
+        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
+            found, one_of = f"on_nonfinite={self.on_nonfinite!r}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")
         if self.check_every < 0:
             raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
@@ -174,6 +184,7 @@ class StepOptions:
             offload=given.offload,
             fused=backend.fused_optimizers,
             keep_grads=given.keep_grads,
+            skip_nonfinite=given.on_nonfinite is not None,
             module_overrides=given.module_overrides or {},
             model=given.model,
             optimizer=given.optimizer,

@@ -208,6 +208,7 @@ def step_lines(options: StepOptions) -> list[str]:
     return [
         f"backend{SEPARATOR}{options.backend.name}",
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
+        f"on_nonfinite{SEPARATOR}{'a function' if callable(given.on_nonfinite) else given.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"check_every{SEPARATOR}{given.check_every}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",

@@ -34,6 +34,7 @@ from .compile_options import StepOptions
 from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
+from .nonfinite import NonfiniteWatch
 from .program import Program
 from .progress import Stages
 from .step_inputs import BatchSharder, BatchSizes, StepInputs, batch_sharder
@@ -69,10 +70,14 @@ class CompiledStep:
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
+        action = options.given.on_nonfinite
+        self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
+        if self._nonfinite is not None:
+            self._nonfinite.before_call()
         call = take_apart((args, kwargs))
         sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
         program = self._program(call, args, kwargs, sizes)
@@ -85,6 +90,8 @@ class CompiledStep:
         if self._clock is not None:
             self.waited_seconds = self._clock.seconds
         self.calls += 1
+        if self._nonfinite is not None and program.nonfinite:
+            self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
         if program.check is not None:
             program.check(program)
         return result
@@ -112,11 +119,14 @@ class CompiledStep:
         """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
 
         Reading or loading `state_dict()`, an eager forward or update, saving a checkpoint and calling another compiled
-        step do it by themselves. Call it before reading or writing parameters directly. All ranks have to.
+        step do it by themselves. Call it before reading or writing parameters directly. All ranks have to. With
+        `on_nonfinite`, it also waits for what the last call found. Raises NonFiniteError with `on_nonfinite="raise"`.
         """
         for program in self.programs:
             if isinstance(program.run, CrossStepRunner):
                 program.run.flush()
+        if self._nonfinite is not None:
+            self._nonfinite.read_all()
 
     def profile(self, *args: Any, hardware: Hardware | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
@@ -177,6 +187,11 @@ class CompiledStep:
     def state(self) -> StepState | None:
         """The modules and optimizers of the program that was compiled last; None before the first call."""
         return self._installer.state
+
+    @property
+    def skipped(self) -> int:
+        """How many calls changed nothing because of `on_nonfinite`, as far as read (`flush` reads all)."""
+        return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     @property
     def captures(self) -> int:
