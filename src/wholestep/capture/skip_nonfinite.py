@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -13,7 +13,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import NONFINITE, Output, Role, TrainGraph
-from ..graph.nodes import operands
+from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
 from .effects import Effects
 from .locations import GroupEntry, StateEntry
@@ -43,24 +43,26 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
     last = max((node for _, node in checked), key=order.__getitem__)
     flags = _flags(_After(last), checked, foreach)
-    output = next(iter(reversed(graph.graph.nodes)))
+    updates = _Updates(flags[0])
     inputs = {given.name: (given.role, node) for given, node in graph.placeholders()}
-    after = {node: i for i, node in enumerate(graph.graph.nodes)}
     kept: list[tuple[Output, Node]] = []
     for out, made in graph.results():
         role, old = inputs.get(out.target, (None, None)) if out.kind == "update" else (None, None)
         created = out.kind == "update" and old is None
-        if role in _KEPT or (created and not fresh_grads and out.target.endswith("/grad")):
-            place = _After(max(made, flags[0], key=after.__getitem__))
-            old = place.call(aten.zeros_like.default, made) if old is None else old
-            made = place.call(aten.where.self, flags[0], old, made)
+        if old is not None and role in _KEPT:
+            place = _After(updates.last(made))
+            made = updates.kept(made, old) or place.call(aten.where.self, flags[0], old, made)
         elif created and not out.target.endswith("/grad"):
             owner, _, key = out.target.rpartition("/")
             found = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
             raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
+        elif created and not fresh_grads:
+            place = _After(updates.last(made))
+            made = place.call(aten.where.self, flags[0], place.call(aten.zeros_like.default, made), made)
         kept.append((out, made))
     results = sum(out.kind == "result" for out, _ in kept)
     kept[results:results] = [(Output("result", NONFINITE), flag) for flag in flags]
+    output = next(iter(reversed(graph.graph.nodes)))
     output.args = (tuple(node for _, node in kept),)
     return replace(graph, outputs=tuple(out for out, _ in kept)), tuple(name for name, _ in checked)
 
@@ -106,14 +108,57 @@ def _flags(place: _After, checked: Sequence[tuple[str, Node]], foreach: bool) ->
     """Return whether any value is not finite, and whether each is not, from their 1-norms."""
     dtypes = {meta.one_tensor(node).dtype for _, node in checked}
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
-    losses = [node for name, node in checked if name == LOSS]
-    sizes = [place.call(OVER_RANKS, place.size(node, wide)) for node in losses]
+    sizes = [place.size(node, wide) for name, node in checked if name == LOSS]
     grads = [node for name, node in checked if name != LOSS]
     alike = len({meta.one_tensor(node).dtype for node in grads}) == 1
     sizes += place.sizes(grads, wide) if foreach and alike else [place.size(node, wide) for node in grads]
-    stacked = place.call(aten.stack.default, sizes)
+    stacked = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
     flags = place.call(aten.ne.Scalar, place.call(aten.sub.Tensor, stacked, stacked), 0)
     return place.call(aten.any.default, flags), flags
+
+
+class _Updates:
+    """Updates that keep the old value by themselves, without a copy: by fused optimizers, which a flag can stop, and of
+    counts, from which the flag is subtracted again.
+    """
+
+    def __init__(self, skipped: Node) -> None:
+        self._skipped, self._number = skipped, _After(skipped).call(aten._to_copy.default, skipped, dtype=torch.float32)
+        self._order = {node: i for i, node in enumerate(skipped.graph.nodes)}
+        self._counts: dict[Node, dict[int, Node]] = {}
+
+    def last(self, node: Node) -> Node:
+        """Return the later one of `node` and the flag."""
+        return max(node, self._number, key=self._order.__getitem__)
+
+    def kept(self, made: Node, old: Node) -> Node | None:
+        """Return `made`, or a new value, that is `old` in a skipped step; None if neither is possible."""
+        if not _torch.is_getitem(made.target):
+            return None
+        whole, index = node_at(made, 0), cast(int, made.args[1])
+        given: Any = whole.args[0]
+        if whole.target is aten._foreach_add.Scalar and whole.args[1] == 1 and given[index] is old:
+            return self._counted(whole).get(index)
+        if not _torch.is_getitem(whole.target) or not _torch.is_fused_optimizer(given.target):
+            return None
+        kernel, entries = cast(Node, given), given.args[whole.args[1]]
+        if self.last(kernel) is not kernel or entries[index] is not old:
+            return None
+        kernel.kwargs = {**kernel.kwargs, "found_inf": self._number}
+        return made
+
+    def _counted(self, whole: Node) -> dict[int, Node]:
+        """Return counts, to all of which `whole` adds 1, less 1 in a skipped step, by their index in the list."""
+        if whole not in self._counts:
+            items = {cast(int, item.args[1]): item for item in whole.users if _torch.is_getitem(item.target)}
+            floats = all(meta.one_tensor(item).dtype.is_floating_point for item in items.values())
+            self._counts[whole] = {}
+            if floats and len(items) == len(cast("list[Node]", whole.args[0])):
+                place = _After(max(map(self.last, items.values()), key=self._order.__getitem__))
+                ones = [self._number] * len(items)
+                less = place.call(aten._foreach_sub.List, [items[i] for i in sorted(items)], ones)
+                self._counts[whole] = {i: place.call(_torch.GETITEM, less, i) for i in sorted(items)}
+        return self._counts[whole]
 
 
 @dataclass

@@ -17,7 +17,6 @@ from .meta import TensorMeta
 from .nodes import copy_graph
 from .text import CollectiveTotal, collective_totals, show_local_graph, show_train_graph
 
-
 NONFINITE = "not finite"
 """The target of two results: whether the step is skipped, and which values are not finite."""
 

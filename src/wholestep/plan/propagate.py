@@ -96,17 +96,18 @@ class _Propagation:
         """Turn a gradient that varies between ranks into a partial value, to be averaged or summed."""
         param = str(node.args[1])
         self.targets[node] = (self.situation.grad_targets[param],)
-        return replace(self._made_partial(node, self.situation.reduce_op), why="gradient", gradient_of=param)
-
-    def _over_ranks(self, node: Node) -> Decision:
-        """Turn a 1-norm that varies between ranks into a partial one."""
-        return self._made_partial(node, "norm1")
-
-    def _made_partial(self, node: Node, op: str) -> Decision:
-        partial = layout = self.layouts[node_at(node, 0)][0]
+        layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
             if layout.state(axis) == VARIES:  # along per-rank axes
-                partial = partial.put(axis, AxisState("P", op=op))
+                partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
+        reads = (node_at(node, 0).name,)
+        return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=param)
+
+    def _over_ranks(self, node: Node) -> Decision:
+        """Turn a 1-norm into a partial one along every axis: also ranks that should hold the same are heard."""
+        layout = partial = self.layouts[node_at(node, 0)][0]
+        for axis in self._active():
+            partial = partial.put(axis, AxisState("P", op="norm1"))
         return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 
     def _call(self, node: Node) -> Decision:

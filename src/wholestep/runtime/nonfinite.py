@@ -76,7 +76,7 @@ class NonfiniteWatch:
         elif self.action == "raise":
             raise NonFiniteError(found.number, names)
         elif self.skipped == 1:
-            text = f"{self.name} skips call {found.number}: {not_finite(names)}; further ones are counted in step.skipped"
+            text = f"{self.name} skips call {found.number}: {not_finite(names)}; step.skipped counts such calls"
             warnings.warn(text, stacklevel=4)
 
 
