@@ -3,18 +3,17 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.unit.test_nonfinite import BAD, OPTIMIZERS, Batch, Net, batch, made, same, train_step
+from tests.unit.test_nonfinite import BAD, OPTIMIZERS, Batch, Net, Told, batch, made, same, train_step
 
 from .launch import run_ranks
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 CALLS = ("", *BAD, "", "")
-Told = list[tuple[int, tuple[str, ...]]]
+Calls = list[tuple[int, tuple[str, ...]]]
 
 
 def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -26,15 +25,15 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def given(rank: int, world: int, call: int, bad: str) -> Batch:
-    """The last rank's batch is bad; all ranks have other data."""
-    return batch(100 * call + rank, bad if rank == world - 1 else "")
+    """The last rank's batch is bad; all ranks have other data. What is added to the loss is a number of all ranks."""
+    *own, _ = batch(100 * call + rank, bad if rank == world - 1 else "")
+    return (*own, batch(call, bad)[-1])  # type: ignore[return-value]
 
 
-def train(rank: int, world: int, optimizer: str, **options: Any) -> Told:
+def train(rank: int, world: int, optimizer: str, **options: Any) -> Calls:
     """Skipped calls change nothing; the others compute, bit for bit, what they compute without the bad ones."""
-    told: Told = []
-    ours, good = made(optimizer), made(optimizer)
-    step = ws.compile(train_step, on_nonfinite=lambda *found: told.append(found), **options)
+    told, ours, good = Told(), made(optimizer), made(optimizer)
+    step = ws.compile(train_step, on_nonfinite=told, **options)
     plain = ws.compile(train_step, **options)
     for call, bad in enumerate(CALLS):
         before = held(*ours) if call else {}
@@ -45,20 +44,21 @@ def train(rank: int, world: int, optimizer: str, **options: Any) -> Told:
             plain(*good, *given(rank, world, call, bad))
             assert same(held(*ours), held(*good)), (options, call)
     step.flush()
-    return told
+    return told.calls
 
 
-def every_style(rank: int, world: int) -> list[Told]:
+def every_style(rank: int, world: int) -> list[Calls]:
     kinds = [(style, optimizer) for style in STYLES for optimizer in ("AdamW-fused", "SGD-momentum")]
     return [train(rank, world, optimizer, parallel=ws.DataParallel(style)) for style, optimizer in kinds]  # type: ignore[arg-type]
 
 
-def other_options(rank: int, world: int) -> list[Told]:
+def other_options(rank: int, world: int) -> list[Calls]:
     tensor = {"0": "colwise", "2": "rowwise"}
     shards = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(tensor, axis="tp")]
     return [
         *(train(rank, world, name, parallel=ws.DataParallel("fully_shard")) for name in OPTIMIZERS),
         train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), backend="inductor"),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), memory_bytes="1MiB"),
         train(rank, world, "AdamW", parallel=ws.DataParallel("zero1"), schedule="across_steps"),
         train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard", semantics="global")),
         train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), offload="cpu"),
@@ -113,6 +113,21 @@ def differs(rank: int, world: int) -> str:
     except ws.RankMismatchError as error:
         return error.found
     return ""
+
+
+def own_loss(rank: int, world: int) -> tuple[Calls, bool]:
+    """The loss of one rank alone is infinite, and no gradient."""
+    job, told = made("AdamW"), Told()
+    step = ws.compile(train_step, on_nonfinite=told)
+    step(*job, *batch(rank))
+    before = held(*job)
+    step(*job, *batch(rank, "loss" if rank else ""))
+    step.flush()
+    return told.calls, same(held(*job), before)
+
+
+def test_the_loss_of_one_rank_counts() -> None:
+    assert run_ranks(own_loss, 2) == [([(2, ("loss",))], True)] * 2
 
 
 def test_ranks_with_other_options_are_refused() -> None:

@@ -73,6 +73,8 @@ class CompileOptions:
         agree_timeout: seconds to wait for the other ranks to compile their program.
         check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
             of optimizers) over the ranks, by checksum; 0 for never.
+        max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
+            not used for longest goes; a call of its kind compiles it again, on this rank alone.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
             the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -101,6 +103,7 @@ class CompileOptions:
     progress: Progress | Literal["auto"] | None = "auto"
     agree_timeout: float = 120.0
     check_every: int = 1000
+    max_programs: int = 32
     hardware: Hardware | None = None
     device: str | None = None
     cache: str | os.PathLike[str] | None = None
@@ -114,6 +117,8 @@ class CompileOptions:
             raise PlanError(found, one_of, "correct it")
         if self.check_every < 0:
             raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
+        if self.max_programs < 1:
+            raise PlanError(f"max_programs={self.max_programs}", "a number of programs, 1 or more", "correct it")
 
     @property
     def across_steps(self) -> bool:

@@ -70,6 +70,7 @@ class CompiledStep:
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
+        self._evicted = False
         action = options.given.on_nonfinite
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
@@ -264,7 +265,7 @@ class CompiledStep:
                     return program
                 newest = newest or miss
             assert newest is not None, "no program fits"
-            self.misses.append(newest.text)
+            self._note_miss(newest)
             self._note_change(newest)
         with self._stages.reporting():
             flush_pending()
@@ -272,17 +273,30 @@ class CompiledStep:
 
     def _compile(self, inputs: StepInputs) -> Program:
         compiler = self._compiler or self._start(inputs)
-        made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
+        try:
+            made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
+        finally:  # ranks have to compare these again: none may run one that the others let go of
+            self.programs[:] = [program for program in self.programs if compiler.has_compared(program.compared)]
         drawn = random_state.take() if self.on_placed else None
         program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
             miss = self._call_on_placed(program, inputs)
             random_state.put(drawn)
             if miss is not None:
-                self.misses.append(miss.text)
+                self._note_miss(miss)
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes))
         self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies))
+        self._evict()
         return self.programs[-1]
+
+    def _evict(self) -> None:
+        """Let go of the programs that were not used for longest. This rank compiles them alone where it needs them."""
+        most = self.options.given.max_programs
+        if len(self.programs) > most and not self._evicted:
+            self._evicted = True
+            text = f"{self.__name__} met more than max_programs={most} kinds of calls, and keeps the latest programs"
+            warnings.warn(f"{text}. Why the last one was captured: {self.misses[-1]}", stacklevel=5)
+        del self.programs[:-most]
 
     def _call_on_placed(self, program: Program, inputs: StepInputs) -> Miss | None:
         """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays. Returns
@@ -299,6 +313,10 @@ class CompiledStep:
             miss = Miss("other options change between calls")
         return miss
 
+    def _note_miss(self, miss: Miss) -> None:
+        self.misses.append(miss.text)
+        del self.misses[: -TUNING.kept_log]
+
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
         if not miss.use:
@@ -306,6 +324,8 @@ class CompiledStep:
         if miss.number and self._compiler is not None:
             self._compiler.note_changing(miss.where)
         self._missed[miss.where] += 1
+        if len(self._missed) > TUNING.kept_log:
+            del self._missed[next(iter(self._missed))]
         count = self._missed[miss.where]
         if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone
