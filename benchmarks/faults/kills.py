@@ -15,6 +15,7 @@ from .ranks import Job
 from .results import Outcome
 from .training import Life, train
 
+MANIFEST = "manifest.json"
 LIFE_S = 90.0  # a start that takes longer hangs
 USUAL_SAVE_S, USUAL_STEP_S = 0.04, 0.005
 Curve = list[dict[int, str]]  # by rank: the loss of each step, to the bit
@@ -90,7 +91,7 @@ def _live(case: Case, number: int, kill: Kill | None, folder: Path, safe: int) -
         if wrong:
             outcome.failures.append(f"curve: the final state of ranks {wrong} differs from the uninterrupted run's")
     outcome.failures += damaged(folder)
-    return outcome, max([safe, *_safe(job, case.wait)])
+    return outcome, max([safe, *(message[1] for message in job.of_kind("saved"))])
 
 
 def _kill(job: Job, case: Case, kill: Kill) -> list[str]:
@@ -145,14 +146,6 @@ def _lost(job: Job, safe: int, outcome: Outcome) -> list[str]:
     return [f"lost: it went on from {outcome.resumed}, and {safe} was saved"] if outcome.resumed < safe else []
 
 
-def _safe(job: Job, wait: bool) -> list[int]:
-    """Numbers of checkpoints that are on disk by what ranks said: a save that runs beside the next steps is known to
-    be done when the next one has returned.
-    """
-    saved = [sorted(message[1] for message in job.of_kind("saved", rank)) for rank in range(len(job.said))]
-    return [number for numbers in saved for number in (numbers if wait else numbers[:-1])]
-
-
 def differences(expected: Curve, found: Curve) -> list[str]:
     """The first step of each rank whose loss is another one."""
     lines: list[str] = []
@@ -165,8 +158,8 @@ def differences(expected: Curve, found: Curve) -> list[str]:
 
 
 def published(folder: Path) -> list[Path]:
-    """Folders of checkpoints."""
-    return sorted(path for path in folder.glob("step-*") if not path.suffix)
+    """Folders of checkpoints: those with a manifest, which is written last."""
+    return sorted(path.parent for path in folder.glob(f"step-*/{MANIFEST}") if not path.parent.suffix)
 
 
 def damaged(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -134,8 +135,11 @@ def _serve(
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
 
+    speaking = threading.Lock()
+
     def say(*message: Any) -> None:
-        pipe.send(message)
+        with speaking:
+            pipe.send(message)
 
     try:
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def train(life: Life, rank: int, say: Say) -> None:
         scheduler.load_state_dict(checkpoint.extra["scheduler"])
         first = checkpoint.number
     say("resumed", first)
+    saving: Future[Path] | None = None
     operations = OperationCounter(life.folder) if life.operation and rank == life.victim else None
     for number in range(first, STEPS):
         loss = step(model, optimizer, *batch(setup, number, rank))
@@ -130,23 +132,36 @@ def train(life: Life, rank: int, say: Say) -> None:
         say("step", number, hex_of(loss))
         if life.folder is not None and (number + 1) % life.every == 0:
             armed = operations if number + 1 - first >= life.call else None
-            _save(life, step, scheduler, armed, say)
+            saving = _save(life, step, scheduler, armed, say)
     step.flush()
+    if saving is not None:
+        saving.result()
     say("done", digest(model, optimizer))
 
 
 def _save(
     life: Life, step: ws.CompiledStep, scheduler: LRScheduler, armed: "OperationCounter | None", say: Say
-) -> None:
+) -> "Future[Path] | None":
+    """Save; the future where the save goes on beside the next steps."""
     assert life.folder is not None
-    say("saving", step.calls)
-    begun = time.monotonic()
+    number, begun = step.calls, time.monotonic()
+    say("saving", number)
     if armed is not None:
         armed.kill_at = life.operation
-    ws.save(life.folder, step, extra={"scheduler": scheduler.state_dict()}, keep=life.keep)
-    if armed is not None:
-        os.kill(os.getpid(), signal.SIGKILL)  # it had fewer operations: right after it
-    say("saved", step.calls, time.monotonic() - begun)
+
+    def ended(_: object) -> None:
+        if armed is not None:
+            os.kill(os.getpid(), signal.SIGKILL)  # it had fewer operations: right after it
+        say("saved", number, time.monotonic() - begun)
+
+    extra = {"scheduler": scheduler.state_dict()}
+    if life.wait:
+        ended(ws.save(life.folder, step, extra=extra, keep=life.keep))
+        return None
+    saving = ws.save(life.folder, step, extra=extra, keep=life.keep, wait=False)
+    assert isinstance(saving, Future)
+    saving.add_done_callback(ended)
+    return saving
 
 
 class OperationCounter:

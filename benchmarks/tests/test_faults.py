@@ -103,7 +103,7 @@ AFTER_A_STEP = Kill(0, True, "step", 3, 0.5, 0, 0.0)
 @pytest.mark.parametrize("kill", [IN_A_SAVE, AFTER_A_STEP])
 def test_a_job_that_is_killed_goes_on_to_the_same_bits(kill: Kill) -> None:
     setup = Setup(2, "zero1", "", "auto", "one_cycle", "per_rank", False)
-    case = replace(case_of(0), setup=setup, every=2, keep=1, kills=(kill,))
+    case = replace(case_of(0), setup=setup, every=2, keep=1, wait=True, kills=(kill,))
     killed, resumed = play(case)
     assert (killed.failures, resumed.failures) == ([], [])
     assert killed.killed
@@ -113,7 +113,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(kill: Kill) -> None:
 
 def test_a_job_with_another_curve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(1, "replicate", "", "none", "cosine", "per_rank", False)
-    case = replace(case_of(0), setup=setup, every=1, keep=2, kills=())
+    case = replace(case_of(0), setup=setup, every=1, keep=2, wait=True, kills=())
     curve, digests = kills.reference(setup)
     monkeypatch.setitem(kills._references, setup, ([dict.fromkeys(curve[0], "0x0p+0")], digests))
     (outcome,) = play(case)
