@@ -32,6 +32,16 @@ class WholestepError(Exception):
         return "\n".join(parts)
 
 
+def shown(value: object) -> str:
+    """A value in a message: its `repr`, cut after 80 characters; its class where it has none."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a number of more digits than Python writes, or a `__repr__` of the user that fails
+        text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the text of an error, or the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

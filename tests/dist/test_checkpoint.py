@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -202,7 +203,7 @@ def _refuse(rank: int, world: int, root: str) -> list[str]:
         if rank == 0:
             os.truncate(newer / name, 20)
         dist.barrier()
-        texts.append(refusal(lambda: ws.load(root, training.step)))
+        texts.append(refusal(lambda: ws.load(root, training.step, strict=True)))
         equal(training.state(), state)
         dist.barrier()
         if rank == 0:
@@ -217,18 +218,21 @@ def _refuse(rank: int, world: int, root: str) -> list[str]:
     equal(before, other.model.state_dict())
     texts.append(refusal(lambda: ws.load(f"{root}/none", training.step)))
     # a rank whose disk is full
-    write = durable.checksum
+    write = durable.ChecksummedFile.write
     if rank == 1:
-        durable.checksum = fail
+        durable.ChecksummedFile.write = full
     texts.append(refusal(lambda: ws.save(root, training.step, number=9)))
-    durable.checksum = write
+    durable.ChecksummedFile.write = write
+    dist.barrier()  # the first rank removes what was written
+    assert sorted(path.name for path in Path(root).glob("step*")) == ["step-00000002", "step-00000003"]
     assert ws.load(root, training.step).number == 3
     assert ws.load(folder, training.step).number == 2
     return texts
 
 
-def fail(path: Path) -> tuple[int, int]:
-    raise OSError(28, "No space left on device")
+def full(file: durable.ChecksummedFile, data: Any) -> int:
+    file.failure = OSError(28, "No space left on device")
+    raise file.failure
 
 
 def test_all_ranks_refuse_alike(tmp_path: Path) -> None:
@@ -244,7 +248,9 @@ def test_all_ranks_refuse_alike(tmp_path: Path) -> None:
         "on rank 1, checkpoint ROOT/step-00000003 does not fit:\n    more.weight: float32[2, 2] here"
     )
     assert none.startswith("ROOT/none does not exist\n")
-    assert full == "on rank 1, OSError: [Errno 28] No space left on device"
+    assert re.match(
+        r"on rank 1, checkpoint ROOT/step-00000009 could not be written: the disk is full \(\d+ MiB free", full
+    )
 
 
 # -- killed --------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ def _loads(rank: int, world: int, root: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("operation", "count", "number"), [("fsync", 1, 1), ("fsync", 4, 1), ("replace", 1, 1), ("replace", 2, 1)]
+    ("operation", "count", "number"), [("fsync", 1, 1), ("fsync", 4, 1), ("replace", 1, 1), ("replace", 2, 2)]
 )
 def test_killed_while_saving(operation: str, count: int, number: int, tmp_path: Path) -> None:
     """Both ranks are killed in the middle of the second save; the first one, or the whole second, is there."""

@@ -98,3 +98,21 @@ def buckets_are_rebuilt(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
 def first_bucket_bytes() -> int:
     """Return DDP's default cap of the first bucket, in bytes."""
     return int(cast(Any, torch.distributed)._DEFAULT_FIRST_BUCKET_BYTES) if torch.distributed.is_available() else 2**20
+
+
+StoredTensor = tuple[str, torch.dtype, Sequence[int], Sequence[tuple[Any, ...]]]
+"""Name, dtype, shape and parts of a tensor: of each part offsets, sizes, file, first byte and number of bytes."""
+
+
+def dcp_metadata(tensors: Sequence[StoredTensor]) -> object:
+    """The `Metadata` of torch.distributed.checkpoint for tensors in files."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    about, where = dict[str, Any](), dict[Any, Any]()
+    for name, dtype, shape, parts in tensors:
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes, *_ in parts]
+        about[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), chunks)
+        for index, (begin, _, file, start, length) in enumerate(parts):
+            where[dcp.MetadataIndex(name, begin, index)] = _StorageInfo(file, start, length)
+    return dcp.Metadata(about, None, where)

@@ -1,38 +1,38 @@
-"""Checkpoints: written aside, synced to disk, renamed; checked before they are loaded; resharded on load.
+"""Checkpoints: written by all ranks into a new folder, published as a whole, checked before they are loaded, resharded
+on load.
 
-A folder `step-00000120` holds torch.distributed.checkpoint files (tensors, named as in `state_dict()`; optimizer state
-as `parameter/key`), `values.pt` (plain values) and `manifest.json`; next to it the file `latest` names the newest.
+A folder `step-00000120` holds the tensors in the files of torch.distributed.checkpoint (named as in `state_dict()`;
+optimizer state as `parameter/key`), plain values in `values.pt`, and `manifest.json`, which says what belongs to it.
 """
 
 from __future__ import annotations
 
-import io
-import time
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.call_structure import by_name
-from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState, collect
 from ..distributed.launch import join
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
-from . import durable, manifest, snapshot
-from .collective_calls import gather_from_ranks, on_every_rank, on_first_rank, rank_and_size
-from .manifest import CheckpointTensor, Manifest
+from . import background, durable, manifest, snapshot, tensor_files
+from .manifest import Manifest
+from .ranks import Ranks
+from .stateful import Stateful, load_stateful, read_file, read_stateful
+from .write import VALUES, Progress, to_write
 
-VALUES = "values.pt"
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -51,6 +51,7 @@ class Checkpoint:
     path: Path
 
 
+@overload
 def save(
     directory: str | Path,
     step: CompiledStep | None = None,
@@ -59,113 +60,96 @@ def save(
     optimizer: Optimizers | None = None,
     number: int | None = None,
     extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
     keep: int = 2,
-) -> Path:
+    every: None = None,
+    wait: Literal[True] = True,
+) -> Path: ...
+@overload
+def save(
+    directory: str | Path,
+    step: CompiledStep | None = None,
+    *,
+    model: Modules | None = None,
+    optimizer: Optimizers | None = None,
+    number: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+    every: int | None = None,
+    wait: bool = True,
+) -> Path | Future[Path] | None: ...
+def save(
+    directory: str | Path,
+    step: CompiledStep | None = None,
+    *,
+    model: Modules | None = None,
+    optimizer: Optimizers | None = None,
+    number: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+    every: int | None = None,
+    wait: bool = True,
+) -> Path | Future[Path] | None:
     """Save parameters, buffers, optimizer state and options, the number of calls and every rank's random state.
 
     Called on every rank, with a step that was called or with `model` and `optimizer`. A crash at any point leaves the
-    checkpoints that were there. Gradients are not saved.
+    checkpoints that were there. Gradients are not saved. One job at a time saves to a folder.
 
     Args:
-        directory: the folder that checkpoints go to, on a file system that all ranks share.
+        directory: the folder that checkpoints go to, on a file system that all ranks share, or on an object store
+            (`s3://bucket/run`, with universal-pathlib and s3fs installed).
         step: what to save.
         model: a module, or several in a list or by name, instead of `step`.
         optimizer: likewise.
         number: of the checkpoint; `step.calls` by default.
-        extra: tensors and plain values to keep as well (the first rank's), such as a scheduler's `state_dict()`.
+        extra: tensors and plain values to keep as well (the first rank's).
+        stateful: objects with `state_dict` and `load_state_dict` to keep as well, by name: schedulers, data loaders.
+            Each rank's own state is kept where ranks differ.
         keep: how many checkpoints to leave in `directory`, this one included.
+        every: save only where `step.calls` is a multiple of it; other calls return None.
+        wait: whether to write before it returns. Otherwise it copies the state to host memory, returns a future of the
+            folder, and writes in the background. The next save waits for that, and raises what went wrong. The process
+            does not end before it is written, and ends with status 1 if it cannot be.
 
     Example:
-        >>> wholestep.save("checkpoints", step, extra={"epoch": 3})
+        >>> wholestep.save("checkpoints", step, every=100, wait=False, extra={"epoch": 3})
 
     Raises:
-        CheckpointError: on every rank, when it could not be saved on any.
+        CheckpointError: on every rank, when it could not be saved on any, or another job saves there.
     """
+    _check_numbers(number, keep, every)
+    if every is not None:
+        if step is None:
+            raise CheckpointError(f"save(every={every}) without a step", "a step whose calls it counts", "leave it out")
+        if step.calls == 0 or step.calls % every:
+            return None
     flush_pending()
-    root, state = Path(directory), _state_of(step, model, optimizer)
+    background.wait()
+    state = _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number
-    if state is None or number is None or number < 0 or keep < 1:
-        found = f"save({'no step that was called, no model' if state is None else f'number={number}, keep={keep}'})"
-        needed = "a step that was called, or model= and number=; a number from 0, keep from 1"
-        raise CheckpointError(found, needed, "call the step first, or give what is missing")
+    if state is None or number is None:
+        found = f"save({'no step that was called, no model' if state is None else 'number=None'})"
+        raise CheckpointError(found, "a step that was called, or model= and number=", "give what is missing")
     if step is None:
         join(None, str(next((h.tensor.device for h in state.params.values()), "cpu")))
-    now = snapshot.take(state)
-    snapshot.add_own(now)
-    content = {
-        "extra": dict(extra or {}), "options": now.options, "values": now.values,
-        "scheduled": to_save(state.optimizers),
-    }  # fmt: skip
-    aside = on_first_rank(lambda: _new_aside(root, number))
-    on_every_rank(lambda: _write_own(aside, now.tensors, content))
-    sums = gather_from_ranks(lambda: _own_files(aside))
-    files = {name: found for part in sums for name, found in part.items()}
-    tensors = _saved_of_all(now.saved)
-    mesh = str(step.world.mesh) if step is not None and step.world is not None else ""
     calls = step.calls if step is not None else number
-    written = Manifest(number, calls, len(sums), mesh, time.time(), tensors, now.optimizers, files)
-    return on_first_rank(lambda: _publish(root, aside, written, keep))
+    mesh = str(step.world.mesh) if step is not None and step.world is not None else ""
+    described = Manifest(number, calls, 1, mesh, 0.0, {}, {}, {}, {}, {})
+    write = to_write(durable.folder_at(directory), state, described, dict(extra or {}), dict(stateful or {}), keep)
+    background.at_exit()
+    if wait:
+        return write.run()
+    return background.start(replace(write, pieces=background.staged(write.pieces)).run)
 
 
-def _saved_of_all(own: dict[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """What all ranks saved, by name: the first rank's, and what other ranks have beside it."""
-    first = on_first_rank(lambda: own)
-    beside = gather_from_ranks(lambda: {name: saved for name, saved in own.items() if first.get(name) != saved})
-    return first | {name: saved for part in beside for name, saved in part.items()}
-
-
-def _new_aside(root: Path, number: int) -> Path:
-    """An empty folder to write to; what an interrupted save has left is removed."""
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("step-*.tmp"):
-        durable.remove(left)
-    aside = root / f"{manifest.new_name(root, number)}.tmp"
-    aside.mkdir()
-    return aside
-
-
-def _write_own(aside: Path, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
-    rank, size = rank_and_size()
-    if rank == 0:
-        durable.write(aside / VALUES, _plain_bytes(content))
-    with _dcp() as dcp:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside), no_dist=size == 1)
-
-
-def _plain_bytes(content: dict[str, Any]) -> bytes:
-    """`content` as a file that can be read back without running code: tensors and plain values."""
-    for part, value in content.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:
-            what = {"extra": "extra", "values": "optimizer state"}.get(part, "a parameter group")
-            found = f"{what} holds what cannot be saved ({str(error).splitlines()[0]})"
-            raise CheckpointError(found, "tensors, numbers, text, None; lists, tuples and dicts of these") from error
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-def _own_files(aside: Path) -> dict[str, tuple[int, int]]:
-    """Size and checksum of the files this rank wrote; the first rank wrote those that belong to no rank."""
-    rank, _ = rank_and_size()
-    names = [path.name for path in aside.iterdir()]
-    own = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
-    return {name: durable.checksum(aside / name) for name in sorted(own)}
-
-
-def _publish(root: Path, aside: Path, written: Manifest, keep: int) -> Path:
-    durable.write(aside / manifest.NAME, written.to_json().encode())
-    durable.sync(aside)
-    folder = aside.with_suffix("")
-    durable.move(aside, folder)
-    durable.replace(root / manifest.LATEST, f"{folder.name}\n".encode())
-    others = [path for path in manifest.checkpoints(root) if path != folder]
-    for old in others[keep - 1 :]:
-        durable.remove(old)
-    return folder
+def _check_numbers(number: object, keep: object, every: object) -> None:
+    for name, value, least in (("number", number, 0), ("keep", keep, 1), ("every", every, 1)):
+        if value is None and name != "keep":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise CheckpointError(f"save({name}={shown(value)})", f"a whole number from {least}", "correct it")
 
 
 def load(
@@ -174,6 +158,8 @@ def load(
     *,
     model: Modules | None = None,
     optimizer: Optimizers | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    strict: bool = False,
 ) -> Checkpoint:
     """Load a checkpoint into a step, or into a model and an optimizer; into nothing, it is only checked and described.
 
@@ -182,11 +168,16 @@ def load(
     checkpoint of another model is found out then. Buffers that differ between ranks come back into a step; those of a
     model that a step takes over later are the first rank's. A second copy of the state is held while it is read.
 
+    Nothing in the folder is run: files of a stranger can be loaded, and at worst are refused.
+
     Args:
-        directory: what `save` was given (then its `latest` is followed), or the folder of one checkpoint.
+        directory: what `save` was given, or the folder of one checkpoint. Of several the newest one that is intact is
+            taken, with a warning where a newer one is damaged.
         step: what to load into.
         model: a module, or several in a list or by name, instead of `step`.
         optimizer: likewise; without it, optimizer state is left out.
+        stateful: objects that were given to `save`, by name; each gets this rank's state.
+        strict: whether to refuse a folder whose newest checkpoint is damaged.
 
     Example:
         >>> checkpoint = wholestep.load("checkpoints", step)
@@ -196,12 +187,17 @@ def load(
         CheckpointError: on every rank: there is none, or it is damaged or does not fit; nothing was changed then.
     """
     flush_pending()
-    root, state = Path(directory), _state_of(step, model, optimizer)
-    folder, found, content = _open(root)
-    if state is not None:
-        _restore(folder, found, content, state, keep_primed=False)
-    if state is not None or step is not None:
-        _restore_random(folder, found)
+    background.wait()
+    ranks, state, objects = Ranks.of_job(), _state_of(step, model, optimizer), dict(stateful or {})
+    folder, found, content = _open(durable.folder_at(directory), ranks, strict)
+    states = ranks.on_every_rank(lambda: read_stateful(folder, found, objects, ranks))
+    restore = _staged(folder, found, state, ranks) if state is not None else None
+    drawn = _random(folder, found, ranks) if state is not None or step is not None else {}
+    ranks.on_every_rank(lambda: load_stateful(objects, states))
+    if restore is not None:
+        restore.commit(content, keep_primed=False)
+    if drawn:
+        random_state.put(drawn)
     if step is not None:
         step.calls = found.calls
         if state is None:
@@ -210,18 +206,51 @@ def load(
     return Checkpoint(found.number, content["extra"], folder)
 
 
-def _open(root: Path) -> tuple[Path, Manifest, dict[str, Any]]:
-    """Find a checkpoint and check every file of it; the ranks share the work."""
-    folder: Path | None = None
-    try:
-        folder = place = on_first_rank(lambda: manifest.locate(root))
-        found = on_every_rank(lambda: manifest.read(place))
-        rank, size = rank_and_size()
-        on_every_rank(lambda: manifest.check_files(place, found, sorted(found.files)[rank::size]), name_rank=False)
-        return place, found, on_every_rank(lambda: torch.load(place / VALUES, weights_only=True))
-    except CheckpointError as error:
-        damage = error
-    raise on_first_rank(lambda: manifest.with_alternative(damage, root, folder)) from damage
+def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, dict[str, Any]]:
+    """The newest intact checkpoint, its manifest and plain values. The ranks share the work of checking files."""
+    folders, damage = ranks.on_first_rank(lambda: manifest.candidates(directory)), list[CheckpointError]()
+    for folder in folders:
+        try:
+            found = ranks.on_every_rank(lambda folder=folder: manifest.read(folder))
+            mine = sorted(found.files)[ranks.rank :: ranks.size]
+            total = sum(found.files[name][0] for name in mine)
+            progress = Progress(f"checkpoint {folder.name}: {{}} checked by rank 0", total, quiet=ranks.rank != 0)
+            check = partial(manifest.check_files, folder, found, mine, progress)
+            ranks.on_every_rank(check, name_rank=False)
+            content = ranks.on_every_rank(partial(_values, folder))
+        except CheckpointError as error:
+            if error.next_step:  # it is whole, and cannot be read here
+                raise
+            damage.append(error)
+            continue
+        if damage and strict:
+            raise CheckpointError(damage[0].found, damage[0].needed, f"load {str(folder)!r}, which is intact")
+        for error in damage if ranks.rank == 0 else ():
+            warnings.warn(f"{error.found}; loaded {folder} instead, which is intact", stacklevel=3)
+        return folder, found, content
+    raise CheckpointError(damage[0].found, damage[0].needed, _alternative(directory, folders, ranks)) from damage[0]
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    """The plain values, in the form that `save` writes."""
+    found = read_file(folder / VALUES)
+    kinds = {"extra": dict, "options": dict, "values": dict, "scheduled": dict}
+    if not isinstance(found, dict) or {k: type(v) for k, v in cast(dict[Any, Any], found).items()} != kinds:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {VALUES} holds something else", f"{', '.join(kinds)}")
+    return cast(dict[str, Any], found)
+
+
+def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
+    """The next step after damage: an intact checkpoint beside the one that was asked for."""
+
+    def look() -> str:
+        others = manifest.checkpoints(directory.parent) if manifest.is_checkpoint(directory) else []
+        for other in others:
+            if other not in tried and manifest.is_intact(other):
+                return f"load {str(other)!r}, which is intact"
+        return "correct the path, or start anew: no other checkpoint is intact"
+
+    return ranks.on_first_rank(look)
 
 
 @dataclass(frozen=True)
@@ -234,10 +263,12 @@ class _Waiting:
 
     def __call__(self, step: CompiledStep) -> None:
         assert step.state is not None, "called when the state is placed"
-        _restore(self.folder, self.manifest, self.content, step.state, keep_primed=True)
+        _staged(self.folder, self.manifest, step.state, Ranks.of_job()).commit(self.content, keep_primed=True)
 
 
-def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], state: StepState, keep_primed: bool) -> None:
+def _staged(folder: Path, found: Manifest, state: StepState, ranks: Ranks) -> snapshot.Restore:
+    """What `state` is to become, read and checked; nothing is changed yet."""
+
     def check() -> None:
         lines = snapshot.differences(found, state)
         lines += [f"{n}: on 'meta' here" for n, held in state.params.items() if held.tensor.is_meta]
@@ -246,40 +277,20 @@ def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], state: S
             advice = "load it into what it was saved from; several models or optimizers by the names they had then"
             raise CheckpointError(text, "the same model and optimizer", advice)
 
-    on_every_rank(check)
-    restore = snapshot.Restore(found, state)
-    on_every_rank(lambda: _read(folder, restore.staged))
-    restore.commit(content, keep_primed)
+    ranks.on_every_rank(check)
+    restore = ranks.on_every_rank(lambda: snapshot.Restore(found, state))
+    total = sum(tensor.nbytes for tensor in restore.staged.values())
+    progress = Progress(f"checkpoint {folder.name}: {{}} read by rank 0", total, quiet=ranks.rank != 0)
+    ranks.on_every_rank(lambda: tensor_files.read(folder, found.chunks, restore.staged, progress))
+    return restore
 
 
-def _restore_random(folder: Path, found: Manifest) -> None:
+def _random(folder: Path, found: Manifest, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The state of this rank's generators; nothing in a job of another size."""
     names = {n: full for n, full in snapshot.own_names(found).items() if n.startswith("random/")}
     staged = {full: torch.empty(found.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
-    on_every_rank(lambda: _read(folder, staged))
-    if names:
-        random_state.put({name.removeprefix("random/"): staged[full] for name, full in names.items()})
-
-
-def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    if tensors:
-        with _dcp() as dcp:
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-
-
-@contextmanager
-def _dcp() -> Generator[Any]:
-    """torch.distributed.checkpoint, imported where it is used: it takes a tenth of a second and 10 MB. It does not warn
-    that there are no other ranks; what failed is an exception that `except Exception` sees.
-    """
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield dcp
-        except CheckpointException as error:
-            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+    ranks.on_every_rank(lambda: tensor_files.read(folder, found.chunks, staged, lambda _: None))
+    return {name.removeprefix("random/"): staged[full] for name, full in names.items()}
 
 
 def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optimizers | None) -> StepState | None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointError
-from ..plan.plan_file import read as decoded
+import torch
+
+from ..errors import CheckpointError, shown
+from ..typed_json import MalformedError, parse, wrong
+from ..typed_json import read as decoded
 from . import durable
 
 FORMAT = "wholestep.checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = "manifest.json"
 LATEST = "latest"
 SHOWN = 10
+_ROLES = ("param", "buffer", "state", "rank")
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
@@ -39,6 +44,17 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor in a file: where it starts in each dim, its size in each, the file, and its bytes there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
 class SavedOptimizer:
     """The class of an optimizer and the parameters of each of its groups."""
 
@@ -48,7 +64,10 @@ class SavedOptimizer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files` gives size in bytes and CRC-32 by name; `saved_at` is in seconds since 1970."""
+    """What a checkpoint holds. `files` gives size in bytes and CRC-32 by name; `saved_at` is in seconds since 1970, and
+    later than that of the checkpoints before it. `chunks` are those of each tensor. `stateful` gives, for each object
+    beside the step, the ranks whose state differs from the first rank's.
+    """
 
     number: int
     calls: int
@@ -58,56 +77,127 @@ class Manifest:
     tensors: Mapping[str, CheckpointTensor]
     optimizers: Mapping[str, SavedOptimizer]
     files: Mapping[str, tuple[int, int]]
+    chunks: Mapping[str, tuple[Chunk, ...]]
+    stateful: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> str:
         """Text that `read` reads back; it holds its own checksum."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        rows = {name: [list(vars(chunk).values()) for chunk in chunks] for name, chunks in self.chunks.items()}
+        content = {"format": FORMAT, "version": VERSION, **asdict(replace(self, chunks={})), "chunks": rows}
         return json.dumps({**content, "checksum": _checksum(content)})
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError: there is none that is whole and of this version."""
     try:
-        text = (folder / NAME).read_text()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = "is no folder" if not folder.is_dir() else f"has no {NAME}"
-        raise CheckpointError(f"checkpoint {folder} {what}", "a folder written by wholestep.save", "") from error
-    except UnicodeDecodeError as error:
-        raise _damaged(folder, f" {NAME} is not text") from error
+        if not durable.is_plain_file(folder / NAME):
+            what = "is no folder" if not folder.is_dir() else f"has no {NAME}"
+            raise CheckpointError(f"checkpoint {folder} {what}", "a folder written by wholestep.save", "")
+        text = (folder / NAME).read_bytes()
+    except OSError as error:
+        raise _damaged(folder, f" {NAME} cannot be read ({error.strerror})") from error
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _damaged(folder, f" {NAME} is cut off or altered ({error})") from error
+        content = parse(text)
+    except MalformedError as error:
+        raise _damaged(folder, f" {NAME} is cut off or altered ({error.found})") from error
     if not isinstance(content, dict) or cast(dict[str, Any], content).get("format") != FORMAT:
         found = f"checkpoint {folder}: its {NAME} is not of format {FORMAT!r}"
         raise CheckpointError(found, "a folder written by wholestep.save", "")
     fields = cast(dict[str, Any], content)
     version = fields.pop("version", None)
-    if isinstance(version, int) and version > VERSION:
-        found = f"checkpoint {folder} has version {version}"
-        raise CheckpointError(found, f"version {VERSION} or older", "load it with the wholestep that wrote it")
+    if isinstance(version, int) and version != VERSION:
+        found = f"checkpoint {folder} has version {shown(version)}"
+        raise CheckpointError(found, f"version {VERSION}", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):
         raise _damaged(folder, f" {NAME} does not match its own checksum")
     del fields["format"]
-    return decoded(Manifest, fields)
+    try:
+        manifest = cast(Manifest, decoded(Manifest, fields))
+        _check(manifest)
+    except MalformedError as error:
+        raise CheckpointError(
+            f"checkpoint {folder}: its {NAME} is malformed: {error.found}", error.needed, ""
+        ) from error
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise MalformedError for a value that `save` never writes: a checksum proves only that no value has changed."""
+    for name, least in (("number", 0), ("calls", 0), ("world_size", 1)):
+        if getattr(manifest, name) < least:
+            raise wrong(name, getattr(manifest, name), f"a number from {least}")
+    params = {name for name, saved in manifest.tensors.items() if saved.role == "param"}
+    for name, saved in manifest.tensors.items():
+        at = f"tensors[{shown(name)}]"
+        if saved.role not in _ROLES:
+            raise wrong(f"{at}.role", saved.role, f"one of {', '.join(_ROLES)}")
+        if min(saved.shape, default=0) < 0:
+            raise wrong(f"{at}.shape", saved.shape, "sizes from 0")
+        if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
+            raise wrong(f"{at}.dtype", saved.dtype, "a dtype of torch")
+        if saved.role == "state" and saved.owner not in params:
+            raise wrong(f"{at}.owner", saved.owner, "the name of a parameter in 'tensors'")
+        if saved.role == "state" and saved.optimizer not in manifest.optimizers:
+            raise wrong(f"{at}.optimizer", saved.optimizer, "a name in 'optimizers'")
+    for label, saved in manifest.optimizers.items():
+        for name in chain.from_iterable(saved.groups):
+            if name not in params:
+                raise wrong(f"optimizers[{shown(label)}].groups", name, "the name of a parameter in 'tensors'")
+    for name, (size, _) in manifest.files.items():
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise wrong("files", name, "the name of a file in the folder")
+        if size < 0:
+            raise wrong(f"files[{shown(name)}]", size, "a size from 0")
+    if manifest.chunks.keys() != manifest.tensors.keys():
+        name = min(manifest.chunks.keys() ^ manifest.tensors.keys())
+        raise wrong("chunks", name, "the names of 'tensors', each with its parts")
+    for name, chunks in manifest.chunks.items():
+        _check_chunks(f"chunks[{shown(name)}]", manifest.tensors[name], chunks, manifest.files)
+
+
+def _check_chunks(
+    at: str, saved: CheckpointTensor, chunks: tuple[Chunk, ...], files: Mapping[str, tuple[int, int]]
+) -> None:
+    """The chunks have the elements of the tensor, in files that have as many bytes: none is left unread, and a shape in
+    a manifest cannot ask for more memory than there are bytes on disk.
+    """
+    itemsize = cast(torch.dtype, getattr(torch, saved.dtype)).itemsize
+    for chunk in chunks:
+        ends = [begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=False)]
+        fits = len(chunk.offsets) == len(chunk.sizes) == len(saved.shape)
+        if not fits or min((*chunk.offsets, *chunk.sizes), default=0) < 0 or any(map(int.__gt__, ends, saved.shape)):
+            raise wrong(at, (chunk.offsets, chunk.sizes), f"offsets and sizes inside {list(saved.shape)}")
+        if chunk.file not in files:
+            raise wrong(f"{at}.file", chunk.file, "a name in 'files'")
+        if min(chunk.start, chunk.length - prod(chunk.sizes) * itemsize) < 0:
+            raise wrong(at, (chunk.start, chunk.length), f"a start from 0 and the bytes of {list(chunk.sizes)}")
+        if chunk.start + chunk.length > files[chunk.file][0]:
+            raise wrong(at, (chunk.start, chunk.length), f"bytes inside {chunk.file}")
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(saved.shape):
+        raise wrong(at, [chunk.sizes for chunk in chunks], f"all elements of {list(saved.shape)}, each once")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise CheckpointError, which names the first of them, where files are missing or not as the manifest says."""
+def check_files(
+    folder: Path, manifest: Manifest, names: Iterable[str], progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Raise CheckpointError, which names the first of them, where files are missing or not as the manifest says.
+    `progress` is called with the bytes of each file.
+    """
     wrong: list[str] = []
     for name in names:
         size, crc = manifest.files[name]
         path = folder / name
-        if not path.is_file():
-            wrong.append(f"{name} is missing")
+        if not durable.is_plain_file(path):
+            wrong.append(f"{name} is {'no plain file' if path.exists() else 'missing'}")
         elif path.stat().st_size != size:
             wrong.append(f"{name} has {path.stat().st_size} bytes, it had {size}")
         elif durable.checksum(path)[1] != crc:
             wrong.append(f"{name} does not match its checksum")
+        progress(size)
     if wrong:
         raise _damaged(folder, shorten(wrong))
 
@@ -125,55 +215,69 @@ def shorten(lines: list[str]) -> str:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoint folders in `root`, the one saved last first; those without a readable manifest come last."""
+    """The checkpoint folders in `root`, the one saved last first; those without a readable manifest come last. A folder
+    without any manifest is unfinished, and none of them.
+    """
     found: list[tuple[float, int, int, Path]] = []
-    for path in root.iterdir() if root.is_dir() else ():
+    for path in folders(root):
         match = _FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
+        if match and (path / NAME).exists():
             try:
                 saved_at = read(path).saved_at
             except CheckpointError:
                 saved_at = 0.0
             found.append((saved_at, int(match[1]), int(match[2] or 0), path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for *_, path in sorted(found, reverse=True, key=lambda one: one[:3])]
 
 
-def new_name(root: Path, number: int) -> str:
-    """A free folder name for checkpoint `number`."""
+def folders(root: Path) -> list[Path]:
+    """The folders in `root` with the name of a checkpoint, finished or not."""
+    return [path for path in durable.entries(root) if _FOLDER.fullmatch(path.name)]
+
+
+def names_for(number: int) -> Iterator[str]:
+    """Folder names for checkpoint `number`, to be tried in turn."""
     first = f"step-{number:08d}"
-    names = chain([first], (f"{first}-{again}" for again in count(2)))
-    return next(name for name in names if not (root / name).exists())
+    return chain([first], (f"{first}-{again}" for again in count(2)))
 
 
-def locate(directory: Path) -> Path:
-    """The checkpoint folder that `directory` is, or that its `latest` file names; without one, that saved last."""
-    if (directory / NAME).exists() or _FOLDER.fullmatch(directory.name):
-        return directory
-    pointer = directory / LATEST
-    if pointer.is_file():
-        name = pointer.read_bytes().decode(errors="replace").strip()
-        if _FOLDER.fullmatch(name):
-            return directory / name
-        found = f"{pointer} names {name[:80]!r}"
-        raise CheckpointError(found, "the name of a checkpoint folder, such as 'step-00000120'", "")
-    found = checkpoints(directory)
-    if found:
-        return found[0]
-    what = "holds no checkpoint" if directory.is_dir() else "does not exist"
-    raise CheckpointError(f"{directory} {what}", "a folder that wholestep.save wrote to", "")
+def is_checkpoint(directory: Path) -> bool:
+    """True for the folder of one checkpoint, false for one that holds checkpoints."""
+    return bool(_FOLDER.fullmatch(directory.name)) or (directory / NAME).exists()
 
 
-def with_alternative(error: CheckpointError, directory: Path, folder: Path | None) -> CheckpointError:
-    """The error, with the newest other checkpoint that is intact as its next step."""
-    if error.next_step:
-        return error
-    for other in checkpoints(directory if folder is None or folder == directory / folder.name else folder.parent):
-        if other == folder:
-            continue
-        try:
-            manifest = read(other)
-            check_files(other, manifest, manifest.files)
-        except CheckpointError:
-            continue
-        return CheckpointError(error.found, error.needed, f"load {str(other)!r}, which is intact", error.where)
-    return CheckpointError(error.found, error.needed, "correct the path, or start anew: no other checkpoint is intact")
+def candidates(directory: Path) -> list[Path]:
+    """The checkpoint that `directory` is; or those in it, the one saved last first, but before it the one that `latest`
+    names if its manifest cannot be read. Raises CheckpointError: there is none.
+    """
+    if is_checkpoint(directory):
+        return [directory]
+    found, pointer = checkpoints(directory), directory / LATEST
+    if durable.is_plain_file(pointer):
+        name = pointer.read_bytes()[:4096].decode(errors="replace").strip()
+        named = directory / name if _FOLDER.fullmatch(name) else directory
+        if named != directory and named.is_dir() and not is_readable(named):
+            found = [named, *(path for path in found if path != named)]
+    if not found:
+        what = "holds no checkpoint" if directory.is_dir() else "does not exist"
+        raise CheckpointError(f"{directory} {what}", "a folder that wholestep.save wrote to", "correct the path")
+    return found
+
+
+def is_readable(folder: Path) -> bool:
+    """True for a folder whose manifest can be read."""
+    try:
+        read(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_intact(folder: Path) -> bool:
+    """True for a checkpoint whose files are all as its manifest says."""
+    try:
+        manifest = read(folder)
+        check_files(folder, manifest, manifest.files)
+    except CheckpointError:
+        return False
+    return True

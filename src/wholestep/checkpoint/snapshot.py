@@ -17,7 +17,6 @@ from ..capture.state import StepState
 from ..distributed.full_tensors import copy
 from ..distributed.launch import job
 from ..runtime import random_state
-from .collective_calls import on_first_rank
 from .manifest import CheckpointTensor, Manifest, SavedOptimizer
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -79,16 +78,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 
-def add_own(snapshot: Snapshot) -> None:
-    """Add the state of this rank alone: random state, and buffers that differ from the first rank's (collective)."""
-    rank = job()[0]
+def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
+    """A checksum of each buffer, which ranks compare."""
+    return {n: _checksum(snapshot.tensors[n]) for n, saved in snapshot.saved.items() if saved.role == "buffer"}
+
+
+def add_own(snapshot: Snapshot, rank: int, sums: Mapping[str, int], first: Mapping[str, int]) -> None:
+    """Add the state of this rank alone: random state, and buffers that differ from the first rank's."""
     own = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
-    names = [name for name, saved in snapshot.saved.items() if saved.role == "buffer"]
-    sums = {name: _checksum(snapshot.tensors[name]) for name in names}
-    leader = on_first_rank(lambda: sums)
-    for name in names:
-        if sums[name] != leader.get(name):
-            own[name] = snapshot.tensors.pop(name)
+    own |= {name: snapshot.tensors.pop(name) for name in sums if sums[name] != first.get(name)}
     for name, tensor in own.items():
         snapshot.tensors[f"rank{rank}/{name}"] = tensor
         snapshot.saved[f"rank{rank}/{name}"] = _about("rank", tensor)
@@ -97,7 +95,7 @@ def add_own(snapshot: Snapshot) -> None:
 def _checksum(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         return 0
-    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def pair(saved: Mapping[str, SavedOptimizer], live: Mapping[str, Any]) -> dict[str, str]:

@@ -135,19 +135,31 @@ class Rendezvous:
             raise made
         return made
 
-    def gather(self, label: str, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, in rank order. Raises RankMismatchError, which calls this `what`: ranks are missing."""
+    def gather(self, label: str, value: Any, what: str, on_first: bool = False) -> list[Any]:
+        """Every rank's `value`, in rank order; with `on_first`, on rank 0 only, and none elsewhere. Raises
+        RankMismatchError, which calls this `what`: ranks are missing.
+        """
         if self.size == 1:
             return [value]
-        found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], _Outcome)
+
+        def conclude(values: list[Any]) -> _Outcome:
+            if on_first:
+                put(self.store, f"{label}/all", values)
+            return _Outcome(None if on_first else values)
+
+        found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], conclude)
         if found.late is not None:
             text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:g} s"
             needed = "all ranks at the same call"
             raise RankMismatchError(text, needed, "call it on every rank, equally often and in the same order")
+        values: list[Any] = found.value or []
+        if on_first and self.rank == 0:
+            values = get(self.store, f"{label}/all")
+            self.store.delete_key(f"{label}/all")
         if self.store.add(f"{label}/read", 1) == self.size:  # nobody reads it any more
             for key in ("read", "outcome", "outcomes"):
                 self.store.delete_key(f"{label}/{key}")
-        return found.value
+        return values
 
     def barrier(self, what: str) -> None:
         """Wait until every rank is at the barrier `what`. Two or three requests a rank, and nothing stays in the store.

@@ -1,0 +1,251 @@
+"""One job at a time writes checkpoints to a folder: a lease with an owner, a host and a heartbeat.
+
+A lease is a file `.writer-N.json`; the highest N counts. To take over a lease that shows no sign of life, a job creates
+the next number: of several jobs, one succeeds. So neither locks of the file system nor equal clocks are needed, and
+`create` is the only atomic operation.
+
+The lease keeps jobs from saving by turns. Whole checkpoints do not depend on it: names are claimed by `create` as well,
+a manifest comes last, and what another process may still write is never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..typed_json import MalformedError, parse
+from ..typed_json import read as decoded
+from . import durable
+
+BEAT_S = 10.0  # a write of some hundred bytes each: no load, also for a store that charges for them
+STALE_S = 60.0  # six beats: a file system that hangs for half a minute loses no lease
+_FORGOTTEN_S = 3600.0  # no clocks differ by so much: such a lease is stale without a wait
+_NAME = re.compile(r"\.writer-(\d{1,18})\.json")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that writes checkpoints. `started` tells it from a later process of the same pid."""
+
+    token: str
+    host: str
+    boot: str
+    pid: int
+    started: int
+    at: float
+    beat: int = 0
+
+    @staticmethod
+    def this_process() -> Owner:
+        """A new owner in this process."""
+        boot, started = _boot(), _started(os.getpid())
+        return Owner(uuid.uuid4().hex, socket.gethostname(), boot, os.getpid(), started, time.time())
+
+    @property
+    def is_here(self) -> bool:
+        """True for a process of this host, whose pids are this process's own."""
+        return bool(self.boot) and self.boot == _boot() and self.host == socket.gethostname()
+
+    @property
+    def is_dead(self) -> bool:
+        """True for a process of this host that has ended."""
+        return self.is_here and _started(self.pid) != self.started
+
+    @property
+    def is_this_process(self) -> bool:
+        """True for this process, which may have other tokens."""
+        return self.is_here and self.pid == os.getpid()
+
+    def to_json(self) -> bytes:
+        """Text that `_read` reads back."""
+        return json.dumps(asdict(self)).encode()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _boot() -> str:
+    """Names this start of this machine; "" where the system does not tell."""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")  # a container counts its own pids
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + space
+    return ""
+
+
+def _started(pid: int) -> int:
+    """When a process of this machine started, in ticks since boot; -1 for none."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return -1 if state in (b"Z", b"X") else int(rest[18])
+    return -1
+
+
+def owner_of(path: Path) -> Owner | None:
+    """The owner that a file names; None for a file that is gone, half written or malformed."""
+    try:
+        return decoded(Owner, parse(path.read_bytes())) if durable.is_plain_file(path) else None
+    except (OSError, MalformedError):
+        return None
+
+
+@dataclass
+class Lease:
+    """The right of this process to write checkpoints to `root`."""
+
+    root: Path
+    owner: Owner
+    number: int
+    lost_to: str = ""
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raise CheckpointError if another job has taken over."""
+        highest, found = _highest(self.root)
+        if not self.lost_to and found is not None and found.token != self.owner.token:
+            self.lost_to = str(found)
+        if self.lost_to or highest < self.number:
+            who = f"by {self.lost_to}" if self.lost_to else "away"
+            text = f"{self.root} was taken {who}: this job showed no sign of life for {STALE_S:.0f} s"
+            raise CheckpointError(text, "one job at a time that saves there", _ADVICE)
+
+    def _keep(self) -> None:
+        beat = 0
+        while not self._ended.wait(BEAT_S):
+            beat += 1
+            with contextlib.suppress(OSError):
+                highest, found = _highest(self.root)
+                if highest != self.number or (found is not None and found.token != self.owner.token):
+                    return  # `check` says so at the next save
+                content = replace(self.owner, at=time.time(), beat=beat)
+                _rewrite(_path(self.root, self.number), content.to_json())
+                for left in range(max(1, self.number - 8), self.number):
+                    _unlink(_path(self.root, left))
+
+    def start(self) -> None:
+        """Show signs of life from now on."""
+        threading.Thread(target=self._keep, name="wholestep-lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Let the next job have it at once."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            found = owner_of(_path(self.root, self.number))
+            if found is not None and found.token == self.owner.token:
+                _unlink(_path(self.root, self.number))
+
+
+_held: dict[str, Lease] = {}
+_ADVICE = "end one of the two jobs, or save to another folder"
+
+
+def acquire(root: Path) -> Lease:
+    """The lease of this process on `root`. Waits while it is unclear whether another owner lives.
+
+    Raises CheckpointError: another job saves there, or has taken over from this one.
+    """
+    held = _held.get(str(root))
+    if held is not None and held.owner.pid == os.getpid():
+        try:
+            held.check()
+            return held
+        except CheckpointError:
+            held.release()
+            del _held[str(root)]
+            if held.lost_to:
+                raise
+    owner = Owner.this_process()
+    while True:
+        number, other = _highest(root)
+        if number and not _is_stale(root, number, other):
+            text = f"another job saves to {root}: {other or 'an unknown process'}"
+            raise CheckpointError(text, "one job at a time that saves there", _ADVICE)
+        if durable.create(_path(root, number + 1), owner.to_json()):
+            break
+    if number:
+        if other is None or not (other.is_dead or other.is_this_process):
+            warnings.warn(
+                f"{root}: took over from {other or 'an unknown process'}, which shows no sign of life", stacklevel=2
+            )
+        _unlink(_path(root, number))
+    lease = _held[str(root)] = Lease(root, owner, number + 1)
+    lease.start()
+    return lease
+
+
+def held(root: Path, token: str) -> Lease:
+    """The lease on `root` that `acquire` returned to this process."""
+    found = _held.get(str(root))
+    if found is None or found.owner.token != token:
+        raise CheckpointError(f"this process no longer holds the lease on {root}", "one that lasts as long as a save")
+    return found
+
+
+def release_all() -> None:
+    """Release every lease of this process."""
+    for lease in _held.values():
+        if lease.owner.pid == os.getpid():
+            lease.release()
+    _held.clear()
+
+
+def _is_stale(root: Path, number: int, other: Owner | None) -> bool:
+    """Whether a lease is left over. Looks for signs of life until it is sure; clocks of hosts are not compared."""
+    if other is not None and (other.is_dead or other.is_this_process or time.time() - other.at > _FORGOTTEN_S):
+        return True  # a lease of this process that it does not hold came with a copy of the folder
+    if other is not None and other.is_here:
+        return _unchanged(root, number, other, STALE_S) if _is_stopped(other.pid) else False
+    return _unchanged(root, number, other, STALE_S)
+
+
+def _unchanged(root: Path, number: int, other: Owner | None, seconds: float) -> bool:
+    """True when the lease did not change for `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.2, seconds / 10))
+        highest, now = _highest(root)
+        if highest < number:
+            return True  # released; the next number is still free
+        if highest > number or now != other:
+            return False
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
+def _highest(root: Path) -> tuple[int, Owner | None]:
+    """The number and the owner of the lease that counts; 0 for none."""
+    highest = max((int(match[1]) for path in durable.entries(root) if (match := _NAME.fullmatch(path.name))), default=0)
+    return highest, owner_of(_path(root, highest)) if highest else None
+
+
+def _path(root: Path, number: int) -> Path:
+    return root / f".writer-{number}.json"
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    """New content at once, without waiting for the disk: a heartbeat may be lost."""
+    if durable.is_remote(path):
+        path.write_bytes(data)
+        return
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_bytes(data)
+    os.replace(aside, path)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()

@@ -1,0 +1,206 @@
+"""JSON as values of Python types: the one decoder of plans, hardware, cached choices and manifests.
+
+Nothing in a file is trusted: depth, numbers and text are bounded, every value is of the type that belongs there, and an
+error has the path to the value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from math import isfinite
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from .errors import shown
+
+MOST_DEPTH = 64
+MOST_NUMBER = 1 << 63
+
+Readers = Mapping[Any, Callable[[Any, str], Any]]
+"""By type: a function of a value and the path to it, for types that have a form of their own in JSON."""
+_NO_READERS: Readers = {}
+
+_NEEDED = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", NoneType: "null"}
+
+
+class MalformedError(Exception):
+    """A text is no JSON, or a value is none that belongs at its place. `found` starts with the path to it."""
+
+    def __init__(self, found: str, needed: str) -> None:
+        super().__init__(found, needed)
+        self.found, self.needed = found, needed
+
+    def __str__(self) -> str:
+        return f"{self.found}: needed {self.needed}"
+
+
+def parse(text: str | bytes) -> Any:
+    """The JSON value of a text. Raises MalformedError: it is none, or nests deeper than `MOST_DEPTH`."""
+    try:
+        value: Any = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise MalformedError("the file is not text", "JSON in UTF-8") from error
+    except RecursionError as error:
+        raise too_deep() from error
+    except ValueError as error:  # no JSON, or a number of more digits than Python reads
+        raise MalformedError(f"the text is not JSON ({error})", "JSON") from error
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for one in level if isinstance(one, (dict, list)) for inner in _inside(one)]
+        if not level:
+            return value
+    raise too_deep()
+
+
+def too_deep() -> MalformedError:
+    """The error of a text with more lists in lists than any file that wholestep writes."""
+    return MalformedError("lists or objects stand too deep inside each other", f"at most {MOST_DEPTH} levels")
+
+
+def _inside(value: Any) -> Any:
+    return cast(dict[str, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
+
+
+def read(kind: Any, value: Any, at: str = "", own: Readers = _NO_READERS) -> Any:
+    """A JSON value as the type `kind`: an object as a dataclass or a mapping; a list as a tuple, or as a dataclass
+    whose fields it holds in order. Raises MalformedError.
+    """
+    if kind in own:
+        return own[kind](value, at)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return read(_alternative(args, value, at, own), value, at, own)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in args:
+            raise wrong(at, value, f"one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        inner = [args[0]] * len(as_list(value, at)) if args[-1] is ... else list(args)
+        if len(as_list(value, at)) != len(inner):
+            raise wrong(at, value, f"a list of {len(inner)}")
+        return tuple(read(one, v, f"{at}[{i}]", own) for i, (one, v) in enumerate(zip(inner, value, strict=True)))
+    if origin is Mapping:
+        given = as_object(value, at).items()
+        return {_text(k, at): read(args[1], v, f"{at}[{shown(k)}]", own) for k, v in given}
+    if is_dataclass(kind):
+        return _made(cast(type[Any], kind), value, at, own)
+    if issubclass(kind, Enum):
+        return _member(kind, value, at)
+    return _plain(kind, value, at)
+
+
+def as_list(value: Any, at: str) -> list[Any]:
+    """`value`, which has to be a list."""
+    if not isinstance(value, (list, tuple)):
+        raise wrong(at, value, "a list")
+    return cast(list[Any], value)
+
+
+def as_object(value: Any, at: str) -> Mapping[str, Any]:
+    """`value`, which has to be an object."""
+    if not isinstance(value, Mapping):
+        raise wrong(at, value, "an object")
+    return cast(Mapping[str, Any], value)
+
+
+def wrong(at: str, value: object, needed: str) -> MalformedError:
+    """The error of a value that does not belong at the path `at`."""
+    return MalformedError(f"{at or 'the file'} is {shown(value)}", needed)
+
+
+def _plain(kind: type, value: Any, at: str) -> Any:
+    allowed = (int, float) if kind is float else kind
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise wrong(at, value, _NEEDED[kind])
+    if isinstance(value, str):
+        return _text(value, at)
+    if isinstance(value, (int, float)) and not (isfinite(value) if isinstance(value, float) else _is_small(value)):
+        raise wrong(at, value, "a number of at most 64 bits" if isinstance(value, int) else _NEEDED[float])
+    return float(value) if kind is float else value
+
+
+def _is_small(value: int) -> bool:
+    return -MOST_NUMBER <= value < MOST_NUMBER
+
+
+def _text(value: str, at: str) -> str:
+    """`value`, which can be written again: JSON can hold half of a character."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise wrong(at, value, "text in UTF-8") from error
+    return value
+
+
+def _member(kind: type[Enum], value: Any, at: str) -> Enum:
+    by_value = {one.value: one for one in kind}
+    if not isinstance(value, str) or value not in by_value:
+        raise wrong(at, value, f"one of {', '.join(map(repr, by_value))}")
+    return by_value[value]
+
+
+def _made(kind: type[Any], value: Any, at: str, own: Readers) -> Any:
+    hints, known = hints_of(kind), {f.name: f for f in fields(kind)}
+    if isinstance(value, (list, tuple)):
+        given = as_list(value, at)
+        if len(given) != len(known):
+            raise wrong(at, given, f"a list of {len(known)}: {', '.join(known)}")
+        values: Mapping[str, Any] = dict(zip(known, given, strict=True))
+    else:
+        values = as_object(value, at)
+    prefix = f"{at}." if at else ""
+    for name in values:
+        if name not in known:
+            raise MalformedError(f"unknown field {prefix}{name}", f"one of {', '.join(known)}")
+    for name, one in known.items():
+        if name not in values and one.default is MISSING and one.default_factory is MISSING:
+            raise MalformedError(f"field {prefix}{name} is missing", describe(hints[name]))
+    return kind(**{name: read(hints[name], v, f"{prefix}{name}", own) for name, v in values.items()})
+
+
+def _alternative(kinds: tuple[Any, ...], value: Any, at: str, own: Readers) -> Any:
+    """The type of a union that `value` is meant as: that of its form, and of all required fields among dataclasses."""
+    fitting = [kind for kind in kinds if _has_form(kind, value, own)]
+    if not fitting:
+        raise wrong(at, value, " or ".join(describe(kind) for kind in kinds))
+    given = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
+    return next((kind for kind in fitting if is_dataclass(kind) and _required(kind) <= given), fitting[0])
+
+
+def _has_form(kind: Any, value: Any, own: Readers) -> bool:
+    if kind is NoneType or value is None:
+        return kind is NoneType and value is None
+    if kind in own:
+        return True
+    origin = get_origin(kind)
+    if origin is Literal:
+        return value in get_args(kind) if isinstance(value, str) else False
+    if origin is tuple:
+        return isinstance(value, (list, tuple))
+    if origin is Mapping or is_dataclass(kind):
+        return isinstance(value, Mapping)
+    return isinstance(value, (int, float)) if kind is float else isinstance(kind, type) and isinstance(value, kind)
+
+
+def _required(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+
+
+def describe(kind: Any) -> str:
+    """What a JSON value of a type is, in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(describe(one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    return _NEEDED.get(kind, "a list" if get_origin(kind) is tuple else "an object")
+
+
+@cache
+def hints_of(kind: type) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return get_type_hints(kind)
