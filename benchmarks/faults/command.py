@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--case", type=int, help="play this case alone, and keep nothing")
     parser.add_argument("--ranks", type=int, nargs=2, default=(2, 1), help="two-jobs: of each")
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="save-blocking: of state")
-    parser.add_argument("--rounds", type=int, default=7, help="save-blocking: how often each is timed")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="save-blocking, restart: of state")
+    parser.add_argument("--rounds", type=int, default=7, help="save-blocking, restart: how often")
     parser.add_argument("--dir", type=Path, default=Path("runs/faults"), help="where results are kept")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     given = parser.parse_args(argv)
@@ -85,4 +85,10 @@ def _save_blocking(given: argparse.Namespace) -> tuple[str, bool]:
     return run(int(given.gigabytes * 1e9), given.rounds), False
 
 
-MODES = {"kills": _kills, "two-jobs": _two_jobs, "save-blocking": _save_blocking}
+def _restart(given: argparse.Namespace) -> tuple[str, bool]:
+    from .restart import run
+
+    return run(int(given.gigabytes * 1e9), given.rounds)
+
+
+MODES = {"kills": _kills, "two-jobs": _two_jobs, "save-blocking": _save_blocking, "restart": _restart}

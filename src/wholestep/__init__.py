@@ -6,6 +6,7 @@ from .backend.protocol import Backend
 from .capture import CaptureOptions
 from .capture.effects import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
+from .checkpoint.memory_copies import MemoryCopies
 from .compile import capture, compile
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
 from .cost.simulation import SimulationResult, simulate
@@ -70,6 +71,7 @@ __all__ = [
     "LayoutError",
     "LiveTensor",
     "LocalGraph",
+    "MemoryCopies",
     "Mesh",
     "MeshError",
     "MixedPrecision",
