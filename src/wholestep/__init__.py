@@ -6,6 +6,7 @@ from .backend.protocol import Backend
 from .capture import CaptureOptions
 from .capture.effects import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
+from .checkpoint.export import export
 from .checkpoint.memory_copies import MemoryCopies
 from .compile import capture, compile
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
@@ -95,6 +96,7 @@ __all__ = [
     "collectives",
     "compile",
     "ddp_backend",
+    "export",
     "load",
     "memory_curve",
     "partition",

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,152 @@ def test_loads_on_any_ranks_in_any_style(world: int, style: str, optimizer: str,
     saved, losses = run_ranks(_save, world, style, optimizer, root)[0]
     for ranks, other, into in targets:
         run_ranks(_load, ranks, other, optimizer, root, into, saved, losses)
+
+
+# -- meshes with tensor parallelism ------------------------------------------------------------
+
+CUT = {"0": "colwise", "2": "rowwise"}
+JOBS: dict[str, tuple[int, str, Any]] = {
+    "tp": (2, "tp=2", ws.TensorParallel(CUT, axis="tp")),
+    "2-D": (4, "dp=2,tp=2", [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(CUT, axis="tp")]),
+    "2-D zero1": (4, "tp=2,dp=2", [ws.DataParallel("zero1", axis="dp"), ws.TensorParallel(CUT, axis="tp")]),
+    "hybrid": (4, "r=2,s=2", ws.DataParallel("hybrid")),
+    "fully_shard": (3, "dp=3", ws.DataParallel("fully_shard")),
+}
+
+
+def _job(name: str, seed: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    """A step that was called twice, with its arguments. Ranks along tp have the same data."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    _, mesh, parallel = JOBS[name]
+    step = ws.compile(train_step, parallel=parallel, mesh=mesh)
+    at = ws.Mesh(mesh).coordinate(dist.get_rank())
+    torch.manual_seed(sum((i + 1) * at[axis] for i, axis in enumerate(sorted(at)) if axis != "tp"))
+    args = model, optimizer, torch.randn(4, 5), torch.randn(4, 3)
+    step(*args)
+    step(*args)
+    return step, *args
+
+
+def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, param in model.named_parameters():
+        states = optimizer.state[param].items()
+        found |= {f"{name}/{key}": value for key, value in states}
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.detach().clone() for name, value in whole.items()}
+
+
+def _save_job(rank: int, world: int, name: str, root: str) -> Any:
+    step, model, optimizer, x, y = _job(name, 0)
+    ws.save(root, step)
+    state = _full(model, optimizer)
+    losses = [step(model, optimizer, x, y).item() for _ in range(2)]
+    again, *others = _job(name, 1)
+    ws.load(root, again)
+    equal(_full(*others[:2]), state)
+    assert [again(*others).item() for _ in range(2)] == losses
+    return state
+
+
+def _load_job(rank: int, world: int, name: str, root: str, state: Any) -> None:
+    step, model, optimizer, *_ = _job(name, 1)
+    ws.load(root, step)
+    equal(_full(model, optimizer), state)
+
+
+@pytest.mark.parametrize("source", [pytest.param(n, marks=() if n == "2-D" else pytest.mark.full) for n in JOBS])
+def test_any_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> None:
+    state = run_ranks(_save_job, JOBS[source][0], source, str(tmp_path))[0]
+    for target in JOBS if source != "2-D" else ["tp"]:
+        run_ranks(_load_job, JOBS[target][0], target, str(tmp_path), state)
+
+
+# -- objects beside the step -------------------------------------------------------------------
+
+
+class Place:
+    """Stands somewhere in its own data, as a data loader does."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _save_places(rank: int, world: int, root: str) -> list[int]:
+    model = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    ws.save(root, model=model, number=1, stateful={"loader": Place(10 + rank), "epoch": Place(7)})
+    loader, epoch = Place(0), Place(0)
+    ws.load(root, model=model, stateful={"loader": loader, "epoch": epoch})
+    return [loader.at, epoch.at]
+
+
+def _load_places(rank: int, world: int, root: str) -> tuple[int, str]:
+    epoch = Place(0)
+    ws.load(root, stateful={"epoch": epoch})
+    return epoch.at, refusal(lambda: ws.load(root, stateful={"loader": Place(0)}))
+
+
+def test_each_rank_gets_its_own_state_and_no_other_does(tmp_path: Path) -> None:
+    assert run_ranks(_save_places, 3, str(tmp_path)) == [[10, 7], [11, 7], [12, 7]]
+    assert (
+        run_ranks(_load_places, 2, str(tmp_path))
+        == [
+            (
+                7,
+                "'loader' has a state of its own on ranks [1, 2] of 3\n"
+                "  needed: 3 ranks: a rank of 2 has no part in another job's rank\n"
+                "  next: leave out 'loader' and place it anew",
+            )
+        ]
+        * 2
+    )
+
+
+# -- two jobs in one folder --------------------------------------------------------------------
+
+
+def _compete(rank: int, world: int, root: str, seconds: float) -> dict[str, int]:
+    """Save and load as fast as possible; counts what happened. No load may meet damage."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(8, 8), {"saved": 0, "refused": 0, "loaded": 0}
+    end = time.monotonic() + seconds
+    while everywhere(time.monotonic() < end)[0]:
+        try:
+            ws.save(root, model=model, number=found["saved"])
+            found["saved"] += 1
+        except ws.CheckpointError as error:
+            if not error.found.startswith(f"another job saves to {root}: process "):
+                raise
+            found["refused"] += 1
+        if found["saved"] + found["refused"] > 1:
+            ws.load(root, model=model, strict=True)
+            found["loaded"] += 1
+    return found
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    jobs: list[Any] = [None, None]
+
+    def start(number: int) -> None:
+        jobs[number] = run_ranks(_compete, 2, str(tmp_path), 4.0)[0]
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loser, winner = sorted(jobs, key=lambda found: found["saved"])  # the loser may save once the winner has ended
+    assert min(loser["refused"], loser["loaded"], winner["saved"], winner["loaded"]) > 2
+    assert all(ws.load(folder).number >= 0 for folder in tmp_path.glob("step-*"))
 
 
 # -- all or none -------------------------------------------------------------------------------

@@ -189,10 +189,17 @@ def load(
     flush_pending()
     background.wait()
     ranks, state, objects = Ranks.of_job(), _state_of(step, model, optimizer), dict(stateful or {})
-    folder, found, content = _open(durable.folder_at(directory), ranks, strict)
-    states = ranks.on_every_rank(lambda: read_stateful(folder, found, objects, ranks))
-    restore = _staged(folder, found, state, ranks) if state is not None else None
-    drawn = _random(folder, found, ranks) if state is not None or step is not None else {}
+    root = durable.folder_at(directory)
+    while True:
+        folder, found, content = _open(root, ranks, strict)
+        try:
+            states = ranks.on_every_rank(partial(read_stateful, folder, found, objects, ranks))
+            restore = _staged(folder, found, state, ranks) if state is not None else None
+            drawn = _random(folder, found, ranks) if state is not None or step is not None else {}
+            break
+        except CheckpointError:
+            if not _was_removed(root, folder, ranks):
+                raise
     ranks.on_every_rank(lambda: load_stateful(objects, states))
     if restore is not None:
         restore.commit(content, keep_primed=False)
@@ -221,6 +228,8 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
         except CheckpointError as error:
             if error.next_step:  # it is whole, and cannot be read here
                 raise
+            if _was_removed(directory, folder, ranks):
+                return _open(directory, ranks, strict)
             damage.append(error)
             continue
         if damage and strict:
@@ -229,6 +238,11 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
             warnings.warn(f"{error.found}; loaded {folder} instead, which is intact", stacklevel=3)
         return folder, found, content
     raise CheckpointError(damage[0].found, damage[0].needed, _alternative(directory, folders, ranks)) from damage[0]
+
+
+def _was_removed(directory: Path, folder: Path, ranks: Ranks) -> bool:
+    """True when the job that saves there has removed a checkpoint meanwhile, as newer ones exist."""
+    return ranks.on_first_rank(lambda: folder not in manifest.candidates(directory))
 
 
 def _values(folder: Path) -> dict[str, Any]:

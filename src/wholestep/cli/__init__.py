@@ -11,6 +11,7 @@ import typer
 
 from .calibrate_command import calibrate
 from .check_rules_command import check_rules
+from .checkpoint_command import checkpoint
 from .diff_command import diff
 from .passes_command import passes
 from .plan_command import plan
@@ -46,6 +47,7 @@ app.command()(loaded(simulate))
 app.command()(loaded(diff))
 app.command()(loaded(passes))
 app.command()(loaded(calibrate))
+app.command()(loaded(checkpoint))
 app.command("check-rules")(loaded(check_rules))
 
 

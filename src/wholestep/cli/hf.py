@@ -55,7 +55,8 @@ def build(wanted: ModelSpec) -> Target:
     config = _config(transformers, wanted)
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, wanted.dtype)).train()
+            options = {"dtype": getattr(torch, wanted.dtype), "trust_remote_code": False}
+            model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
     except ValueError as error:
         refuse(f"{wanted.config} is not a causal language model of transformers: {str(error).splitlines()[0]}")
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)

@@ -59,6 +59,19 @@ class Screen:
         self._end(name, start, ", ".join(details))
 
     @contextmanager
+    def amount(self, name: str, total: float) -> Generator[Callable[[float], None]]:
+        """Show how much of `total` is done, on a terminal; the yielded function is told of each further part."""
+        row = self._live.add_task(name, total=total) if self._live else None
+
+        def advance(part: float) -> None:
+            if self._live and row is not None:
+                self._live.update(row, advance=part)
+
+        yield advance
+        if self._live and row is not None:
+            self._live.remove_task(row)
+
+    @contextmanager
     def each(self, count: int) -> Generator[Callable[[str], None]]:
         """Show candidates one after the other, each with its time."""
         running: list[tuple[str, float]] = []

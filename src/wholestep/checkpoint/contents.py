@@ -1,0 +1,269 @@
+"""What is in a checkpoint folder: described, checked, compared with another, written again in other files."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..graph.text import human, table
+from . import dcp_metadata, durable, manifest, stored_tensors, tensor_files
+from .manifest import Chunk, Manifest
+from .new_folder import new_folder
+from .ranks import Ranks
+from .stateful import read_file
+from .stored_tensors import PiecesRead, described
+from .write import VALUES
+
+_CHUNK = 1 << 22  # elements that are compared at once
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint folder. `fault` is why it is not intact, empty if it is. Without a `manifest` it cannot be read."""
+
+    path: Path
+    manifest: Manifest | None
+    fault: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files."""
+        return sum(size for size, _ in self.manifest.files.values()) if self.manifest else 0
+
+
+def look(folder: Path, watch: Callable[[int], None] | None = None) -> Contents:
+    """Read the manifest, and check that each file is there and has its size; with `watch`, which is told of the bytes
+    of each file, its checksum.
+    """
+    try:
+        found = manifest.read(folder)
+    except CheckpointError as error:
+        return Contents(folder, None, error.found)
+    if watch is not None:
+        try:
+            manifest.check_files(folder, found, found.files, watch)
+        except CheckpointError as error:
+            return Contents(folder, found, error.found)
+    lost = [name for name, (size, _) in found.files.items() if not _has_size(folder / name, size)]
+    return Contents(folder, found, f"missing or of another size: {', '.join(lost)}" if lost else "")
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return durable.is_plain_file(path) and path.stat().st_size == size
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+
+def show_all(several: list[Contents], verified: bool) -> str:
+    """A table of checkpoints."""
+    rows = [("checkpoint", "number", "saved", "ranks", "mesh", "files", "size", "intact")]
+    for one in several:
+        found = one.manifest
+        intact = _printed(one.fault) or _checked(verified)
+        if found is None:
+            rows.append((_printed(one.path.name), "", "", "", "", "", "", intact))
+            continue
+        rows.append((
+            _printed(one.path.name), str(found.number), _when(found.saved_at), str(found.world_size),
+            _printed(found.mesh) or "-", str(len(found.files)), human(one.size_bytes), intact,
+        ))  # fmt: skip
+    return "\n".join(table(rows, left=(0, 2, 4, 7)))
+
+
+def show(one: Contents, verified: bool) -> str:
+    """What is in a checkpoint: its parameters with their optimizer state, buffers, random state and extra values."""
+    found = one.manifest
+    assert found is not None, "there is something to show"
+    lines = [
+        f"checkpoint {found.number} in {one.path}",
+        f"  saved {_when(found.saved_at)} after {found.calls} calls, by {_ranks(found.world_size)}"
+        + (f", mesh {_printed(found.mesh)}" if found.mesh else ""),
+        f"  {len(found.files)} files, {human(one.size_bytes)}: "
+        + (_printed(one.fault) or f"intact {_checked(verified)}"),
+    ]
+    sizes = {name: described(saved).nbytes for name, saved in found.tensors.items()}
+    state = defaultdict[str, list[str]](list)
+    for name, saved in found.tensors.items():
+        if saved.role == "state":
+            state[saved.owner].append(name)
+    rows = [("tensor", "role", "dtype", "shape", "bytes", "optimizer state", "bytes")]
+    for name, saved in found.tensors.items():
+        if saved.role in ("param", "buffer"):
+            keys = ", ".join(found.tensors[key].key for key in state[name])
+            held = sum(sizes[key] for key in state[name])
+            rows.append((
+                _printed(name), saved.role, saved.dtype, str(list(saved.shape)), human(sizes[name]),
+                _printed(keys) or "-", human(held) if keys else "-",
+            ))  # fmt: skip
+    lines += [f"  {row}" for row in table(rows, left=(0, 1, 2, 3, 5))]
+    for role, what in (("param", "parameters"), ("buffer", "buffers"), ("state", "tensors of optimizer state")):
+        names = [name for name, saved in found.tensors.items() if saved.role == role]
+        lines.append(f"  {len(names)} {what}, {human(sum(sizes[name] for name in names))}")
+    for label, saved in found.optimizers.items():
+        counts = ", ".join(str(len(group)) for group in saved.groups)
+        lines.append(f"  {_printed(label)}: {_printed(saved.kind)}, groups of {counts} parameters")
+    lines += [f"  {_printed(line)}" for line in _of_ranks(found)]
+    lines += [f"  stateful: {_printed(', '.join(found.stateful))}"] if found.stateful else []
+    lines += [f"  extra: {_printed(', '.join(extra(one))) or 'none'}"] if not one.fault else []
+    return "\n".join(lines)
+
+
+def _of_ranks(found: Manifest) -> Iterator[str]:
+    """The tensors that ranks have of their own, each with the number of those ranks."""
+    names = [name.partition("/")[2] for name, saved in found.tensors.items() if saved.role == "rank"]
+    counts = Counter(names)
+    for kind, chosen in (
+        ("random state", [name for name in counts if name.startswith("random/")]),
+        ("buffers that differ", [name for name in counts if not name.startswith("random/")]),
+    ):
+        several = defaultdict[int, list[str]](list)
+        for name in chosen:
+            several[counts[name]].append(name.removeprefix("random/"))
+        yield from (f"{kind} of {_ranks(ranks)}: {', '.join(names)}" for ranks, names in several.items())
+
+
+def extra(one: Contents) -> list[str]:
+    """The names of what the user has put beside the state. Raises CheckpointError: the file cannot be read."""
+    content = read_file(one.path / VALUES)
+    given: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
+    return [str(name) for name in cast(dict[Any, Any], given)] if isinstance(given, dict) else []
+
+
+def as_json(one: Contents) -> dict[str, Any]:
+    """The same as a JSON value, in bytes and seconds since 1970."""
+    found = one.manifest
+    if found is None:
+        return {"path": str(one.path), "fault": one.fault}
+    tensors = {
+        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described(saved).nbytes}
+        for name, saved in found.tensors.items()
+    }
+    optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in found.optimizers.items()}
+    beside = {"stateful": list(found.stateful), "extra": None if one.fault else extra(one)}
+    return {
+        "path": str(one.path), "fault": one.fault or None, "number": found.number, "calls": found.calls,
+        "saved_at": found.saved_at, "ranks": found.world_size, "mesh": found.mesh, "bytes": one.size_bytes,
+        "tensors": tensors, "optimizers": optimizers, **beside,
+    }  # fmt: skip
+
+
+def _checked(verified: bool) -> str:
+    return "by checksum" if verified else "by size"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _when(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _printed(text: str) -> str:
+    """Text that cannot steer a terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+# -- compare -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs in another checkpoint; `largest` is the maximum of absolute differences of its values."""
+
+    name: str
+    here: str
+    there: str
+    largest: float | None = None
+
+    @property
+    def shown(self) -> float | str | None:
+        """`largest` as a JSON value."""
+        return self.largest if self.largest is None or isfinite(self.largest) else str(self.largest)
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return f"{_printed(self.name)}: {self.here} here, {self.there} there"
+        return f"{_printed(self.name)}: {self.here}, differs by at most {self.largest:.3g}"
+
+
+def compare(one: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
+    """The difference of each tensor of two checkpoints; None where it has the same bits. One is in memory at a time;
+    `watch` is told of the bytes of each that was read.
+    """
+    assert one.manifest is not None
+    assert other.manifest is not None
+    here, there = one.manifest.tensors, other.manifest.tensors
+    for name in {**here, **there}:
+        texts = str(here.get(name, "missing")), str(there.get(name, "missing"))
+        if texts[0] != texts[1]:
+            yield TensorDifference(name, *texts)
+            continue
+        a, b = (
+            stored_tensors.read(at.path, found, name) for at, found in ((one, one.manifest), (other, other.manifest))
+        )
+        watch(a.nbytes)
+        same = torch.equal(_bits(a), _bits(b))
+        yield None if same else TensorDifference(name, *texts, _largest(a, b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """NaN where only one of them is NaN."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    flat, others = a.reshape(-1), b.reshape(-1)
+    pairs = ((flat[at : at + _CHUNK], others[at : at + _CHUNK]) for at in range(0, len(flat), _CHUNK))
+    found = [(x.to(wide) - y.to(wide)).abs().max().item() for x, y in pairs]
+    return max(found, key=lambda value: (value != value, value))
+
+
+# -- write again -------------------------------------------------------------------------------------------
+
+
+def rewrite(one: Contents, target: Path, files: int) -> Path:
+    """Write an intact checkpoint to a new folder, with its tensors in `files` files of about equal size."""
+    found = one.manifest
+    assert found is not None, "there is something to write"
+    with new_folder(target, Ranks.of_job()) as aside:
+        kept = [name for name in found.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
+        sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
+        for name in kept:
+            sums[name] = durable.write(aside / name, (one.path / name).read_bytes())
+        for number, names in enumerate(_shared_out(found, files)):
+            file = f"__{number}_0{tensor_files.SUFFIX}"
+            pieces = PiecesRead(names, partial(stored_tensors.read, one.path, found))
+            written = tensor_files.write(aside / file, pieces, lambda _: None)
+            sums[file] = written.size, written.crc
+            chunks |= {name: (chunk,) for name, chunk in written.chunks.items()}
+        made = replace(found, chunks={name: chunks[name] for name in found.tensors})
+        sums[dcp_metadata.NAME] = durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(made))
+        durable.write(aside / manifest.NAME, replace(made, files=sums).to_json().encode())
+    return target
+
+
+def _shared_out(found: Manifest, files: int) -> list[list[str]]:
+    """The names of the tensors of each file: the largest first, each to the file with the least bytes."""
+    parts = [list[str]() for _ in range(min(files, len(found.tensors)))]
+    sizes = [0] * len(parts)
+    for name in sorted(found.tensors, key=lambda name: -described(found.tensors[name]).nbytes):
+        least = sizes.index(min(sizes))
+        parts[least].append(name)
+        sizes[least] += described(found.tensors[name]).nbytes
+    return parts

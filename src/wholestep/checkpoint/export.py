@@ -1,0 +1,204 @@
+"""`wholestep.export`: the parameters and buffers of a model, for programs that do not know wholestep."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..distributed.full_tensors import gather
+from ..errors import CheckpointError
+from ..runtime.between_steps import flush_pending
+from ..units import parse_bytes
+from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
+from .manifest import CheckpointTensor, Chunk, Manifest
+from .new_folder import new_folder
+from .ranks import Ranks
+from .stored_tensors import PiecesRead, described, read
+from .tensor_files import Piece, pieces_to_write
+
+Format = Literal["safetensors", "dcp"]
+FORMATS = ("safetensors", "dcp")
+
+
+def export(
+    directory: str | Path,
+    model: nn.Module | str | Path,
+    format: Format = "safetensors",
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int | str = "5GB",
+) -> Path:
+    """Write the parameters and buffers of a model to a new folder, as safetensors or as plain DCP.
+
+    Called on every rank. `"safetensors"` is what `from_pretrained` of transformers reads: one file or several with an
+    index, and of a model of transformers `config.json` and its generation config. Tied parameters are written once.
+    The first rank gathers and writes one tensor after the other. `"dcp"` is what `torch.distributed.checkpoint.load`
+    reads into `model.state_dict()`; every rank writes its part. The folder appears whole or not at all.
+
+    Args:
+        directory: the folder to make; it may exist if it is empty.
+        model: a module, whether a step has placed it yet or not; or the folder of a checkpoint, or of checkpoints
+            (then the newest), which has no config.
+        format: `"safetensors"` or `"dcp"`.
+        dtype: of what is floating-point; the model's own by default.
+        max_file_bytes: of one safetensors file, as `"5GB"`.
+
+    Example:
+        >>> path = wholestep.export("exported", model, dtype=torch.bfloat16)
+
+    Raises:
+        CheckpointError: on every rank, when it could not be written on any; nothing is left in `directory` then.
+    """
+    if format not in FORMATS:
+        raise CheckpointError(f"export(format={format!r})", f"one of {', '.join(FORMATS)}", "correct it")
+    most_bytes, target, ranks = (
+        parse_bytes(max_file_bytes, "max_file_bytes"),
+        durable.folder_at(directory),
+        Ranks.of_job(),
+    )
+    if durable.is_remote(target):
+        raise CheckpointError(f"export to {target}", "a folder of a file system", "export there, and copy the files")
+    flush_pending()
+    if isinstance(model, nn.Module):
+        found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
+    else:
+        found = _of_checkpoint(durable.folder_at(model), dtype, ranks)
+    with new_folder(target, ranks) as aside:
+        if format == "dcp":
+            _write_dcp(aside, target, found, ranks)
+        else:
+            _write_safetensors(aside, target, found, most_bytes, ranks)
+        if format == "safetensors" and isinstance(model, nn.Module):
+            ranks.on_first_rank(lambda: _write_config(aside, model, found))
+    return target
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """What to export. `tensors` gives shapes and dtypes by name, `distinct` has one name of tied ones. `whole` returns
+    a tensor in full; where it `gathers`, all ranks call it. `pieces` returns what this rank writes of all tensors.
+    """
+
+    tensors: Mapping[str, Tensor]
+    distinct: Sequence[str]
+    whole: Callable[[str], Tensor]
+    gathers: bool
+    pieces: Callable[[], Mapping[str, Piece]]
+
+
+def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            found = f"{name} of the model's state_dict() is a {type(value).__name__}"
+            raise CheckpointError(found, "tensors alone", "save it beside the export")
+        if value.is_meta:
+            raise CheckpointError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
+    live: dict[str, Tensor] = {name: value.detach() for name, value in state.items()}
+    tensors = {name: _on_meta(one, dtype) for name, one in live.items()}
+    first: dict[int, str] = {}
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    ignored: Iterable[str] = getattr(model, "_keys_to_ignore_on_save", None) or ()
+
+    def whole(name: str) -> Tensor:
+        given = live[name]
+        return next(iter(gather([given]).values())) if isinstance(given, DTensor) else given
+
+    def pieces() -> dict[str, Piece]:
+        roles = {name: "param" if isinstance(value, nn.Parameter) else "buffer" for name, value in state.items()}
+        saved = {name: _about(one, roles[name]) for name, one in live.items()}
+        own = pieces_to_write(live, saved, ranks.rank, ranks.size)
+        return {name: replace(one, values=one.values.to(tensors[name].dtype)) for name, one in own.items()}
+
+    return _Exported(tensors, [name for name in first.values() if name not in ignored], whole, True, pieces)
+
+
+def _of_checkpoint(directory: Path, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
+    folder = ranks.on_first_rank(lambda: manifest.candidates(directory)[0])
+    found = ranks.on_every_rank(lambda: manifest.read(folder))
+    ranks.on_first_rank(lambda: manifest.check_files(folder, found, sorted(found.files)))
+    saved = {name: one for name, one in found.tensors.items() if one.role in ("param", "buffer")}
+    tensors = {name: _on_meta(described(one), dtype) for name, one in saved.items()}
+
+    def whole(name: str) -> Tensor:
+        return read(folder, found, name).to(tensors[name].dtype)
+
+    names = list(tensors)
+    return _Exported(tensors, names, whole, False, lambda: PiecesRead(names if ranks.rank == 0 else (), whole))
+
+
+def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    chosen = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=chosen, device="meta")
+
+
+def _about(tensor: Tensor, role: str) -> CheckpointTensor:
+    return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _write_safetensors(aside: Path, target: Path, found: _Exported, most_bytes: int, ranks: Ranks) -> None:
+    tensors = {name: found.tensors[name] for name in found.distinct}
+    ranks.on_every_rank(lambda: safetensors_file.check(tensors))
+    files = safetensors_file.split(tensors, most_bytes)
+    for file, names in files.items():
+        part = {name: tensors[name] for name in names}
+        ranks.on_every_rank(lambda file=file, part=part: _write_file(aside / file, target, part, found, ranks))
+    if len(files) > 1:
+        text = safetensors_file.index(tensors, files)
+        ranks.on_first_rank(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
+
+
+def _write_file(path: Path, target: Path, tensors: Mapping[str, Tensor], found: _Exported, ranks: Ranks) -> None:
+    """The first rank writes each tensor. After a failure it gathers on with the others."""
+    whole = map(found.whole, safetensors_file.order(tensors))
+    try:
+        if ranks.rank == 0:
+            with durable.explained(target):
+                safetensors_file.write(path, tensors, whole)
+    finally:
+        if found.gathers:
+            deque(whole, maxlen=0)
+
+
+def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> None:
+    """Each rank writes its pieces. The first one writes the index that torch reads."""
+
+    def write() -> Mapping[str, Chunk]:
+        pieces = found.pieces()
+        with durable.explained(target):
+            file = aside / f"__{ranks.rank}_0{tensor_files.SUFFIX}"
+            return tensor_files.write(file, pieces, lambda _: None).chunks if pieces else {}
+
+    parts = ranks.gather_on_first(write)
+
+    def write_index() -> None:
+        chunks = {name: tuple(part[name] for part in parts if name in part) for name in found.tensors}
+        saved = {name: _about(one, "param") for name, one in found.tensors.items()}
+        about = Manifest(0, 0, ranks.size, "", 0.0, saved, {}, {}, chunks, {})
+        durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
+
+    ranks.on_first_rank(write_index)
+
+
+def _write_config(aside: Path, model: nn.Module, found: _Exported) -> None:
+    """The config of a model of transformers, as its `save_pretrained` writes it."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    first = next((one.dtype for one in found.tensors.values() if one.is_floating_point()), torch.float32)
+    config.dtype = str(first).removeprefix("torch.")
+    config.save_pretrained(aside)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(aside)

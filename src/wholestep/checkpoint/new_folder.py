@@ -1,0 +1,47 @@
+"""A folder that appears whole or not at all, on every rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from ..errors import CheckpointError
+from . import durable
+from .ranks import Ranks
+
+
+@contextmanager
+def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
+    """A folder beside `target` to write to. At the end it is synced to disk and gets the name `target`; after an
+    exception it is removed. Raises CheckpointError, on every rank: `target` is there and not empty.
+    """
+    aside = ranks.on_first_rank(lambda: _aside(target))
+    try:
+        yield aside
+        ranks.on_first_rank(lambda: _publish(aside, target))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _aside(target: Path) -> Path:
+    if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
+        raise CheckpointError(f"{target} is there already", "a new folder, or an empty one", "name another")
+    with durable.explained(target):
+        durable.make_folder(target.parent)
+        aside = target.with_name(f".{target.name}-{uuid4().hex[:12]}.tmp")
+        aside.mkdir()
+    return aside
+
+
+def _publish(aside: Path, target: Path) -> None:
+    with durable.explained(target):
+        for path in (*aside.iterdir(), aside):
+            durable.sync(path)
+        os.replace(aside, target)
+        durable.sync(target.parent)

@@ -1,0 +1,136 @@
+"""`wholestep checkpoint`: shows, verifies, compares, exports and rewrites checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .screen import Screen
+from .target import check_outputs, refuse, working, write_output
+
+if TYPE_CHECKING:
+    from wholestep.checkpoint.contents import Contents
+
+
+def checkpoint(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its checksum.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="OTHER", help="Compare tensors with those of another checkpoint.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Write parameters and buffers as safetensors or dcp to --to.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --export: of what is floating-point, as bfloat16.")] = None,
+    reshard: Annotated[
+        int | None, typer.Option(metavar="FILES", min=1, help="Write all of it to --to, with tensors in so many files.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The folder to make.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
+) -> None:
+    """Show what is in a checkpoint, verify it, compare it with another, export it, or write it in other files.
+
+    Of a folder of checkpoints, all are shown; the other options take the newest. Any number of ranks loads a checkpoint
+    in any number of files. Exit status 1: a checkpoint is damaged, or differs from the other; 2: there is none.
+    Nothing in the folder is run.
+    """
+    if sum(given is not None for given in (compare, export, reshard)) > 1:
+        refuse("--compare, --export and --reshard: needed one of them")
+    if (to is None) is not (export is None and reshard is None):
+        refuse("--to FOLDER goes with --export FORMAT or --reshard FILES")
+    if dtype is not None and export is None:
+        refuse("--dtype goes with --export FORMAT")
+    if out is not None and to is not None:
+        refuse("--json says what is found: --export and --reshard only write to --to")
+    check_outputs(json=out)
+    with working() as shown:
+        if export is not None and to is not None:
+            _export(directory, to, export, dtype)
+            shown.note(f"written to {to}")
+            return
+        if reshard is not None and to is not None:
+            _reshard(shown, directory, to, reshard)
+            return
+        same, text, found = _compare(shown, directory, compare) if compare else _look(shown, directory, verify)
+        typer.echo(text)
+        write_output(shown, out, lambda path: path.write_text(json.dumps(found, indent=1) + "\n"))
+    if not same:
+        raise typer.Exit(1)
+
+
+def _look(shown: Screen, directory: Path, verify: bool) -> tuple[bool, str, Any]:
+    """Whether all is intact, the text to print, and the same as JSON."""
+    from wholestep.checkpoint import contents, manifest
+
+    if manifest.is_checkpoint(directory):
+        one = _contents(shown, directory, verify)
+        return not one.fault, contents.show(one, verify), contents.as_json(one)
+    several = [_read(shown, path, verify) for path in manifest.candidates(directory)]
+    found = [contents.as_json(one) for one in several]
+    return not any(one.fault for one in several), contents.show_all(several, verify), found
+
+
+def _read(shown: Screen, folder: Path, verify: bool) -> Contents:
+    from wholestep.checkpoint.contents import look
+
+    if not verify:
+        return look(folder)
+    size_bytes = look(folder).size_bytes
+    with shown.amount(f"verify {folder.name}", size_bytes) as advance:
+        return look(folder, advance)
+
+
+def _contents(shown: Screen, folder: Path, verify: bool) -> Contents:
+    """A checkpoint that has a manifest; without one the command ends."""
+    one = _read(shown, folder, verify)
+    if one.manifest is None:
+        shown.close()
+        typer.echo(f"wholestep: {one.fault}", err=True)
+        raise typer.Exit(1)
+    return one
+
+
+def _compare(shown: Screen, directory: Path, other: Path) -> tuple[bool, str, Any]:
+    from wholestep.checkpoint import contents, manifest
+
+    here, there = (_contents(shown, manifest.candidates(path)[0], verify=False) for path in (directory, other))
+    for one in (here, there):
+        _refuse_damaged(one)
+    with shown.amount("compare", here.size_bytes) as advance:
+        compared = list(contents.compare(here, there, advance))
+    found, count = [one for one in compared if one is not None], len(compared)
+    rows = [{"name": one.name, "here": one.here, "there": one.there, "largest": one.shown} for one in found]
+    text = "\n".join([*map(str, found), f"{count - len(found)} of {count} tensors have the same bits"])
+    return not found, text, {"here": str(here.path), "there": str(there.path), "tensors": count, "differ": rows}
+
+
+def _refuse_damaged(one: Contents) -> None:
+    if one.fault:
+        typer.echo(f"wholestep: {one.path}: {one.fault}", err=True)
+        raise typer.Exit(1)
+
+
+def _export(directory: Path, to: Path, format: str, dtype: str | None) -> None:
+    import torch
+
+    from wholestep.checkpoint.export import export
+
+    wanted = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        refuse(f"--dtype {dtype}: needed a floating-point dtype of torch, as bfloat16")
+    if format not in ("safetensors", "dcp"):
+        refuse(f"--export {format}: needed safetensors or dcp")
+    export(to, directory, format, dtype=wanted)
+
+
+def _reshard(shown: Screen, directory: Path, to: Path, files: int) -> None:
+    from wholestep.checkpoint import contents, manifest
+
+    one = _contents(shown, manifest.candidates(directory)[0], verify=True)
+    _refuse_damaged(one)
+    with shown.stage("write"):
+        contents.rewrite(one, to, files)
+    shown.note(f"written to {to}")

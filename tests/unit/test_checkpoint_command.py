@@ -1,0 +1,180 @@
+"""`wholestep checkpoint`: what is shown, the exit status, and the folders that it writes."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import wholestep as ws
+from tests.steps import mean_square as train_step
+from wholestep.cli import app
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints of one step, the second with larger weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+    step = ws.compile(train_step)
+    for number in range(2):
+        step(model, optimizer, torch.randn(6, 4))
+        ws.save(tmp_path / "runs", step, extra={"epoch": number, "sched\x1bule": {}})
+    return tmp_path / "runs"
+
+
+def run(*args: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, args)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", done.output)
+
+
+@pytest.mark.smoke
+def test_a_folder_of_checkpoints(root: Path) -> None:
+    code, said = run(root)
+    assert code == 0, said
+    head, newest, older = said.splitlines()
+    assert head.split() == ["checkpoint", "number", "saved", "ranks", "mesh", "files", "size", "intact"]
+    assert re.fullmatch(r"step-00000002 +2  TIME +1  dp=1 +3 +[\d.]+ kB  by size", newest)
+    assert older.startswith("step-00000001")
+    code, said = run(root, "--verify", "--json", root / "found.json")
+    assert code == 0, said
+    assert said.splitlines()[1].endswith("by checksum")
+    found = json.loads((root / "found.json").read_text())
+    assert [(one["number"], one["fault"]) for one in found] == [(2, None), (1, None)]
+
+
+def test_one_checkpoint(root: Path) -> None:
+    code, said = run(root / "step-00000002", "--json", root / "found.json")
+    assert code == 0
+    lines = said.splitlines()
+    assert lines[0] == f"checkpoint 2 in {root / 'step-00000002'}"
+    assert lines[1] == "  saved TIME after 2 calls, by 1 rank, mesh dp=1"
+    assert lines[2].endswith("intact by size")
+    assert lines[4].split() == ["0.weight", "param", "float32", "[7,", "4]", "112", "B", "momentum_buffer", "112", "B"]
+    assert lines[-7:] == [
+        "  6 parameters, 260 B",
+        "  3 buffers, 64 B",
+        "  6 tensors of optimizer state, 260 B",
+        "  optimizer: SGD, groups of 6 parameters",
+        "  random state of 1 rank: torch, python, numpy",
+        "  extra: epoch, sched\\x1bule",  # text from the folder cannot steer the terminal
+        f"written to {root / 'found.json'}",
+    ]
+    found = json.loads((root / "found.json").read_text())
+    assert found["tensors"]["0.weight"] == {"role": "param", "dtype": "float32", "shape": [7, 4], "bytes": 112}
+    assert found["extra"] == ["epoch", "sched\x1bule"]
+    assert found["optimizers"]["optimizer"]["kind"] == "SGD"
+
+
+def test_damage_is_exit_status_1(root: Path) -> None:
+    data = root / "step-00000001" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert run(root)[0] == 0, "sizes are as saved"
+    code, said = run(root, "--verify")
+    assert code == 1
+    assert said.splitlines()[2].endswith("is damaged: __0_0.distcp does not match its checksum")
+    code, said = run(root / "step-00000001", "--reshard", 1, "--to", root / "new")
+    assert code == 1
+    assert "does not match its checksum" in said
+    assert not (root / "new").exists()
+    os.truncate(data, 3)
+    code, said = run(root)
+    assert code == 1
+    assert said.splitlines()[2].endswith("missing or of another size: __0_0.distcp")
+    (root / "step-00000001" / "manifest.json").write_text("{")
+    code, said = run(root)
+    assert code == 1
+    assert "manifest.json is cut off or altered" in said
+    assert run(root / "step-00000001")[0] == 1
+
+
+def test_compare(root: Path) -> None:
+    code, said = run(root, "--compare", root / "step-00000002")
+    assert (code, said) == (0, "18 of 18 tensors have the same bits\n")
+    weights = [load_file(run_export(root, number) / "model.safetensors")["0.weight"] for number in (1, 2)]
+    largest = (weights[0] - weights[1]).abs().max().item()
+    code, said = run(root, "--compare", root / "step-00000001", "--json", root / "found.json")
+    assert code == 1
+    assert said.splitlines()[0] == f"0.weight: float32[7, 4], differs by at most {largest:.3g}"
+    found = json.loads((root / "found.json").read_text())
+    assert found["differ"][0]["largest"] == pytest.approx(largest)
+
+
+def run_export(root: Path, number: int) -> Path:
+    to = root.parent / f"exported-{number}"
+    code, said = run(root / f"step-0000000{number}", "--export", "safetensors", "--to", to)
+    assert code == 0, said
+    assert f"written to {to}" in said
+    return to
+
+
+def test_compare_shapes_names_and_nan(tmp_path: Path) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(3, 2)
+    other.more = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
+    ws.save(tmp_path / "one", model=one, number=1)
+    ws.save(tmp_path / "other", model=other, number=1)
+    with torch.no_grad():
+        one.bias[0] = float("nan")
+    ws.save(tmp_path / "nan", model=one, number=1)
+    code, said = run(tmp_path / "one", "--compare", tmp_path / "other")
+    assert code == 1
+    assert "weight: float32[2, 2] here, float32[2, 3] there" in said
+    assert "more: missing here, float32[1] there" in said
+    code, said = run(tmp_path / "one", "--compare", tmp_path / "nan", "--json", tmp_path / "x.json")
+    assert "bias: float32[2], differs by at most nan\n" in said
+    assert json.loads((tmp_path / "x.json").read_text())["differ"][0]["largest"] == "nan"
+    assert run(tmp_path / "nan", "--compare", tmp_path / "nan")[0] == 0, "the same bits are equal"
+
+
+@pytest.mark.parametrize("files", [1, 3, 50])
+def test_reshard_is_loaded_as_before(root: Path, files: int) -> None:
+    code, said = run(root, "--reshard", files, "--to", root.parent / "new")
+    assert code == 0, said
+    made = list((root.parent / "new").glob("*.distcp"))
+    assert len(made) == min(files, 18), "a file for each tensor at most"
+    assert run(root.parent / "new", "--verify")[0] == 0
+    assert run(root.parent / "new", "--compare", root)[0] == 0
+    states: list[Any] = []
+    for folder in (root, root.parent / "new"):
+        model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+        step = ws.compile(train_step)
+        found = ws.load(folder, step)
+        assert (found.number, found.extra) == (2, {"epoch": 1, "sched\x1bule": {}})
+        states.append([step(model, optimizer, torch.randn(6, 4)).item() for _ in range(3)])
+    assert states[0] == states[1]
+
+
+BAD = [
+    (["none"], "none does not exist"),
+    ([".", "--compare", "none"], "none does not exist"),
+    ([".", "--compare", ".", "--reshard", 1], "--compare, --export and --reshard: needed one of them"),
+    ([".", "--to", "x"], "--to FOLDER goes with --export FORMAT or --reshard FILES"),
+    ([".", "--export", "dcp"], "--to FOLDER goes with --export FORMAT or --reshard FILES"),
+    ([".", "--export", "onnx", "--to", "x"], "--export onnx: needed safetensors or dcp"),
+    ([".", "--export", "dcp", "--to", "x", "--dtype", "int8"], "--dtype int8: needed a floating-point dtype of torch"),
+    ([".", "--dtype", "float16"], "--dtype goes with --export FORMAT"),
+    ([".", "--export", "dcp", "--to", "."], ". is there already"),
+    ([".", "--reshard", 1, "--to", "."], ". is there already"),
+    ([".", "--reshard", 1, "--to", "x", "--json", "y"], "--json says what is found"),
+]
+
+
+@pytest.mark.parametrize(("args", "text"), BAD, ids=lambda given: " ".join(map(str, given))[:30])
+def test_bad_input_is_exit_status_2(root: Path, args: list[Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    before = sorted(root.rglob("*"))
+    code, said = run(*args)
+    assert code == 2
+    assert f"wholestep: {text}" in said
+    assert sorted(root.rglob("*")) == before
