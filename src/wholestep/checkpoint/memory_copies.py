@@ -51,8 +51,8 @@ class MemoryCopies:
     Example:
         >>> copies = ws.MemoryCopies("/dev/shm/my-job", every=5)
         >>> checkpoint = copies.load(step) or ws.load("checkpoints", step)
-        >>> for number in range(checkpoint.number, 1000):
-        ...     loss = step(model, optimizer, batches[number])
+        >>> for number in range(checkpoint.number, 10):
+        ...     loss = step(model, optimizer, batch)
         ...     copies.save(step)
         >>> copies.remove()
 
