@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of the whole training")
     parser.add_argument("--stop", type=int, help="end after so many of them")
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
+    parser.add_argument("--memory", type=Path, help="keep copies here, in memory of the node: /dev/shm/my-job")
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds to wait after a step, as a larger model would"
     )
@@ -109,8 +110,11 @@ def main() -> None:
 
     options.folder.mkdir(parents=True, exist_ok=True)
     first, log = 0, StepLog(options.folder / "steps.jsonl")
-    if any(options.folder.glob("step-*")):
+    copies = ws.MemoryCopies(options.memory) if options.memory else None
+    checkpoint = copies.load(step) if copies else None  # None: a node was lost that held what no other did
+    if checkpoint is None and (options.folder / "latest").exists():
         checkpoint = ws.load(options.folder, step)  # saved by any number of ranks
+    if checkpoint is not None:
         scheduler.load_state_dict(checkpoint.extra["scheduler"])
         first = checkpoint.number
     for number in range(first, options.stop or options.steps):
@@ -119,8 +123,11 @@ def main() -> None:
         if rank == 0:
             log.add(number, world, loss)
             print(f"step {number} of {world} ranks: loss {loss:.6f}", flush=True)
+        extra = {"scheduler": scheduler.state_dict()}
+        if copies:
+            copies.save(step, extra=extra)
         if (number + 1) % options.every == 0:
-            ws.save(options.folder, step, extra={"scheduler": scheduler.state_dict()})
+            ws.save(options.folder, step, extra=extra)
         time.sleep(options.pause)
 
 

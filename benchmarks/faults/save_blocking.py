@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import wholestep as ws
 
 WIDTH = 4096
+COPY, BESIDE, WAITED = "a plain copy of the state", "`ws.save(..., wait=False)`", "`ws.save(...)`"
+Took = tuple[float, float]  # seconds, and those of the CPU in the calling thread: neighbours take no part of them
 STATES = 3  # the parameters, and two moments of each
 
 
@@ -41,27 +44,27 @@ def run(state_bytes: int, rounds: int) -> str:
         for source, target in zip(state, kept, strict=True):
             target.copy_(source)
 
+    def saved_beside() -> None:
+        saving.append(ws.save(folder, step, wait=False))
+
+    saving: list[Any] = []
+    rows: dict[str, list[Took]] = {name: [] for name in (COPY, BESIDE, WAITED)}
     try:
-        first = _seconds(lambda: ws.save(folder, step, wait=False))
-        ws.save(folder, step)  # waits for it
-        copies, blocked, whole = list[float](), list[float](), list[float]()
+        first = _took(saved_beside)
         for _ in range(rounds):
-            copies.append(_seconds(copied))
+            saving.pop().result()  # nothing is written while the next is timed
             step(model, optimizer, torch.randn(1, WIDTH))
-            blocked.append(_seconds(lambda: ws.save(folder, step, wait=False)))
-            whole.append(_seconds(lambda: ws.save(folder, step)))  # waits for the other one first
+            rows[WAITED].append(_took(lambda: ws.save(folder, step)))
+            rows[COPY].append(_took(copied))
+            rows[BESIDE].append(_took(saved_beside))
+        saving.pop().result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    copy = statistics.median(copies)
-    rows = {
-        "a plain copy of the state, into memory of before": copies,
-        "`ws.save(..., wait=False)`": blocked,
-        "`ws.save(..., wait=False)`, then `ws.save(...)`: the second": whole,
-    }
     lines = [f"State of {size / 1e9:.2f} GB on the CPU, one rank; medians of {rounds}.", ""]
-    lines += ["| | ms | beside the copy | least | most |", "|---|---|---|---|---|"]
-    lines += [_row(name, seconds, copy) for name, seconds in rows.items()]
-    lines.append(_row("the first `ws.save(..., wait=False)`, into new memory", [first], copy))
+    lines += ["| | ms | least | of the CPU | beside the copy, CPU |", "|---|---|---|---|---|"]
+    rows[f"the first {BESIDE}, into new memory"] = [first]
+    copy = statistics.median(cpu for _, cpu in rows[COPY])
+    lines += [_row(name, took, copy) for name, took in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -71,14 +74,14 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Ten
         yield from (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begun = time.monotonic()
+def _took(call: Callable[[], object]) -> Took:
+    begun, cpu = time.monotonic(), time.thread_time()
     call()
-    return time.monotonic() - begun
+    return time.monotonic() - begun, time.thread_time() - cpu
 
 
-def _row(name: str, seconds: list[float], copy: float) -> str:
-    middle = statistics.median(seconds)
-    return (
-        f"| {name} | {middle * 1e3:.0f} | {middle / copy:.2f} | {min(seconds) * 1e3:.0f} | {max(seconds) * 1e3:.0f} |"
-    )
+def _row(name: str, took: list[Took], copy: float) -> str:
+    wall, cpu = ([1e3 * one[column] for one in took] for column in range(2))
+    middle = statistics.median(cpu)
+    numbers = f"{statistics.median(wall):.0f} | {min(wall):.0f} | {middle:.0f} | {middle / copy / 1e3:.2f}"
+    return f"| {name} | {numbers} |"

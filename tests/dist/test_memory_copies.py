@@ -56,14 +56,16 @@ def test_a_lost_node_gets_its_shard_from_a_replica(lost: list[int], tmp_path: Pa
 
 
 def run_lost(world: int, style: str, tmp_path: Path, lost: list[int]) -> None:
-    state, losses = run_ranks(_train, world, style, str(tmp_path), NOISY)[0]
+    trained = run_ranks(_train, world, style, str(tmp_path), NOISY)
     for rank in lost:
         shutil.rmtree(node(str(tmp_path), rank))
-    resumed, again, found = run_ranks(_resume, world, style, str(tmp_path), NOISY)[0]
-    assert found == (3, {"epoch": 2})
-    assert again == losses
-    assert len({tuple(of_rank) for of_rank in losses}) == world, "ranks have different data"
-    equal(resumed, state)
+    resumed = run_ranks(_resume, world, style, str(tmp_path), NOISY)
+    for (state, losses), (same, again, found) in zip(trained, resumed, strict=True):
+        assert found == (3, {"epoch": 2})
+        assert again == losses
+        assert len({tuple(of_rank) for of_rank in losses}) == world, "ranks have different data"
+        equal(same, state)
+    assert not torch.equal(*(state["1.running_mean"] for state, _ in trained[:2])), "and buffers"
 
 
 def test_a_copy_that_was_being_written_is_not_used(tmp_path: Path) -> None:
