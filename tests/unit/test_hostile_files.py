@@ -113,24 +113,10 @@ def outcome(call: Callable[[], object]) -> str:
     return "loaded"
 
 
-NOT_YET = {
-    "a_tensor_has_no_values": "a tensor on 'meta' is no error of wholestep's own",
-    "values_have_another_number_of_groups": "optimizer options are committed unchecked",
-    "values_have_options_that_are_no_dicts": "the same",
-    "values_replace_the_parameters_of_a_group": "the same",
-    "values_are_of_a_parameter_that_is_not_there": "optimizer state that is no tensor is committed unchecked",
-    "random_state_is_nested": "random state is checked where it is set, after the state was changed",
-    "random_state_is_of_another_kind": "the same",
-    "random_state_of_torch_is_noise": "the same",
-    "manifest_is_enormous": "a manifest of any size is read",
-}
-
-
 def row(name: str) -> Any:
     """Variants run in `make test-full`."""
     full = [pytest.mark.full] if name in VARIANTS else []
-    failing = [pytest.mark.xfail(reason=NOT_YET[name], strict=True)] if name in NOT_YET else []
-    return pytest.param(name, marks=[*full, *failing])
+    return pytest.param(name, marks=full)
 
 
 @pytest.mark.parametrize("name", map(row, HOSTILE))

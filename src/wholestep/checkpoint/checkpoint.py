@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from ..runtime.step import CompiledStep
 from . import background, durable, manifest, snapshot, tensor_files
 from .manifest import Manifest
 from .ranks import Ranks
-from .stateful import Stateful, load_stateful, read_file, read_stateful
+from .stateful import Stateful, load_stateful, read_stateful
 from .write import VALUES, Progress, to_write
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -224,7 +224,7 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
             progress = Progress(f"checkpoint {folder.name}: {{}} checked by rank 0", total, quiet=ranks.rank != 0)
             check = partial(manifest.check_files, folder, found, mine, progress)
             ranks.on_every_rank(check, name_rank=False)
-            content = ranks.on_every_rank(partial(_values, folder))
+            content = ranks.on_every_rank(partial(snapshot.read_values, folder / VALUES, found))
         except CheckpointError as error:
             if error.next_step:  # it is whole, and cannot be read here
                 raise
@@ -243,15 +243,6 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
 def _was_removed(directory: Path, folder: Path, ranks: Ranks) -> bool:
     """True when the job that saves there has removed a checkpoint meanwhile, as newer ones exist."""
     return ranks.on_first_rank(lambda: folder not in manifest.candidates(directory))
-
-
-def _values(folder: Path) -> dict[str, Any]:
-    """The plain values, in the form that `save` writes."""
-    found = read_file(folder / VALUES)
-    kinds = {"extra": dict, "options": dict, "values": dict, "scheduled": dict}
-    if not isinstance(found, dict) or {k: type(v) for k, v in cast(dict[Any, Any], found).items()} != kinds:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {VALUES} holds something else", f"{', '.join(kinds)}")
-    return cast(dict[str, Any], found)
 
 
 def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
@@ -304,8 +295,17 @@ def _random(folder: Path, found: Manifest, ranks: Ranks) -> dict[str, torch.Tens
     """The state of this rank's generators; nothing in a job of another size."""
     names = {n: full for n, full in snapshot.own_names(found).items() if n.startswith("random/")}
     staged = {full: torch.empty(found.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
-    ranks.on_every_rank(lambda: tensor_files.read(folder, found.chunks, staged, lambda _: None))
-    return {name.removeprefix("random/"): staged[full] for name, full in names.items()}
+    states = {name.removeprefix("random/"): staged[full] for name, full in names.items()}
+
+    def read() -> None:
+        tensor_files.read(folder, found.chunks, staged, lambda _: None)
+        try:
+            random_state.check(states)
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {error}", "states as they were saved") from error
+
+    ranks.on_every_rank(read)
+    return states
 
 
 def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optimizers | None) -> StepState | None:

@@ -17,7 +17,7 @@ from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.capture_options import CaptureOptions
-from ..errors import BackendError, MeshError, PlanError
+from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
@@ -26,6 +26,7 @@ from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
+from ..typed_values import check_fields
 from ..units import parse_bytes
 from .progress import Progress
 
@@ -100,10 +101,11 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
-            found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
+            found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
+        check_fields(self, besides=("model", "optimizer", "memory_bytes"))
         if self.check_every < 0:
-            raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
+            raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
 
     @property
     def across_steps(self) -> bool:
