@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wholestep as ws
-from benchmarks.faults import kills
+from benchmarks.faults import kills, restart, save_blocking, two_jobs
 from benchmarks.faults.cases import MESHES, SCHEDULES, STYLES, Kill, Setup, case_of
 from benchmarks.faults.command import main
 from benchmarks.faults.kills import damaged, differences, play
@@ -118,3 +118,24 @@ def test_a_job_with_another_curve_fails(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(kills._references, setup, ([dict.fromkeys(curve[0], "0x0p+0")], digests))
     (outcome,) = play(case)
     assert outcome.failures[0].startswith("curve: rank 0 has ")
+
+
+@pytest.mark.full
+def test_two_jobs_in_one_folder() -> None:
+    text, wrong = two_jobs.run(5.0, (2, 1))
+    assert not wrong, text
+    assert "another job saves to FOLDER" in text
+
+
+@pytest.mark.full
+def test_a_save_beside_the_next_steps_is_timed() -> None:
+    text = save_blocking.run(1, 1)
+    assert text.startswith("State of 0.20 GB on the CPU, one rank; medians of 1.\n")
+    assert text.count("\n| ") == 5
+
+
+@pytest.mark.full
+def test_a_restart_from_memory_comes_to_the_same_bits() -> None:
+    text, wrong = restart.run(1, 1)
+    assert not wrong, text
+    assert "All restarts come to the same bits." in text
