@@ -72,10 +72,10 @@ def ranks(rank: int, calls: int) -> Iterator[None]:
 
 
 def sizes(rank: int, calls: int) -> Iterator[None]:
-    """A batch of another size in each call."""
+    """A batch of another size in each call, in no order: larger sizes alone take more memory."""
     job, step = made(), ws.compile(train_step)
-    for call in range(calls):
-        step(*job, torch.randn(1 + call, 16))
+    for rows in range(1, calls + 1):
+        step(*job, torch.randn(1 + rows * 389 % 1009, 16))
         yield
 
 

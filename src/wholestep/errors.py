@@ -29,14 +29,16 @@ class WholestepError(Exception):
             parts.append(f"  needed: {self.needed}")
         if self.next_step:
             parts.append(f"  next: {self.next_step}")
-        return "\n".join(parts)
+        return "\n".join(parts).encode("utf-8", "backslashreplace").decode()  # half a character cannot be printed
 
 
 def shown(value: object) -> str:
     """A value in a message: its `repr`, cut after 80 characters; its class where it has none."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except Exception as error:  # a number of more digits than Python writes, or a `__repr__` of the user that fails
+    except Exception as error:  # `__repr__` of the user; a number of more digits than Python writes
         text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:76]} ..."
@@ -101,6 +103,14 @@ class RankMismatchError(WholestepError):
     """Ranks of one job compiled different programs."""
 
 
+class RankFailedError(WholestepError):
+    """Another rank of the job died, left, is stopped or hangs. `rank`, `host` and `pid` say which process failed first:
+    -1, "" and 0 where the job's store is gone and no rank hosts it.
+    """
+
+    rank, host, pid = -1, "", 0
+
+
 class NonFiniteError(WholestepError):
     """The loss or a gradient of a call was NaN or infinite, and the call changed nothing.
 
@@ -114,6 +124,9 @@ class NonFiniteError(WholestepError):
             "a loss and gradients that are finite, with on_nonfinite='raise'",
             "parameters and optimizer state are those before that call: look at its batch, or give on_nonfinite='skip'",
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.number, self.names)
 
 
 def not_finite(names: tuple[str, ...]) -> str:

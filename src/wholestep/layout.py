@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .mesh import Mesh
+from .typed_values import check_fields
 
 PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
 
@@ -109,6 +110,11 @@ class Layout:
         for _, op in self.partial:
             if op not in PARTIAL_OPS:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
+
+    def check_given(self, shape: Sequence[int], mesh: Mesh, name: str) -> None:
+        """`check` of a layout that is not known to be well-typed."""
+        check_fields(self, error=LayoutError)
+        self.check(shape, mesh, name)
 
     def show(self, shape: Sequence[int | str]) -> str:
         """Format as `33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from .errors import MeshError
+from .errors import MeshError, shown
+from .typed_values import check_arguments, check_fields
 
-_AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\d+)")
+_AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
+_MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,19 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     def __init__(self, spec: str | tuple[Axis, ...]) -> None:
-        axes = parse(spec) if isinstance(spec, str) else tuple(spec)
+        axes = parse(spec) if isinstance(spec, str) else spec
+        check_arguments("Mesh", MeshError, spec=(axes, tuple[Axis, ...]))
+        for axis in axes:
+            check_fields(axis, error=MeshError)
         names = [axis.name for axis in axes]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise MeshError(
-                f"mesh {spec!r} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them"
+                f"mesh {shown(spec)} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them"
             )
+        if prod(axis.size for axis in axes) > _MOST_RANKS:
+            found = f"mesh {shown(spec)} has more ranks than torch counts"
+            raise MeshError(found, f"at most {_MOST_RANKS} ranks", "correct the sizes")
         empty = [axis for axis in axes if axis.size < 1]
         if empty:
             raise MeshError(
@@ -112,9 +120,14 @@ def parse(text: str) -> tuple[Axis, ...]:
         found = _AXIS.fullmatch(part.strip())
         if not found:
             raise MeshError(
-                f"mesh {text!r}: cannot parse {part.strip()!r}",
+                f"mesh {shown(text)}: cannot parse {shown(part.strip())}",
                 'axes as name=size, e.g. "dp=4,tp=2"',
-                f'write "dp={text}", or "auto={text}" to have axes chosen' if text.isdigit() else "correct the text",
+                f'write "dp={text}", or "auto={text}" to have axes chosen'
+                if text.isdecimal() and len(text) < 9
+                else "correct the text",
             )
+        if len(found[2]) > len(str(_MOST_RANKS)):
+            needed = f"at most {_MOST_RANKS} ranks"
+            raise MeshError(f"axis {found[1]!r} has a size of {len(found[2])} digits", needed, "correct the size")
         axes.append(Axis(found[1], int(found[2])))
     return tuple(axes)

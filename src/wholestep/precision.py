@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .typed_values import check_fields
+
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -22,3 +24,6 @@ class MixedPrecision:
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)

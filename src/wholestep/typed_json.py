@@ -7,7 +7,7 @@ error has the path to the value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -15,10 +15,11 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import shown
+from .errors import WholestepError, shown
 
 MOST_DEPTH = 64
 MOST_NUMBER = 1 << 63
+_LONGEST = 500  # characters of a message: a name in a file may be anything
 
 Readers = Mapping[Any, Callable[[Any, str], Any]]
 """By type: a function of a value and the path to it, for types that have a form of their own in JSON."""
@@ -32,7 +33,8 @@ class MalformedError(Exception):
 
     def __init__(self, found: str, needed: str) -> None:
         super().__init__(found, needed)
-        self.found, self.needed = found, needed
+        self.found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
+        self.needed = needed
 
     def __str__(self) -> str:
         return f"{self.found}: needed {self.needed}"
@@ -84,13 +86,22 @@ def read(kind: Any, value: Any, at: str = "", own: Readers = _NO_READERS) -> Any
             raise wrong(at, value, f"a list of {len(inner)}")
         return tuple(read(one, v, f"{at}[{i}]", own) for i, (one, v) in enumerate(zip(inner, value, strict=True)))
     if origin is Mapping:
-        given = as_object(value, at).items()
-        return {_text(k, at): read(args[1], v, f"{at}[{shown(k)}]", own) for k, v in given}
+        return dict(_entries(args, value, at, own))
     if is_dataclass(kind):
         return _made(cast(type[Any], kind), value, at, own)
     if issubclass(kind, Enum):
         return _member(kind, value, at)
     return _plain(kind, value, at)
+
+
+def _entries(kinds: tuple[Any, ...], value: Any, at: str, own: Readers) -> Iterator[tuple[Any, Any]]:
+    """The entries of an object; of keys that are no texts, pairs in a list."""
+    if kinds[0] is str or value == {}:
+        for key, one in as_object(value, at).items():
+            yield _text(key, at), read(kinds[1], one, f"{at}[{shown(key)}]", own)
+        return
+    for number, pair in enumerate(as_list(value, at)):
+        yield read(tuple[kinds], pair, f"{at}[{number}]", own)
 
 
 def as_list(value: Any, at: str) -> list[Any]:
@@ -160,7 +171,11 @@ def _made(kind: type[Any], value: Any, at: str, own: Readers) -> Any:
     for name, one in known.items():
         if name not in values and one.default is MISSING and one.default_factory is MISSING:
             raise MalformedError(f"field {prefix}{name} is missing", describe(hints[name]))
-    return kind(**{name: read(hints[name], v, f"{prefix}{name}", own) for name, v in values.items()})
+    made = {name: read(hints[name], v, f"{prefix}{name}", own) for name, v in values.items()}
+    try:
+        return kind(**made)
+    except WholestepError as error:
+        raise MalformedError(f"{prefix}{error.found}", error.needed) from error
 
 
 def _alternative(kinds: tuple[Any, ...], value: Any, at: str, own: Readers) -> Any:
@@ -182,7 +197,7 @@ def _has_form(kind: Any, value: Any, own: Readers) -> bool:
         return value in get_args(kind) if isinstance(value, str) else False
     if origin is tuple:
         return isinstance(value, (list, tuple))
-    if origin is Mapping or is_dataclass(kind):
+    if origin is Mapping or is_dataclass(kind):  # pairs in a list stand in no union
         return isinstance(value, Mapping)
     return isinstance(value, (int, float)) if kind is float else isinstance(kind, type) and isinstance(value, kind)
 

@@ -272,9 +272,9 @@ DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
     "other JSON": (lambda text: "[1, 2]", "is no entry of wholestep's compile cache"),
     "another version": (_changed("version", to=0), "is of another version"),
     "another key": (_changed("key", "mesh", to="?"), "is the entry of another key"),
-    "no hardware": (_changed("choices", "hardware", to={"speed": 1}), "cannot be read (PlanError: "),
-    "a class": (_changed("choices", "solved", to=[{"is": "os.system"}]), "cannot be read (KeyError: 'os.system')"),
-    "a field too few": (_changed("choices", to={}), "cannot be read (KeyError: 'hardware')"),
+    "no hardware": (_changed("choices", "hardware", to={"speed": 1}), "cannot be read (hardware: format is None"),
+    "a class": (_changed("choices", "solved", to=[{"is": "os.system"}]), "cannot be read (solved[0].is is 'os.system'"),
+    "a field too few": (_changed("choices", to={}), "cannot be read (field hardware is missing: needed"),
 }  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def _levels(body):
     [
         (_without, "field device.memory_bytes is missing"),
         (_unknown, r"unknown field levels\[0\].curves\[1\].colour"),
-        (_wrong_kind, r"levels\[0\].curves\[2\].regimes\[0\].base_us is 'fast'\n  needed: a number"),
+        (_wrong_kind, r"levels\[0\].curves\[2\].regimes\[0\].base_us is 'fast'\n  needed: a finite number"),
         (_negative, r"levels\[1\].bytes_per_us is -1.0\n  needed: a number above 0"),
         (_no_algorithm, r"levels\[0\].curves\[0\].algorithm is 'star'\n  needed: one of ring"),
         (_levels, r"levels\[0\].ranks is 0\n  needed: a multiple of 1, above it"),

@@ -113,17 +113,12 @@ def outcome(call: Callable[[], object]) -> str:
     return "loaded"
 
 
-NOT_YET = {
-    "a_tensor_has_no_values": "a tensor on 'meta' is no error of wholestep's own",
-    "values_have_another_number_of_groups": "optimizer options are committed unchecked",
-    "values_have_options_that_are_no_dicts": "the same",
-    "values_replace_the_parameters_of_a_group": "the same",
-    "values_are_of_a_parameter_that_is_not_there": "optimizer state that is no tensor is committed unchecked",
-    "random_state_is_nested": "random state is checked where it is set, after the state was changed",
-    "random_state_is_of_another_kind": "the same",
-    "random_state_of_torch_is_noise": "the same",
-    "manifest_is_enormous": "a manifest of any size is read",
+HARMLESS = {
+    *(name for name in HOSTILE if name.startswith("index_")),  # wholestep never reads the index
+    "manifest_has_a_name_twice",  # the last one counts, as it did for the checksum
+    "world_size_10_is_wrong",  # random state of another number of ranks stays unread
 }
+NOT_YET = {"version_18_is_wrong": "a version that is no number is taken for the present one"}
 
 
 def row(name: str) -> Any:
@@ -133,7 +128,7 @@ def row(name: str) -> Any:
     return pytest.param(name, marks=[*full, *failing])
 
 
-@pytest.mark.parametrize("name", map(row, HOSTILE))
+@pytest.mark.parametrize("name", [row(name) for name in HOSTILE])
 def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     step, model, optimizer, root = intact
     canary = tmp_path / "canary"
@@ -157,6 +152,7 @@ def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     assert not canary.exists(), said
     wrong = [text for text in said if text.startswith("raw") or "has changed" in text]
     assert not wrong
+    assert said[0].startswith("loaded" if name in HARMLESS else "refused: ")
 
 
 def commands(folder: Path, other: Path) -> str:

@@ -77,7 +77,7 @@ def test_a_bad_file_names_the_field(graph, fields, message):
 
 
 def test_what_is_no_json_is_refused():
-    with pytest.raises(ws.PlanError, match="the plan is not JSON"):
+    with pytest.raises(ws.PlanError, match="the plan: the text is not JSON"):
         ws.Plan.from_json("{")
 
 

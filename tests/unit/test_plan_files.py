@@ -122,7 +122,7 @@ def test_a_name_that_is_no_dtype_is_refused(graph: ws.TrainGraph) -> None:
     """Not another attribute of torch: a file gives values alone."""
     data = ws.plan(graph, "dp=2").to_json()
     assert '"float32"' in data
-    with pytest.raises(ws.PlanError, match=r"torch has no dtype 'hub'"):
+    with pytest.raises(ws.PlanError, match=r"inputs\[0\]\.dtype is 'hub'\n  needed: a dtype of torch"):
         ws.Plan.from_json(data.replace('"float32"', '"hub"'))
 
 

@@ -141,7 +141,7 @@ def test_rows_name_arguments_of_their_ops() -> None:
         if isinstance(found.body, Bind):
             rows.setdefault(id(found.body), (found.body, []))[1].append(target)
     for bind, targets in rows.values():
-        registry.check_arguments(bind, targets)
+        registry.check_named(bind, targets)
 
 
 def test_views_of_tensors_without_elements() -> None:

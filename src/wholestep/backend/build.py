@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph
 
-from ..errors import BackendError
+from ..errors import BackendError, shown
 from ..graph.graph import Input
 from .cudagraphs import CudaGraphs
 from .eager import Eager
@@ -26,9 +26,11 @@ def backend_of(given: Backend | str) -> Backend:
     known = ", ".join(map(repr, BACKENDS))
     if isinstance(given, str):
         if given not in BACKENDS:
-            raise BackendError(f"backend {given!r} is unknown", f"one of {known}, or a Backend", "correct the name")
+            raise BackendError(
+                f"backend {shown(given)} is unknown", f"one of {known}, or a Backend", "correct the name"
+            )
         return BACKENDS[given]()
-    found = f"backend={given!r}"
+    found = f"backend={shown(given)}"
     if isinstance(given, type):
         raise BackendError(f"{found} is a class", "an object", f"give backend={given.__name__}()")
     lacks = [flag for flag in CAPABILITIES if not isinstance(getattr(given, flag, None), bool)]

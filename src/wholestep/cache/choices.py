@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..passes.fit_memory import Fitting
 from ..plan.decision import Objective
 from ..plan.plan_file import encode, read
 from ..plan.strategies import Strategies
+from ..typed_json import MalformedError, as_object
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class AutoChoice:
 
     def __post_init__(self) -> None:
         if (self.template is None) is (self.solved is None):
-            raise ValueError("neither a template nor strategies, or both")
+            raise PlanError("what Auto chose is neither a template nor strategies, or both", "one of them")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Choices:
         return {name: one for name, one in encode(self).items() if name != "layouts"}  # there are none but a plan's
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Choices:
-        """Inverse of `to_json`. Raises TypeError, KeyError, ValueError: not what `to_json` writes."""
-        return read(Choices, {one.name: data[one.name] for one in fields(Choices)})
+    def from_json(data: Any) -> Choices:
+        """Inverse of `to_json`. Raises MalformedError: not what `to_json` writes."""
+        missing = [one.name for one in fields(Choices) if one.name not in as_object(data, "")]
+        if missing:
+            raise MalformedError(f"field {missing[0]} is missing", "every field that to_json writes")
+        return read(Choices, data)

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CacheError
+from ..errors import CacheError, shown
 from ..graph.graph import LocalGraph
 from ..passes.fit_memory import Fitting
 from ..tuning import TUNING
+from ..typed_json import MalformedError, parse
 from .choices import Choices
 from .key import Key, UnknownValueError, digest
 
-FORMAT, VERSION = "wholestep.choices", 4
+FORMAT, VERSION = "wholestep.choices", 5
 ENDING = ".choices.json"
 MOST_FILES = TUNING.cached_files
 _HIT = "hit"
@@ -49,14 +50,14 @@ def read(folder: Path, key: Key) -> Choices | None:
         raise DamagedError("is the entry of another key")
     try:
         return Choices.from_json(found["choices"])
-    except Exception as error:
-        raise DamagedError(f"cannot be read ({type(error).__name__}: {error})") from error
+    except MalformedError as error:
+        raise DamagedError(f"cannot be read ({error})") from error
 
 
 def write(folder: Path, key: Key, choices: Choices) -> None:
     """Put an entry into the folder as one act; the oldest go where there are many. Raises OSError."""
     body = {"key": dict(key.parts), "choices": choices.to_json()}
-    entry = {"format": FORMAT, "version": VERSION, "sum": _sum_of(body), **body}
+    entry = {"format": FORMAT, "version": VERSION, "sum": sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key.text[:8]}-", suffix=".tmp")
     try:
@@ -87,8 +88,8 @@ def nearest(folder: Path, key: Key) -> list[str]:
 def _opened(data: bytes) -> Mapping[str, Any]:
     """The content of a file, which is as it was written."""
     try:
-        found: Any = json.loads(data)
-    except ValueError as error:
+        found = parse(data)
+    except MalformedError as error:
         raise DamagedError("is no JSON") from error
     entry: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
     if entry.get("format") != FORMAT:
@@ -96,12 +97,13 @@ def _opened(data: bytes) -> Mapping[str, Any]:
     if entry.get("version") != VERSION:
         raise DamagedError("is of another version")
     body = {"key": entry.get("key"), "choices": entry.get("choices")}
-    if entry.get("sum") != _sum_of(body):
+    if entry.get("sum") != sum_of(body):
         raise DamagedError("was changed")
     return body
 
 
-def _sum_of(body: Mapping[str, Any]) -> str:
+def sum_of(body: Mapping[str, Any]) -> str:
+    """The checksum of an entry: of its key and its choices."""
     return digest([json.dumps(body, sort_keys=True)])
 
 
@@ -121,9 +123,17 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
     named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
         return None
-    folder = Path(named).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise CacheError(f"cache={str(named)!r} is a file", "a folder, which is made if there is none", "name another")
+    try:
+        folder = Path(named).expanduser().absolute()
+        is_file = folder.exists() and not folder.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise CacheError(f"cache={shown(named)} cannot be read: {error}", "a folder", "name another") from error
+    if "\0" in named:
+        raise CacheError(f"cache={shown(named)}", "the name of a folder", "name another")
+    if is_file:
+        raise CacheError(
+            f"cache={shown(str(named))} is a file", "a folder, which is made if there is none", "name another"
+        )
     return folder
 
 

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from ..errors import StateError, shown
 from .wrappers import unwrapped
 
 T = TypeVar("T")
@@ -128,9 +129,17 @@ def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return dict(cast(Mapping[str, T], given))
-    items = cast(list[T], [given] if isinstance(unwrapped(given), kind) else list(given))
-    return {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
+        found = dict(cast(Mapping[str, T], given))
+    else:
+        several = isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor))
+        alone = isinstance(unwrapped(given), kind) or not several
+        items = [cast(T, given)] if alone else list(cast(Iterable[T], given))
+        found = {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
+    for label, one in found.items():
+        if not isinstance(unwrapped(one), kind):
+            needed = f"a {kind.__name__}, several in a list, or by name"
+            raise StateError(f"{name}={shown(one)}" if label == name else f"{name}: {label} is {shown(one)}", needed)
+    return found
 
 
 def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:

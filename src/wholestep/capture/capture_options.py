@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..precision import MixedPrecision
+from ..typed_values import check_fields
 from .call_structure import by_name
 
 
@@ -50,8 +52,14 @@ class CaptureOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.offload not in (None, "cpu"):
+        if isinstance(self.offload, str) and self.offload != "cpu":
             raise PlanError(f"offload={self.offload!r}", "None or 'cpu'", "correct the name")
+        check_fields(self, besides=("model", "optimizer"))
+        try:
+            torch.device(self.device or "cpu")
+        except RuntimeError as error:
+            found = f"device={shown(self.device)}"
+            raise PlanError(found, "a device of torch, as 'cpu' or 'cuda:0'", "correct the name") from error
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CaptureError
+from ..typed_values import check_arguments
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
@@ -143,6 +144,7 @@ def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
         ...     optimizer.step()
         ...     ws.callback(losses.append, loss.detach())
     """
+    check_arguments("callback", CaptureError, fn=(fn, Callable))
     record = _recording.get()
     if record is None:
         fn(*values, **named)

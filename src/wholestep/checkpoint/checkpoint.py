@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -22,16 +22,18 @@ from torch.optim import Optimizer
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect
 from ..distributed.launch import join
+from ..distributed.stop_request import StopRequest
 from ..errors import CheckpointError, shown
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
+from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
 from .manifest import Manifest
 from .ranks import Ranks
-from .stateful import Stateful, load_stateful, read_file, read_stateful
+from .stateful import Stateful, load_stateful, read_stateful
 from .write import VALUES, Progress, to_write
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -65,6 +67,7 @@ def save(
     keep: int = 2,
     every: None = None,
     wait: Literal[True] = True,
+    grace: float | str | None = None,
 ) -> Path: ...
 @overload
 def save(
@@ -79,6 +82,7 @@ def save(
     keep: int = 2,
     every: int | None = None,
     wait: bool = True,
+    grace: float | str | None = None,
 ) -> Path | Future[Path] | None: ...
 def save(
     directory: str | Path,
@@ -92,6 +96,7 @@ def save(
     keep: int = 2,
     every: int | None = None,
     wait: bool = True,
+    grace: float | str | None = None,
 ) -> Path | Future[Path] | None:
     """Save parameters, buffers, optimizer state and options, the number of calls and every rank's random state.
 
@@ -113,6 +118,9 @@ def save(
         wait: whether to write before it returns. Otherwise it copies the state to host memory, returns a future of the
             folder, and writes in the background. The next save waits for that, and raises what went wrong. The process
             does not end before it is written, and ends with status 1 if it cannot be.
+        grace: end well when the job is asked to (SIGTERM): all ranks save after the same step, whatever `every` says,
+            and end with status 0. A job that needs longer than this (`"30s"`, or seconds) ends with status 1 and the
+            reason. To be called after each step.
 
     Example:
         >>> wholestep.save("checkpoints", step, every=100, wait=False, extra={"epoch": 3})
@@ -122,11 +130,12 @@ def save(
         NonFiniteError: on every rank: with `on_nonfinite="raise"`, the last call was not finite; nothing is saved.
     """
     _check_numbers(number, keep, every)
-    if every is not None:
-        if step is None:
-            raise CheckpointError(f"save(every={every}) without a step", "a step whose calls it counts", "leave it out")
-        if step.calls == 0 or step.calls % every:
-            return None
+    if step is None and (every is not None or grace is not None):
+        found = f"save(every={every}, grace={grace}) without a step"
+        raise CheckpointError(found, "a step whose calls it counts", "leave it out")
+    stop = _stop_after(step, grace) if step is not None and grace is not None else None
+    if step is not None and every is not None and stop is None and (step.calls == 0 or step.calls % every):
+        return None
     flush_pending()
     read_all_nonfinite()
     background.wait()
@@ -142,9 +151,26 @@ def save(
     described = Manifest(number, calls, 1, mesh, 0.0, {}, {}, {}, {}, {})
     write = to_write(durable.folder_at(directory), state, described, dict(extra or {}), dict(stateful or {}), keep)
     background.at_exit()
+    if stop is not None:
+        write.run()
+        stop.finish()
+        raise SystemExit(0)
     if wait:
         return write.run()
     return background.start(replace(write, pieces=background.staged(write.pieces)).run)
+
+
+_stop_request: StopRequest | None = None
+
+
+def _stop_after(step: CompiledStep, grace: float | str) -> StopRequest | None:
+    """The request to end the job, if all ranks end after this call of the step."""
+    global _stop_request
+    if step.calls == 0:
+        return None
+    if _stop_request is None:
+        _stop_request = StopRequest.install(parse_seconds(grace, "grace"))
+    return _stop_request if _stop_request.agreed_at(step.calls) else None
 
 
 def _check_numbers(number: object, keep: object, every: object) -> None:
@@ -227,7 +253,7 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
             progress = Progress(f"checkpoint {folder.name}: {{}} checked by rank 0", total, quiet=ranks.rank != 0)
             check = partial(manifest.check_files, folder, found, mine, progress)
             ranks.on_every_rank(check, name_rank=False)
-            content = ranks.on_every_rank(partial(_values, folder))
+            content = ranks.on_every_rank(partial(snapshot.read_values, folder / VALUES, found))
         except CheckpointError as error:
             if error.next_step:  # it is whole, and cannot be read here
                 raise
@@ -246,15 +272,6 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
 def _was_removed(directory: Path, folder: Path, ranks: Ranks) -> bool:
     """True when the job that saves there has removed a checkpoint meanwhile, as newer ones exist."""
     return ranks.on_first_rank(lambda: folder not in manifest.candidates(directory))
-
-
-def _values(folder: Path) -> dict[str, Any]:
-    """The plain values, in the form that `save` writes."""
-    found = read_file(folder / VALUES)
-    kinds = {"extra": dict, "options": dict, "values": dict, "scheduled": dict}
-    if not isinstance(found, dict) or {k: type(v) for k, v in cast(dict[Any, Any], found).items()} != kinds:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {VALUES} holds something else", f"{', '.join(kinds)}")
-    return cast(dict[str, Any], found)
 
 
 def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
@@ -306,8 +323,17 @@ def _random(folder: Path, found: Manifest, ranks: Ranks) -> dict[str, torch.Tens
     """The state of this rank's generators; nothing in a job of another size."""
     names = {n: full for n, full in snapshot.own_names(found).items() if n.startswith("random/")}
     staged = {full: torch.empty(found.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
-    ranks.on_every_rank(lambda: tensor_files.read(folder, found.chunks, staged, lambda _: None))
-    return {name.removeprefix("random/"): staged[full] for name, full in names.items()}
+    states = {name.removeprefix("random/"): staged[full] for name, full in names.items()}
+
+    def read() -> None:
+        tensor_files.read(folder, found.chunks, staged, lambda _: None)
+        try:
+            random_state.check(states)
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {error}", "states as they were saved") from error
+
+    ranks.on_every_rank(read)
+    return states
 
 
 def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optimizers | None) -> StepState | None:

@@ -24,6 +24,7 @@ VERSION = 2
 NAME = "manifest.json"
 LATEST = "latest"
 SHOWN = 10
+MOST_BYTES = 1 << 30  # three tensors for each of 1,000 parameters on 4,000 ranks have 0.7 GB
 _ROLES = ("param", "buffer", "state", "rank")
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -93,6 +94,8 @@ def read(folder: Path) -> Manifest:
         if not durable.is_plain_file(folder / NAME):
             what = "is no folder" if not folder.is_dir() else f"has no {NAME}"
             raise CheckpointError(f"checkpoint {folder} {what}", "a folder written by wholestep.save", "")
+        if (size := (folder / NAME).stat().st_size) > MOST_BYTES:
+            raise _damaged(folder, f" {NAME} has {size} bytes, it can have {MOST_BYTES}")
         text = (folder / NAME).read_bytes()
     except OSError as error:
         raise _damaged(folder, f" {NAME} cannot be read ({error.strerror})") from error
@@ -253,6 +256,8 @@ def candidates(directory: Path) -> list[Path]:
     if is_checkpoint(directory):
         return [directory]
     found, pointer = checkpoints(directory), directory / LATEST
+    while not found and any((path / NAME).exists() for path in folders(directory)):
+        found = checkpoints(directory)  # those listed before were removed meanwhile, as newer ones exist
     if durable.is_plain_file(pointer):
         name = pointer.read_bytes()[:4096].decode(errors="replace").strip()
         named = directory / name if _FOLDER.fullmatch(name) else directory

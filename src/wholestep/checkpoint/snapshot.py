@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,10 @@ from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
 from ..distributed.full_tensors import copy
 from ..distributed.launch import job
+from ..errors import CheckpointError
 from ..runtime import random_state
 from .manifest import CheckpointTensor, Manifest, SavedOptimizer
+from .stateful import read_file
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Options of a parameter group that select an implementation."""
@@ -76,6 +79,38 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_plain(v) for v in cast(list[Any], value))
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
+
+
+def read_values(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The plain values of a checkpoint, in the form that `save` writes. Raises CheckpointError for any other."""
+    found = read_file(path)
+    if not _are_values(found, manifest):
+        text = f"checkpoint {path.parent} is damaged: {path.name} holds something else"
+        raise CheckpointError(text, "extra, and options and state of the optimizers in the manifest")
+    return cast(dict[str, Any], found)
+
+
+def _are_values(found: Any, manifest: Manifest) -> bool:
+    parts = cast(dict[Any, Any], found)
+    if not isinstance(found, dict) or parts.keys() != {"extra", "options", "values", "scheduled"}:
+        return False
+    if not all(isinstance(part, dict) for part in parts.values()):
+        return False
+    owners = {"", *(name for name, saved in manifest.tensors.items() if saved.role == "param")}
+    labels = manifest.optimizers.keys()
+    for label, saved in manifest.optimizers.items():
+        groups, entries, keys = (parts[name].get(label) for name in ("options", "values", "scheduled"))
+        if not isinstance(groups, list) or len(cast(list[Any], groups)) != len(saved.groups):
+            return False
+        if not all(isinstance(group, dict) and not IMPLEMENTATION & group.keys() for group in cast(list[Any], groups)):
+            return False
+        if not isinstance(entries, dict) or not cast(dict[Any, Any], entries).keys() <= owners:
+            return False
+        if not all(isinstance(entry, dict) for entry in cast(dict[Any, Any], entries).values()):
+            return False
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in cast(list[Any], keys)):
+            return False
+    return all(parts[name].keys() == labels for name in ("options", "values", "scheduled"))
 
 
 def buffer_sums(snapshot: Snapshot) -> dict[str, int]:

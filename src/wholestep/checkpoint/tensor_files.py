@@ -158,7 +158,7 @@ def _loaded(path: Path, name: str, chunk: Chunk, data: bytes, dtype: torch.dtype
         what = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} holds no tensor for {name!r}: {what}", "the file as it was saved") from error
     fits = isinstance(found, Tensor) and tuple(found.shape) == chunk.sizes and found.dtype == dtype
-    if not fits or found.layout is not torch.strided:
+    if not fits or found.layout is not torch.strided or found.device.type != "cpu":
         raise CheckpointError(f"{path} holds another value for {name!r}", f"{dtype}{list(chunk.sizes)}")
     return cast(Tensor, found)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from wholestep.errors import first_line
 from wholestep.graph.gc_control import collector_paused
+from wholestep.typed_json import MalformedError, parse
 
 from .screen import Screen
-from .target import Target, from_function, refuse
+from .target import Target, from_function, is_file, refuse
 
 PRESETS = Path(__file__).parent / "models"
 SEQUENCE = 2048
@@ -57,8 +58,8 @@ def build(wanted: ModelSpec) -> Target:
         with torch.device("meta"):
             options = {"dtype": getattr(torch, wanted.dtype), "trust_remote_code": False}
             model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
-    except ValueError as error:
-        refuse(f"{wanted.config} is not a causal language model of transformers: {str(error).splitlines()[0]}")
+    except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
+        refuse(f"{wanted.config} is not a causal language model of transformers: {first_line(error)}")
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
     length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
     if length > most:
@@ -95,8 +96,8 @@ def _config(transformers: Any, wanted: ModelSpec) -> Any:
         refuse(f"{wanted.config} has no field model_type: needed a configuration of a transformers model")
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
-    except ValueError as error:
-        refuse(f"{wanted.config}: {str(error).splitlines()[0]}")
+    except Exception as error:  # as above
+        refuse(f"{wanted.config}: {first_line(error)}")
     config.use_cache = False
     if wanted.layers is not None:
         _shorten(config, wanted)
@@ -117,12 +118,12 @@ def _shorten(config: Any, wanted: ModelSpec) -> None:
 
 def _read(given: str) -> dict[str, Any]:
     path = PRESETS / f"{given}.json" if given in presets() else Path(given)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if not is_file(path) else path
+    if not is_file(path):
         refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
     try:
-        found: Any = json.loads(path.read_text())
-    except ValueError as error:
+        found = parse(path.read_bytes())
+    except (OSError, MalformedError) as error:
         refuse(f"--hf {given}: {path} is not JSON: {error}")
     if not isinstance(found, dict):
         refuse(f"--hf {given}: {path} is not a JSON object")

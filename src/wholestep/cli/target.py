@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from wholestep.hardware.hardware import Hardware
 
 Style = StrEnum("Style", list(STYLES))
+_LONGEST = 1000  # characters of a line of an error: a name may be anything
 FULLY_SHARD = Style("fully_shard")
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
@@ -56,7 +57,9 @@ class Target:
 
 def refuse(text: str) -> NoReturn:
     """End the command with an error message and exit status 2."""
-    typer.echo(f"wholestep: {text}", err=True)
+    lines = (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..." for line in text.splitlines())
+    shown = "\n".join(lines).encode("utf-8", "backslashreplace").decode()
+    typer.echo(f"wholestep: {shown}", err=True)
     raise typer.Exit(2)
 
 
@@ -94,24 +97,29 @@ def check_outputs(**files: Path | None) -> None:
             refuse(f"--{option} {path}: --{first} writes there already")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            refuse(f"--{option} {path}: folder {path.parent} cannot be created: {error.strerror}")
-        if path.is_dir():
+            is_dir = path.is_dir()
+        except (OSError, ValueError) as error:  # also a null in the name
+            refuse(f"--{option} {path}: folder {path.parent} cannot be created: {_reason(error)}")
+        if is_dir:
             refuse(f"--{option} {path} is a folder: needed the name of a file, as {path / 'step.json'}")
         written_to = path if path.exists() else path.parent
         if not os.access(written_to, os.W_OK):
             refuse(f"--{option} {path}: no permission to write {written_to}")
 
 
-def write_output(shown: Screen, path: Path | None, write: Callable[[Path], object]) -> None:
+def write_output(screen: Screen, path: Path | None, write: Callable[[Path], object]) -> None:
     """Call `write` with `path`, if that is given, and note it."""
     if path is None:
         return
     try:
         write(path)
-    except OSError as error:
-        refuse(f"{path} cannot be written: {error.strerror}")
-    shown.note(f"written to {path}")
+    except (OSError, ValueError) as error:  # also a null in the name
+        refuse(f"{path} cannot be written: {_reason(error)}")
+    screen.note(f"written to {path}")
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str((error.strerror if isinstance(error, OSError) else None) or error)
 
 
 def check_mesh(mesh: str) -> None:
@@ -127,7 +135,15 @@ def hardware_of(given: str | None) -> Hardware:
 
     if given is None:
         return Hardware.default()
-    return Hardware.load(given) if Path(given).is_file() else Hardware.preset(given)
+    return Hardware.load(given) if is_file(Path(given)) else Hardware.preset(given)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; False for a name that the file system does not take."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def from_function(target: str) -> Target:
@@ -147,6 +163,8 @@ def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon:
         refuse(f"{target!r} names no function: needed file.py:function or module:function")
+    if not where.endswith(".py") and not all(part.isidentifier() for part in where.split(".")):
+        refuse(f"{where!r} is no module: needed file.py:function or module:function")
     try:
         module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ImportError as error:
@@ -158,7 +176,7 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _from_file(file: Path) -> Any:
-    if not file.is_file():
+    if not is_file(file):
         refuse(f"there is no file {file}")
     sys.path.insert(0, str(file.parent.absolute()))
     spec = importlib.util.spec_from_file_location(file.stem, file)

@@ -14,6 +14,7 @@ from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.storage import Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
+from ..typed_values import check_arguments
 
 _ROLES = {
     Role.PARAM: "parameter", Role.BUFFER: "buffer", Role.STATE: "state", Role.GRAD: "gradient", Role.HYPER: "number",
@@ -101,6 +102,7 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
     Example:
         >>> name, size_bytes = max(ws.memory_curve(local), key=lambda row: row[1])
     """
+    check_arguments("memory_curve", local=(local, LocalGraph))
     return tuple(zip((n.name for n in _calls(local.graph)), bytes_held(local), strict=True))
 
 
@@ -127,6 +129,7 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     Example:
         >>> print(wholestep.peak_memory(step.local_graph))
     """
+    check_arguments("peak_memory", local=(local, LocalGraph))
     held, calls = storages(local.graph), _calls(local.graph)
     sizes = curve(held, len(calls))
     rest = sum(s.size_bytes for s in held if s.first < 0)

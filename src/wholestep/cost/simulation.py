@@ -14,6 +14,7 @@ from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
+from ..typed_values import check_arguments
 from .compute import node_us, peak_us
 
 
@@ -143,6 +144,7 @@ def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
+    check_arguments("simulate", local=(local, LocalGraph), hardware=(hardware, Hardware))
     clock = steady_start(local, hardware)
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)

@@ -17,6 +17,7 @@ from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
 from ..hardware.hardware import Hardware
+from ..typed_values import check_arguments
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, result_of, steady_start, whole_bytes
 
@@ -110,6 +111,7 @@ def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
+    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware))
     clock = steady_start(local, hardware)
     found: list[Span] = []
     ends: list[float] = []

@@ -10,7 +10,9 @@ from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
 
+from ..errors import PlanError
 from ..mesh import Mesh
+from ..typed_values import check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
@@ -123,11 +125,18 @@ class Hardware:
         Example:
             >>> gigabit = ws.Hardware.measured(link_bytes_per_us=119)  # 1 Gbit/s
         """
+        check_arguments(
+            "measured", link_bytes_per_us=(link_bytes_per_us, float), collectives=(collectives, Iterable),
+        )  # fmt: skip
+        several = tuple(collectives)
+        check_arguments("measured", collectives=(several, tuple[CollectiveCost, ...]))
+        if not link_bytes_per_us > 0:
+            raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
         device = MeasuredDevice(
             name, flops_per_us, memory_bytes_per_us, launch_us, math_bytes_per_us, attention_flops_per_us, view_us,
             bucket_copy_bytes_per_us,
         )  # fmt: skip
-        given = {cost.kind: cost for cost in collectives}
+        given = {cost.kind: cost for cost in several}
         costs = tuple(given.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)
         return Hardware(name, device, (Level("link", 0, link_bytes_per_us, link_us, costs=costs),))
 

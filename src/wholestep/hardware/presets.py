@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
+from ..typed_values import check_arguments
 from .curves import Curve, Regime
 from .device import Ceiling, Device, Tile
 from .hardware import Hardware, Level
@@ -177,11 +178,12 @@ def presets() -> dict[str, Hardware]:
 
 def preset(name: str) -> Hardware:
     """One of `presets()`, or with another link between its nodes."""
+    check_arguments("preset", name=(name, str))
     made = presets()
     base, _, link = name.partition("+")
     if base not in made or (link and (link not in LINKS or len(made[base].levels) < 2)):
         raise PlanError(
-            f"there is no hardware {name!r}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
+            f"there is no hardware {shown(name)}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
             "correct the name, or give a file to Hardware.load",
         )  # fmt: skip
     found = made[base]

@@ -22,6 +22,7 @@ from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_nam
 from ..graph.ops import COMPLETE
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
+from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.propagation_inputs import moving
@@ -30,6 +31,7 @@ from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import is_random
+from ..typed_values import check_arguments
 from . import rank_ops
 from .collectives import Emitter
 from .gather_lifetimes import Regions, find_regions, gathers
@@ -53,10 +55,19 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         >>> print(local.collectives())
 
     Raises:
-        PlanError: the plan was not made for this graph.
+        PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
     """
-    plan.check(graph)
-    graph = plan.decompose(graph)
+    check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
+    return _written(check_plan(plan, graph), plan)
+
+
+@collector_paused()
+def lowered(graph: TrainGraph, plan: Plan) -> LocalGraph:
+    """`partition` by a plan that was made for this graph just now."""
+    return _written(plan.decompose(graph), plan)
+
+
+def _written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     local = _Lowering(graph, plan, find_regions(graph, plan)).run()
     check_local_graph(local)
     return local

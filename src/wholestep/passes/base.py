@@ -15,6 +15,7 @@ from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import copy_graph
 from ..graph.verify import check_local_graph
 from ..rules.registry import is_random
+from ..typed_values import check_arguments
 
 Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
@@ -57,6 +58,7 @@ def run_passes(
     Raises:
         GraphError: a pass is out of order, or left a malformed graph; names the pass.
     """
+    check_arguments("run_passes", local=(local, LocalGraph), passes=(passes, Sequence[Pass]))
     for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
         name = getattr(one, "__name__", type(one).__name__)
         check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..cost.memory import peak_memory
 from ..cost.simulation import simulate
+from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
@@ -70,7 +71,11 @@ class FitMemory:
         local = rematerialized(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
         if not found.way:
             return local
-        sizes = next(one for one in smaller_buckets(self.after)[found.way] if isinstance(one, SizeBuckets))
+        ways = smaller_buckets(self.after)
+        if not 0 < found.way < len(ways):
+            text = f"the compile cache names number {found.way} of the ways to fit a budget"
+            raise PlanError(text, f"one from 0 to {len(ways) - 1}", "delete its entry")
+        sizes = next(one for one in ways[found.way] if isinstance(one, SizeBuckets))
         return sizes(replace(local, sizes=None))
 
     def run(self, local: LocalGraph, found: Fitting) -> LocalGraph:

@@ -13,6 +13,7 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout
 from ..mesh import Mesh
 from ..tuning import TUNING
+from ..typed_values import check_fields
 from .decision import Decision
 from .storage_styles import STYLES, StorageStyle, Store, style_named
 from .strategy import BatchCut, Pins, Resting
@@ -66,9 +67,10 @@ class DataParallel:
                    "inputs": ("local", "global")}  # fmt: skip
         for name, allowed in choices.items():
             given = getattr(self, name)
-            if given not in allowed and not (name == "style" and callable(given)):
+            if isinstance(given, str) and given not in allowed:
                 names = ", ".join(map(repr, allowed)) + (" or a function" if name == "style" else "")
                 raise PlanError(f"DataParallel({name}={given!r})", f"{name} one of {names}", "correct the name")
+        check_fields(self)
         if self.semantics == "per_rank" and self.inputs == "global":
             raise PlanError(
                 'inputs="global" with semantics="per_rank"',

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..graph.decompose import expand
 from ..graph.graph import Input, Role, TrainGraph
 from ..hardware.hardware import Hardware
@@ -17,15 +17,18 @@ from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision
+from ..typed_json import MalformedError, hints_of, parse
+from ..typed_values import check_arguments
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .plan_diff import Difference, diff
 from .plan_file import decode, encode
+from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
 from .strategies import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Plan:
         Raises:
             PlanError: the plan has no such name; lists similar ones.
         """
+        check_arguments("explain", name=(name, str))
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
@@ -90,6 +94,10 @@ class Plan:
 
     def check(self, graph: TrainGraph) -> None:
         """Raise PlanError naming the difference if the plan was not made for `graph`."""
+        self.decomposed_graph(graph)
+
+    def decomposed_graph(self, graph: TrainGraph) -> TrainGraph:
+        """`decompose`, of a graph that has been checked as `check` does."""
         planned = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
         actual = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
         differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
@@ -109,10 +117,14 @@ class Plan:
             raise PlanError(
                 f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
+        return graph
 
     def stored_bytes(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
-        roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
+        stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
+        if role is not None and (not isinstance(role, str) or role not in stored):  # pyright: ignore
+            raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
+        roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         return sum(self.input_bytes(given) for given in self.inputs if given.role in roles)
 
     def input_bytes(self, given: Input) -> int:
@@ -139,8 +151,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file for `load`; missing folders are created."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        check_arguments("save", path=(path, str | Path))
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"{shown(str(path))} cannot be written: {error}", "a path to write to", "correct it"
+            ) from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -149,9 +167,10 @@ class Plan:
         Raises:
             PlanError: the file does not exist, or has no plan; names the file.
         """
+        check_arguments("load", path=(path, str | Path))
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # also a path with a null
             raise PlanError(
                 f"{path} cannot be read: {error}", "a file of Plan.save", "correct the path, or write the plan again"
             ) from error
@@ -160,6 +179,7 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """Layouts and bytes of a rank that differ in `other`."""
+        check_arguments("diff", other=(other, Plan))
         return diff(self, other)
 
     @staticmethod
@@ -169,10 +189,11 @@ class Plan:
         Raises:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
+        check_arguments("from_json", text=(text, str))
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"the plan is not JSON: {error}", "text of Plan.to_json", "write the plan again") from error
+            data = parse(text)
+        except MalformedError as error:
+            raise PlanError(f"the plan: {error.found}", error.needed, "write the plan again") from error
         if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
             raise PlanError(
                 "field 'format': this JSON is not a wholestep plan",
@@ -182,11 +203,13 @@ class Plan:
         fields = cast(dict[str, Any], data)
         if fields.get("version") != VERSION:
             raise PlanError(
-                f"field 'version': found {fields.get('version')!r}",
+                f"field 'version': found {shown(fields.get('version'))}",
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        return Plan(**decode(fields, get_type_hints(Plan)))
+        made = Plan(**decode(fields, hints_of(Plan)))
+        check_form(made)
+        return made
 
 
 def _about(found: tuple[tuple[int, ...], str] | None) -> str:

@@ -6,162 +6,169 @@ A file that named a user's class or function would run code from data when it is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import cache
-from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from dataclasses import is_dataclass, replace
+from typing import Any, cast
 
 import torch
 
-from ..errors import MeshError, PlanError, first_line
+from ..errors import PlanError, WholestepError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from ..hardware.hardware import Hardware
 from ..hardware.hardware_file import from_json, to_json
-from ..layout import AxisState, Layout
+from ..layout import Layout
 from ..mesh import Mesh
-from .data_parallel import DataParallel, PerParameterStorage, StorageOption
+from ..typed_json import MalformedError, Readers, as_list, as_object, hints_of, wrong
+from ..typed_json import read as typed
+from .data_parallel import DataParallel, PerParameterStorage
 from .decision import Decision
-from .module_styles import ModuleStyle
 from .strategies import Strategies
-from .strategy import Pins, Strategy
+from .strategy import Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
 
-_STRATEGIES = (DataParallel, PerParameterStorage, TensorParallel, SolvedLayouts)
-_PLAIN = (str, int, float, bool, Role, Mesh)
-_KINDS = {kind.__name__: kind for kind in (*_STRATEGIES, ModuleStyle, AxisState, StorageOption, Pins)}
+_STRATEGIES = {kind.__name__: kind for kind in (DataParallel, PerParameterStorage, TensorParallel, SolvedLayouts)}
+_AGAIN = "write the plan again"
 
 
 # -- plans -----------------------------------------------------------------------------------------------
 def encode(plan: object) -> dict[str, Any]:
     """A plan as JSON values, with a table of its distinct layouts, which are named by number."""
     table: dict[Layout, int] = {}
-
-    def value_of(given: Any) -> Any:
-        if isinstance(given, Layout):
-            return table.setdefault(given, len(table))
-        if isinstance(given, Mapping):
-            return {name: value_of(one) for name, one in cast(Mapping[str, Any], given).items()}
-        if isinstance(given, tuple):
-            return [value_of(one) for one in cast(tuple[Any, ...], given)]
-        if isinstance(given, Decision):
-            return [value_of(one) for one in vars(given).values()]
-        if isinstance(given, Input):
-            return value_of({**{k: v for k, v in vars(given).items() if k != "meta"}, **vars(given.meta)})
-        if isinstance(given, (Mesh, torch.dtype)):
-            return str(given).removeprefix("torch.")
-        if isinstance(given, Role):
-            return given.value
-        if isinstance(given, Hardware):
-            return to_json(given)
-        if isinstance(given, Strategies):
-            return encode_strategies(given)
-        return value_of(vars(given)) if is_dataclass(given) else given
-
-    made = value_of(vars(plan))
+    made = _encoded(vars(plan), table)
     return {**made, "layouts": [[x.dims, x.partial, x.varies] for x in table]}
+
+
+def _encoded(given: Any, table: dict[Layout, int]) -> Any:
+    """Of a mapping whose keys are no texts, a list of pairs."""
+    if isinstance(given, Layout):
+        return table.setdefault(given, len(table))
+    if isinstance(given, Mapping):
+        items = [(key, _encoded(one, table)) for key, one in cast(Mapping[Any, Any], given).items()]
+        return dict(items) if all(isinstance(key, str) for key, _ in items) else items
+    if isinstance(given, tuple):
+        return [_encoded(one, table) for one in cast(tuple[Any, ...], given)]
+    if isinstance(given, Decision):
+        return [_encoded(one, table) for one in vars(given).values()]
+    if isinstance(given, Input):
+        return _encoded({**{k: v for k, v in vars(given).items() if k != "meta"}, **vars(given.meta)}, table)
+    if isinstance(given, (Mesh, torch.dtype)):
+        return str(given).removeprefix("torch.")
+    if isinstance(given, Role):
+        return given.value
+    if isinstance(given, Hardware):
+        return to_json(given)
+    if isinstance(given, Strategies):
+        return encode_strategies(given)
+    return _encoded(vars(given), table) if is_dataclass(given) else given
 
 
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
     data, made = dict[str, Any](objective=None, strategies=None) | {**data}, dict[str, Any]()
-    for name, kind in {"layouts": None, **kinds}.items():
+    readers = _READERS
+    for name, kind in {"layouts": tuple[Layout, ...], **kinds}.items():
         if name not in data:
-            raise PlanError(
-                f"field {name!r} is missing", "every field that Plan.to_json writes", "write the plan again"
-            )
+            raise PlanError(f"field {name!r} is missing", "every field that Plan.to_json writes", _AGAIN)
         try:
-            if name == "layouts":
-                made[name] = [_dataclass(Layout, given, ()) for given in data[name]]
-            else:
-                made[name] = read(kind, data[name], made["layouts"])
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, MeshError) as error:
-            found = f"field {name!r} cannot be read: {first_line(error)}"
-            raise PlanError(found, "the form that Plan.to_json writes", "write the plan again") from error
-    del made["layouts"]
+            found = typed(kind, data[name], name, readers)
+        except MalformedError as error:
+            raise PlanError(f"field {name!r} cannot be read: {error.found}", error.needed, _AGAIN) from error
+        if name == "layouts":
+            readers = {**_READERS, Layout: _numbered(cast(tuple[Layout, ...], found))}
+        else:
+            made[name] = found
     return made
 
 
-def read(kind: Any, value: Any, layouts: Sequence[Layout] = ()) -> Any:
-    """A JSON value as the type `kind`; a value that is none raises one of the errors that `decode` catches."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):  # X | None
-        return None if value is None else read(args[0], value, layouts)
-    if origin is tuple:
-        several: Sequence[Any] = [args[0]] * len(value) if args[-1] is ... else args
-        return tuple(read(one, given, layouts) for one, given in zip(several, value, strict=True))
-    if origin is Mapping:
-        return {str(name): read(args[1], given, layouts) for name, given in dict[str, Any](value).items()}
-    if kind is Layout:
-        return cast(Layout, layouts[value])
-    if kind is torch.dtype:
-        return _dtype(value)
-    if kind is Input:
-        made = {name: value[name] for name in _hints(TensorMeta)}
-        return _dataclass(Input, {"meta": made} | {k: v for k, v in value.items() if k not in made}, layouts)
-    if kind is Hardware:
-        return from_json(value, "field 'hardware'")
-    if kind is Strategies:
-        return decode_strategies(value)
-    return kind(value) if kind in _PLAIN else _dataclass(kind, value, layouts)
+def read(kind: Any, value: Any) -> Any:
+    """A JSON value that holds no layouts as the type `kind`. Raises MalformedError."""
+    return typed(kind, value, "", _READERS)
 
 
-def _dataclass(kind: Any, value: Any, layouts: Sequence[Layout]) -> Any:
-    hints = _hints(kind)
-    given = cast(dict[str, Any], value if isinstance(value, dict) else dict(zip(hints, value, strict=True)))
-    return kind(**{name: read(hints[name], one, layouts) for name, one in given.items()})
+def _numbered(table: Sequence[Layout]) -> Any:
+    def layout(value: Any, at: str) -> Layout:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(table):
+            raise wrong(at, value, f"the number of a layout, from 0 to {len(table) - 1}")
+        return table[value]
+
+    return layout
 
 
-def _dtype(name: str) -> torch.dtype:
-    if not isinstance(found := getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+def _dtype(value: Any, at: str) -> torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        raise wrong(at, value, "a dtype of torch")
     return found
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _mesh(value: Any, at: str) -> Mesh:
+    try:
+        return Mesh(typed(str, value, at))
+    except WholestepError as error:
+        raise MalformedError(error.found, error.needed) from error
+
+
+def _hardware(value: Any, at: str) -> Hardware:
+    try:
+        return from_json(value, at)
+    except WholestepError as error:
+        raise MalformedError(error.found, error.needed) from error
+
+
+def _input(value: Any, at: str) -> Input:
+    """An input and what it says of its tensor, in one object."""
+    given, about = as_object(value, at), hints_of(TensorMeta)
+    meta = cast(TensorMeta, typed(TensorMeta, {k: v for k, v in given.items() if k in about}, at, _READERS))
+    if len(meta.shape) != len(meta.stride) or min((*meta.shape, *meta.stride), default=0) < 0:
+        raise wrong(f"{at}.stride", meta.stride, f"a stride from 0 for each size from 0 of {meta.shape}")
+    others = {name: kind for name, kind in hints_of(Input).items() if name != "meta"}
+    unknown = next((name for name in given if name not in about and name not in others), None)
+    if unknown is not None:
+        raise MalformedError(f"unknown field {at}.{unknown}", f"one of {', '.join((*others, *about))}")
+    read_ = {k: typed(kind, given[k], f"{at}.{k}", _READERS) for k, kind in others.items() if k in given}
+    if not {"name", "role"} <= read_.keys():
+        raise wrong(at, value, "an object with name and role")
+    return Input(meta=meta, **read_)
 
 
 # -- strategies --------------------------------------------------------------------------------------------
 def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
-    """One value for each strategy; None if one of them is user-defined, or has a function as its style."""
-    parts = strategies.parts if strategies else ()
-    own = all(type(part) in _STRATEGIES and isinstance(getattr(part, "style", ""), str) for part in parts)
-    return [_encoded(_with_styles(part)) for part in parts] if strategies and own else None
-
-
-def decode_strategies(values: Sequence[Any] | None) -> Strategies | None:
-    """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`. Raises
-    TypeError, KeyError or ValueError for other values.
+    """One value for each strategy; None if one of them is user-defined, has a function as its style, or is solved for
+    when a plan is made.
     """
-    return None if values is None else Strategies(tuple(cast(Strategy, _decoded(value)) for value in values))
+    parts = strategies.parts if strategies else ()
+    if not parts or any(type(part) not in _STRATEGIES.values() or _is_open(part) for part in parts):
+        return None
+    return [{"is": type(part).__name__, **_encoded(vars(_with_styles(part)), {})} for part in parts]
+
+
+def decode_strategies(values: Any, at: str = "strategies") -> Strategies | None:
+    """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`. Raises
+    MalformedError for other values.
+    """
+    return None if values is None else _strategies(values, at)
+
+
+def _strategies(values: Any, at: str) -> Strategies:
+    return Strategies(tuple(_strategy(value, f"{at}[{i}]") for i, value in enumerate(as_list(values, at))))
+
+
+def _strategy(value: Any, at: str) -> Strategy:
+    given = dict(as_object(value, at))
+    kind = given.pop("is", None)
+    if not isinstance(kind, str) or kind not in _STRATEGIES:
+        raise wrong(f"{at}.is", kind, f"one of {', '.join(_STRATEGIES)}")
+    return cast(Strategy, typed(_STRATEGIES[kind], given, at, _READERS))
+
+
+def _is_open(part: Strategy) -> bool:
+    return not isinstance(getattr(part, "style", ""), str) or (isinstance(part, TensorParallel) and part.is_open)
 
 
 def _with_styles(part: Strategy) -> Strategy:
-    if not isinstance(part, TensorParallel) or part.is_open:
-        return part
-    return replace(part, plan=dict(part.styles()))
+    return replace(part, plan=dict(part.styles())) if isinstance(part, TensorParallel) else part
 
 
-def _encoded(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"is": type(value).__name__, **{f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
-    if isinstance(value, Mapping):
-        return {"map": [[_encoded(k), _encoded(v)] for k, v in cast(Mapping[Any, Any], value).items()]}
-    if isinstance(value, (tuple, list)):
-        return [_encoded(v) for v in cast(Sequence[Any], value)]
-    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_decoded(v) for v in cast(list[Any], value))
-    if not isinstance(value, dict):
-        return value
-    given = cast(dict[str, Any], value)
-    if "dtype" in given:
-        return _dtype(given["dtype"])
-    if "map" in given:
-        return {_decoded(k): _decoded(v) for k, v in given["map"]}
-    return _KINDS[given["is"]](**{k: _decoded(v) for k, v in given.items() if k != "is"})
+_READERS: Readers = {
+    torch.dtype: _dtype, Mesh: _mesh, Hardware: _hardware, Input: _input, Strategies: _strategies,
+}  # fmt: skip

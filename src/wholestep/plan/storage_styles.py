@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..layout import Layout
     from ..mesh import Mesh
 
-Store: TypeAlias = "Callable[[Input, Layout, Mesh, tuple[str, ...]], tuple[Layout, Layout]]"
+Store: TypeAlias = Callable[["Input", "Layout", "Mesh", tuple[str, ...]], tuple["Layout", "Layout"]]
 """From a parameter, the layout that other strategies give it, the mesh and the data-parallel axes to the layouts of the
 parameter and of its optimizer state.
 """

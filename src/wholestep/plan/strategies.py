@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..graph.graph import TrainGraph
 from ..mesh import Mesh
 from .data_parallel import DataParallel
@@ -105,12 +105,13 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     if parallel is None:
         parallel = DataParallel()
     parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (cast("Strategy", parallel),)
-    wrong = [p for p in parts if not isinstance(p, Strategy)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    wrong = [p for p in parts if not isinstance(p, Strategy) or isinstance(p, type)]  # pyright: ignore
     if wrong or not parts:
+        style = parallel if isinstance(parallel, str) and parallel in STYLES else "fully_shard"
         raise PlanError(
-            f"parallel={wrong[0] if wrong else parts!r}",
+            f"parallel={shown(wrong[0] if wrong else parts)}",
             "a strategy, as DataParallel or TensorParallel, or a list of them",
-            f'pass parallel=wholestep.DataParallel("{parallel if parallel in list(STYLES) else "fully_shard"}")',
+            f'pass parallel=wholestep.DataParallel("{style}")',
         )
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")

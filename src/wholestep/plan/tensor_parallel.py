@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.fx import Node
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..graph.nodes import node_at
@@ -21,6 +21,7 @@ from ..graph.op_kinds import arithmetic
 from ..hardware.hardware import Hardware
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
+from ..typed_values import check_fields
 from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .module_map import Modules
@@ -97,6 +98,7 @@ class TensorParallel(_OneAxis):
     replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, besides=("plan",))
         if self.is_open:
             if self.loss_parallel:
                 found = 'loss_parallel with TensorParallel("auto")'
@@ -108,7 +110,7 @@ class TensorParallel(_OneAxis):
             raise PlanError(f"{unused} with a plan by module", needed, f"drop {unused}")
         if not isinstance(self.plan, Mapping) or not self.plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(
-                f"TensorParallel({self.plan!r})",
+                f"TensorParallel({shown(self.plan)})",
                 'styles by module path, as {"layers.*.wq": "colwise"}',
                 'pass such a plan, or "auto", or use TensorParallel.of(model) for a model that has a plan',
             )
@@ -134,7 +136,7 @@ class TensorParallel(_OneAxis):
     @property
     def is_open(self) -> bool:
         """True for `"auto"`: `planner.ilp` solves for the layouts on a graph and a mesh."""
-        return self.plan == "auto"
+        return isinstance(self.plan, str) and self.plan == "auto"
 
     def styles(self) -> dict[str, ModuleStyle]:
         """The style of each pattern; empty for `"auto"`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor import Replicate, Shard
 
 from ..backend.pipeline import pipeline
-from ..errors import MeshError, PlanError
+from ..errors import MeshError, PlanError, shown
 from ..graph.gc_control import existing_objects_frozen
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -20,6 +20,7 @@ from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
+from ..typed_values import check_fields, is_a
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
 from .constraints import Pinned, ReplicatedAxes, check_form, constraints_of
@@ -81,16 +82,18 @@ class Auto:
     replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        check_fields(self, besides=("memory_bytes", "styles", "solved_meshes", "pinned", "replicated"))
         check_form(self.pinned, self.replicated)
         if type(self.solved_meshes) is not int or self.solved_meshes < 0:
-            raise PlanError(f"Auto(solved_meshes={self.solved_meshes!r})", "a number of meshes", "give 3, say")
+            raise PlanError(f"Auto(solved_meshes={shown(self.solved_meshes)})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
         known = [style.name for style in STYLES.values() if style.searched]
-        wrong = [style for style in self.styles or () if style not in known]
-        if wrong or (self.styles is not None and (isinstance(self.styles, str) or not self.styles)):
+        if self.styles is not None and not (
+            is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*known}
+        ):
             raise PlanError(
-                f"Auto(styles={self.styles!r})", f"some of {', '.join(map(repr, known))}", "correct the names"
+                f"Auto(styles={shown(self.styles)})", f"some of {', '.join(map(repr, known))}", "correct the names"
             )
         if not isinstance(self.data.style, str):
             raise PlanError(

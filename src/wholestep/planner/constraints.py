@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx import Node
 
-from ..errors import ConstraintError, PlanError, WholestepError
+from ..errors import ConstraintError, PlanError, WholestepError, shown
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
@@ -160,14 +160,15 @@ def check_form(pinned: object, replicated: object) -> None:
         good = all(isinstance(axis, str) and isinstance(at, (Shard, Replicate)) for axis, at in places.items())
         if not (places and good):
             raise PlanError(
-                f"pinned={{{pattern!r}: {by!r}}}", "a layout for each axis, Shard(dim) or Replicate()",
+                f"pinned={{{shown(pattern)}: {shown(cast(object, by))}}}",
+                "a layout for each axis, Shard(dim) or Replicate()",
                 f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}',
             )  # fmt: skip
     for pattern, axes in _items(replicated, "replicated"):
         several = isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in cast(Sequence[Any], axes))
-        if not axes or not (isinstance(axes, str) or several):
+        if not (isinstance(axes, str) or several) or not axes:
             raise PlanError(
-                f"replicated={{{pattern!r}: {axes!r}}}", "names of axes",
+                f"replicated={{{shown(pattern)}: {shown(cast(object, axes))}}}", "names of axes",
                 f'give replicated={{{pattern!r}: ("dp", "tp")}}',
             )  # fmt: skip
 
@@ -175,7 +176,11 @@ def check_form(pinned: object, replicated: object) -> None:
 def _items(given: object, name: str) -> list[tuple[str, object]]:
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in cast(Mapping[Any, Any], given)):
         return list(cast(Mapping[str, object], given).items())
-    raise PlanError(f"{name}={given!r}", "constraints by the names of parameters and modules", f"give {name}={{...}}")
+    raise PlanError(
+        f"{name}={shown(cast(object, given))}",
+        "constraints by the names of parameters and modules",
+        f"give {name}={{...}}",
+    )
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..partition.lower import partition
+from ..partition.lower import lowered
 from ..passes.base import Pass, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
@@ -78,7 +78,7 @@ class Evaluator:
             self.watch(f"{doing}{row.name}")
         planned = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
         self.constraints.check(planned)
-        return planned, partition(graph, planned)
+        return planned, lowered(graph, planned)
 
     def made(self, row: Candidate, blocks: tuple[int, int] | None, known: Made = ()) -> Made:
         """Plans and programs of the steps with so many equal layers, or of the whole; the `FEWEST` may be `known`."""

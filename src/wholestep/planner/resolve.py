@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..errors import PlanError
+from ..errors import PlanError, shown
 from ..graph.gc_control import collector_paused
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -15,6 +15,7 @@ from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Chooser, Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
+from ..typed_values import check_arguments
 from .ilp.build_problem import problem_spec
 from .ilp.solve import solve_layouts
 
@@ -47,10 +48,27 @@ def plan(
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
+    check_arguments(
+        "plan", graph=(graph, TrainGraph), mesh=(mesh, Mesh | str), placed=(placed, Mapping[str, Layout] | None),
+        hardware=(hardware, Hardware | None),
+    )  # fmt: skip
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    _check_placed(graph, mesh, placed or {})
+    if isinstance(parallel, type):
+        raise PlanError(f"parallel={shown(parallel)} is a class", "a strategy", f"give {parallel.__name__}(...)")
     if isinstance(parallel, Chooser):
         return parallel.choose(graph, mesh, placed)
     return plan_strategies(graph, mesh, compose(parallel), placed, hardware)
+
+
+def _check_placed(graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]) -> None:
+    shapes = {given.name: given.meta.shape for given in graph.inputs}
+    for name, layout in placed.items():
+        if name not in shapes:
+            raise PlanError(f"placed={{{shown(name)}: ...}}", "names of inputs of the graph", "correct the name")
+        layout.check_given(shapes[name], mesh, name)
+        if layout.partial or layout.varies:
+            raise PlanError(f"placed: {name} is {layout}", "a stored layout: sharded or replicated", "correct it")
 
 
 @collector_paused()

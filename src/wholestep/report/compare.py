@@ -12,7 +12,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..partition.lower import partition
+from ..partition.lower import lowered
 from ..plan.strategies import compose
 from ..planner.bounds import Costs, costs
 from ..planner.candidates import Template, batches, templates
@@ -77,7 +77,7 @@ def _row(
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
         plans = [plan(one, mesh, strategies, hardware=hardware) for one in graphs]
-        made = [(planned, partition(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
+        made = [(planned, lowered(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
             found = short.priced(layers, made, pipeline(hardware))
         else:

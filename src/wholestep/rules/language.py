@@ -22,13 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NoReturn, cast
 
-from ..errors import RuleError
+from ..errors import RuleError, shown
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _TOKEN = re.compile(rf"\s*(->|(?:{_NAME})?\.\.\.|(?:{_NAME}|1)(?:\[#?{_NAME}\])?|\d+|[()\[\]{{}}!?,*|+:=])")
 _DIM = re.compile(rf"(?:({_NAME})|1)(?:\[(#?{_NAME})\])?")
 _GRAMMAR = "dims as name, name[argument], (a b), ..., name... or 1, each with an optional '!' or '?'; or (), *, [dims]"
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _END = "the end"
+MOST_CHARACTERS = 4000
+_SHOWN = 200  # characters around the one that an error points to
 REDUCTIONS = ("sum", "max", "min", "avg")
 
 
@@ -156,7 +159,7 @@ def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
     bad = [f for f, op in reduces if f not in known or (op and op not in REDUCTIONS)]
     if bad:
         needed = f"factors of the rule, by {', '.join(REDUCTIONS)}"
-        raise RuleError(f"rule {text!r}: reduces={dict(reduces)}", needed, "correct it")
+        raise RuleError(f"rule {shown(text)}: reduces={shown(dict(reduces))}", needed, "correct it")
     return tuple(
         replace(
             case,
@@ -172,31 +175,41 @@ def _sets(option: str, value: str, case: RuleText, text: str) -> Iterator[frozen
     """Sets of inputs, as in `0 | 1+2`."""
     for part in filter(None, (p.strip() for p in value.split("|"))):
         try:
-            found = frozenset(int(i) for i in part.split("+"))
+            found = frozenset(_numbers(part))
         except ValueError as error:
             needed = "input numbers, as in '0 | 1' or '0+1'"
-            raise RuleError(f"rule {text!r}: {option}={value!r}", needed, "correct it") from error
+            raise RuleError(f"rule {shown(text)}: {option}={shown(value)}", needed, "correct it") from error
         if max(found) >= len(case.inputs) and not (case.inputs and case.inputs[-1].repeats):
             needed = f"inputs 0 to {len(case.inputs) - 1}"
-            raise RuleError(f"rule {text!r}: {option} in input {max(found)}", needed, f"correct {option}=")
+            raise RuleError(f"rule {shown(text)}: {option} in input {max(found)}", needed, f"correct {option}=")
         yield found
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for part in text.split("+"):
+        if not _NUMBER.fullmatch(part.strip()):
+            raise ValueError(part)
+        yield int(part)
 
 
 class _Reader:
     """Parses the text of a rule from left to right."""
 
     def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            needed = f"at most {MOST_CHARACTERS}"
+            raise RuleError(f"rule {shown(text)} has {len(text)} characters", needed, "write a function of the shapes")
         self.text, self.at = text, 0
         self.tokens: list[tuple[str, int]] = []
-        at = 0
-        while text[at:].strip():
+        at, end = 0, len(text.rstrip())
+        while at < end:
             found = _TOKEN.match(text, at)
             if not found:
                 at += len(text[at:]) - len(text[at:].lstrip())
                 self._refuse(f"cannot read {text[at]!r}", at)
             self.tokens.append((found[1], found.start(1)))
             at = found.end()
-        self.tokens.append((_END, len(text.rstrip())))
+        self.tokens.append((_END, end))
 
     def cases(self) -> Iterator[RuleText]:
         """All cases of the text."""
@@ -214,10 +227,12 @@ class _Reader:
         ahead = [token for token, _ in self.tokens[self.at : self.at + 4]]
         if ":" not in ahead:
             return None
-        argument = self._take()
-        value = int(self._take()) if self._skip("=") else None
+        start, argument = self.tokens[self.at][1], self._take()
+        value = self._take() if self._skip("=") else None
+        if not argument.isidentifier() or not (value is None or _NUMBER.fullmatch(value)):
+            self._refuse("a condition is 'argument:' or 'argument=number:'", start)
         self._take(":")
-        return When(argument, value)
+        return When(argument, None if value is None else int(value))
 
     def _terms(self, *ends: str) -> Iterator[Term]:
         if self._next in ends:
@@ -304,7 +319,9 @@ class _Reader:
         return token
 
     def _refuse(self, what: str, at: int, needed: str = _GRAMMAR, next_step: str = "correct the rule") -> NoReturn:
-        raise RuleError(f"rule: {what}\n    {self.text}\n    {' ' * at}^", needed, next_step)
+        first = max(0, at - _SHOWN)
+        text = self.text[first : at + _SHOWN]
+        raise RuleError(f"rule: {what}\n    {text}\n    {' ' * (at - first)}^", needed, next_step)
 
 
 def spread(term: Term, shape: Sequence[int], arguments: Mapping[str, object]) -> list[Dim] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -10,8 +10,9 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
-from ..errors import RuleError
+from ..errors import RuleError, shown
 from ..graph.meta import TensorMeta
+from ..typed_values import check_arguments
 from .apply import apply, choose
 from .call import Call
 from .language import RuleText, cases
@@ -78,8 +79,8 @@ def rule(
     reduces: Mapping[str, str] | None = None,
     sizes: Mapping[str, str] | None = None,
     local: Mapping[str, Callable[..., Any]] | None = None,
-    by_shape: Iterable[int] = (),
-    filled: Iterable[str] = (),
+    by_shape: Collection[int] = (),
+    filled: Collection[str] = (),
     samples: Samples | None = None,
     origin: str = "yours",
 ) -> Callable[[Function], Function]:
@@ -118,6 +119,13 @@ def rule(
         >>> ws.check_rule(swish, torch.randn(4, 6), torch.randn(4, 6)).ok
         True
     """
+    if origin != BUILT_IN:
+        check_arguments(
+            "rule", RuleError, text=(text, str), linear=(linear, str), moves=(moves, str), origin=(origin, str),
+            reduces=(reduces, Mapping[str, str] | None), sizes=(sizes, Mapping[str, str] | None),
+            local=(local, Mapping[str, Callable[..., Any]] | None), by_shape=(by_shape, Collection[int]),
+            filled=(filled, Collection[str]), samples=(samples, Callable | None),
+        )  # fmt: skip
     found = targets_of(op)
 
     def add(body: Bind | Function) -> None:
@@ -130,7 +138,7 @@ def rule(
         options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
         bind = Bind(text, linear, moves, *options)
         if origin != BUILT_IN:  # these are parsed at their first call, and checked by a test
-            check_arguments(bind, found)
+            check_named(bind, found)
         add(bind)
 
     def decorate(function: Function) -> Function:
@@ -142,7 +150,7 @@ def rule(
     return decorate
 
 
-def check_arguments(bind: Bind, targets: Iterable[Any]) -> None:
+def check_named(bind: Bind, targets: Iterable[Any]) -> None:
     """Raise RuleError if none of the ops has an argument that the rule names; ops that lack it use the default."""
     named = {case.when.argument for case in bind.cases() if case.when}
     named |= {name for case in bind.cases() for name in case.arguments if name != "keepdim"}
@@ -159,7 +167,11 @@ def targets_of(op: Any) -> list[Any]:
     if isinstance(op, str):
         return [target for name in op.split() if (target := _named(name)) is not None]
     given: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
-    return [_torch.overload_of(one) for one in given]
+    found = [_torch.overload_of(one) for one in given]
+    for one in found:
+        if not callable(one) or getattr(type(one), "__hash__", None) is None:
+            raise RuleError(f"{shown(one)} is no op", "an op of torch, a custom op, a function, or names", "give one")
+    return found
 
 
 def _named(name: str) -> Any:

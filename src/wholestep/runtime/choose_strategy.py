@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 from ..backend.pipeline import pipeline
 from ..cache.choices import AutoChoice
 from ..capture.capture import Capture
 from ..distributed.launch import World
+from ..errors import PlanError
 from ..hardware.hardware import Hardware
+from ..mesh import Mesh
 from ..passes.base import Pass
-from ..plan.data_parallel import PerParameterStorage
+from ..plan.data_parallel import DataParallel, PerParameterStorage
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
-from ..planner.auto import Auto, Candidates
+from ..planner.auto import Auto
 from ..planner.search_result import explained
 from ..tuning import TUNING
 from .finalize import Finalizer
 from .placement import placed
+
+_DELETE = "delete the entry"
+_STORES = {"style", "axis", "reshard_after_forward", "keep_gathered_bytes"}
 
 
 def open_parts(strategies: Strategies) -> list[TensorParallel]:
@@ -46,26 +51,40 @@ def choose_strategy(
     graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
     choices.look_up()
     measured, schedule = finalizer.hardware_and_schedule()
-    candidates = auto.candidates(world.mesh, same_batches=True)
     chosen = choices.earlier.auto
     if chosen is None:
+        candidates = auto.candidates(world.mesh, same_batches=True)
         timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
         passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
         rendezvous = replace(rendezvous, timeout_s=timeout_s)
         chosen = rendezvous.choose(label, search, "which plan it chose")
     choices.note(auto=chosen)
-    return chosen, _strategies(chosen, candidates), auto.hardware or measured
+    return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
 
 
-def _strategies(chosen: AutoChoice, candidates: Candidates) -> Strategies:
-    """The solved strategies, or the strategies of the chosen candidate."""
+def strategies_of(chosen: AutoChoice, auto: Auto, mesh: Mesh) -> Strategies:
+    """The solved strategies, or the strategies of the chosen candidate. Raises PlanError: a file names another."""
     if chosen.solved is not None:
-        return chosen.solved
-    assert chosen.template is not None, "a template where nothing was solved for"
-    template = candidates[chosen.template][1]
-    assert isinstance(template.strategies, tuple), "a plan was made with them"
-    return compose(template.strategies)
+        return same_numbers(chosen.solved, auto.base(mesh))
+    candidates, number = auto.candidates(mesh, same_batches=True), chosen.template
+    parts = candidates[number][1].strategies if number is not None and 0 <= number < len(candidates) else None
+    if not isinstance(parts, tuple):
+        found = f"the compile cache names candidate {number} of Auto"
+        raise PlanError(found, f"one of {len(candidates)} that can be planned", _DELETE)
+    return compose(parts)
+
+
+def same_numbers(cached: Strategies, asked: Strategies) -> Strategies:
+    """`cached`, which at most store tensors otherwise than `asked`. Raises PlanError: they compute other numbers."""
+    pairs = [(n.name, cached.options, asked.options) for n in fields(DataParallel) if n.name not in _STORES]
+    solved = [part for part in cached.parts if isinstance(part, SolvedLayouts)]
+    pairs += [("input_dim", s, t) for s in solved for t in asked.parts if isinstance(t, TensorParallel)]
+    for name, one, other in pairs:
+        found, wanted = getattr(one, name), getattr(other, name)
+        if found != wanted:
+            raise PlanError(f"the compile cache has {name}={found!r}", f"{name}={wanted!r}, as given", _DELETE)
+    return cached
 
 
 def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]) -> AutoChoice:

@@ -17,16 +17,18 @@ from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.capture_options import CaptureOptions
-from ..errors import BackendError, MeshError, PlanError
+from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
+from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
-from ..units import parse_bytes
+from ..typed_values import check_fields
+from ..units import parse_bytes, parse_seconds
 from .nonfinite import OnNonfinite
 from .progress import Progress
 
@@ -70,7 +72,10 @@ class CompileOptions:
         progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
             in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
             WHOLESTEP_PROGRESS=0, shows nothing.
-        agree_timeout: seconds to wait for the other ranks to compile their program.
+        timeout: a rank that died, left, is stopped or hangs ends all others within this time, with a RankFailedError
+            that names it: `"60s"`, `"5min"`, or a number of seconds. A rank hangs if others have waited for it for
+            three quarters of the time. None watches no rank. [When a rank fails](launching.md#when-a-rank-fails).
+        agree_timeout: how long a rank may compile its program while the others wait.
         check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
             of optimizers) over the ranks, by checksum; 0 for never.
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
@@ -101,7 +106,8 @@ class CompileOptions:
     on_nonfinite: OnNonfinite | None = None
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
-    agree_timeout: float = 120.0
+    timeout: float | str | None = "5min"
+    agree_timeout: float | str = "2min"
     check_every: int = 1000
     max_programs: int = 32
     hardware: Hardware | None = None
@@ -110,15 +116,28 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
-            found, one_of = f"schedule={self.schedule!r} is unknown", "'auto', 'across_steps', a Schedule or None"
+            found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
-            found, one_of = f"on_nonfinite={self.on_nonfinite!r}", "'skip', 'raise', a function or None"
-            raise PlanError(found, one_of, "correct it")
+        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout", "on_nonfinite"))
+        _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
-            raise PlanError(f"check_every={self.check_every}", "a number of calls, 0 for never", "correct it")
+            raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
+            found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
+            raise PlanError(found, one_of, "correct it")
         if self.max_programs < 1:
-            raise PlanError(f"max_programs={self.max_programs}", "a number of programs, 1 or more", "correct it")
+            found = f"max_programs={shown(self.max_programs)}"
+            raise PlanError(found, "a number of programs, 1 or more", "correct it")
+
+    @property
+    def timeout_s(self) -> float | None:
+        """`timeout` in seconds."""
+        return None if self.timeout is None else parse_seconds(self.timeout, "timeout")
+
+    @property
+    def agree_timeout_s(self) -> float:
+        """`agree_timeout` in seconds."""
+        return parse_seconds(self.agree_timeout, "agree_timeout")
 
     @property
     def across_steps(self) -> bool:
@@ -226,6 +245,7 @@ def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strateg
 
 def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
     """The strategies and the mesh of a plan that is applied; `mesh` is what was given beside it."""
+    check_form(plan)
     if plan.strategies is None:
         found = f"the plan does not hold what made it ({plan.strategy})"
         needed = "one of wholestep's own strategies, in a file that this version writes"

@@ -25,12 +25,12 @@ from ..distributed.rendezvous import Rendezvous
 from ..errors import WholestepError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
-from ..partition.lower import partition
+from ..partition.lower import lowered
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
-from .choose_strategy import choose_strategy, open_parts, with_hardware
+from .choose_strategy import choose_strategy, open_parts, same_numbers, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
@@ -162,7 +162,7 @@ class Compiler:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
-            local = partition(captured.graph, planned)
+            local = lowered(captured.graph, planned)
             dump.write("3-local-graph", local)
         return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
 
@@ -184,7 +184,8 @@ class Compiler:
         with self.stages.stage("plan"):
             priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
             priced_on = self._chosen_on if self._choice else priced_on
-            strategies = choices.earlier.solved or self.strategies
+            solved = choices.earlier.solved
+            strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
             planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
         if open_to_solve:
             choices.note(solved=planned.strategies)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.launch import World
+from ..errors import first_line
 from ..graph.graph import LocalGraph
 from ..mesh import Mesh
 from ..partition.rank_ops import drawn
@@ -42,6 +43,23 @@ def take() -> dict[str, torch.Tensor]:
     for name, found in of_steps.items():
         states |= {f"{_STEP}{name}-{kind}": state for kind, state in found.items()}
     return states
+
+
+def check(states: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless `put` can set every state."""
+    try:
+        for name, state in states.items():
+            if name == "python":
+                version, words, gauss = cast(tuple[int, list[int], float | None], _from_tensor(state))
+                random.Random().setstate((version, tuple(words), gauss))
+            elif name == "numpy":
+                np.random.RandomState().set_state(tuple(_from_tensor(state)))
+            elif name == "torch" or name.endswith("-cpu"):
+                torch.Generator().set_state(state)
+        if states and not states.keys() >= {"torch", "python", "numpy"}:
+            raise ValueError(f"states of {', '.join(states)} alone")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RecursionError is a RuntimeError
+        raise ValueError(f"no state of a random generator: {first_line(error)}") from error
 
 
 def put(states: Mapping[str, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from ..capture.state import StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
+from ..typed_values import check_arguments
 from .between_steps import flush_pending, stand_in
 from .replica_check import checksum
 
@@ -57,6 +58,7 @@ def whole(
         StateError: a block inside another one, or a compiled step inside it; a parameter got another shape or
             dtype; the model is still on `meta`.
     """
+    check_arguments("whole", StateError, writeback=(writeback, bool), timeout=(timeout, float))
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
     rendezvous = Rendezvous.of_job(timeout)

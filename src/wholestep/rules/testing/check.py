@@ -6,19 +6,19 @@ import contextlib
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ... import _torch
-from ...errors import RuleError, WholestepError, first_line
+from ...errors import RuleError, WholestepError, first_line, shown
 from ...graph.op_kinds import depends_on_strides, is_uninitialized
 from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
 from ..call import Call, opened
 from ..localize import VIEWS_OF_PIECES, localize
-from ..registry import RULES, bind_rule
+from ..registry import RULES, bind_rule, targets_of
 from ..rule import BoundRule, Group, PassThrough
 from .harness import FORMS, assemble, differs, laid, parts_of, piece, tensors_in, with_tensors
 
@@ -110,8 +110,17 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         >>> ws.check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 5)).factors
         ('m', 'k', 'n')
     """
-    target = _torch.overload_of(op)
-    result = check_case(case_of(target, Sample(args, kwargs)))
+    (target,) = targets_of(op) if not isinstance(op, (str, list, tuple)) else (None,)
+    if target is None:
+        raise RuleError(
+            f"check_rule({shown(cast(object, op))})", "an op of torch, a custom op or a function", "give one op"
+        )
+    try:
+        case = case_of(target, Sample(args, kwargs))
+    except Exception as error:  # the op itself raises what it likes
+        found = f"{target} cannot be called with these arguments: {first_line(error)}"
+        raise RuleError(found, "arguments that the op takes", "correct them") from error
+    result = check_case(case)
     if result is None:
         raise RuleError(
             f"{target} has no rule for these arguments",

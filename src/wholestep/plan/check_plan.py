@@ -1,0 +1,237 @@
+"""Checks a plan before it becomes a program: a file or a user's code may have made it.
+
+By the layouts of a plan that passes, ranks compute what the rules of the ops say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from torch.fx import Node
+
+from .. import _torch
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import Role, TrainGraph
+from ..graph.meta import TensorMeta
+from ..graph.nodes import node_at, operands
+from ..graph.ops import GRAD_READY, OVER_RANKS
+from ..layout import REPLICATED, VARIES, AxisState, Layout
+from ..mesh import Mesh
+from ..rules.find_rule import find_rule
+from ..rules.registry import is_random
+from ..rules.rule import BoundRule, Group
+from ..typed_values import check_fields
+from .decision import Decision
+from .op_strategies import cut, through, whole
+from .plan import Plan
+from .plan_form import check_form
+
+_UPDATED = (Role.PARAM, Role.STATE)
+_REDUCTIONS = ("sum", "avg")
+_AGAIN = "plan this graph again"
+
+
+def check_plan(plan: Plan, graph: TrainGraph) -> TrainGraph:
+    """The graph that the decisions are about. Raises PlanError if `plan` is not one for `graph`, or the LayoutError of
+    a layout that does not fit its tensor.
+    """
+    check_form(plan)
+    decomposed = plan.decomposed_graph(graph)
+    _Check(plan, plan.mesh).run(decomposed)
+    return decomposed
+
+
+@dataclass
+class _Check:
+    plan: Plan
+    mesh: Mesh
+    given: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
+    fits: set[tuple[Layout, int]] = field(default_factory=set[tuple[Layout, int]])
+
+    def run(self, graph: TrainGraph) -> None:
+        for given, node in graph.placeholders():
+            stored = self.plan.storage[given.name]
+            if given.role in _UPDATED and (stored.partial or stored.varies):
+                raise PlanError(f"the plan stores {given.name!r} as {stored}", "replicated or sharded", _AGAIN)
+            self.given[node] = (stored,)
+        self.axes = [axis.name for axis in self.mesh.axes if axis.size > 1]
+        reductions: set[str] = set()
+        for node in graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            decision = self.plan.decisions[node.name]
+            check_fields(decision)
+            self._check_fits(node, decision)
+            if _torch.is_getitem(node.target):
+                self._check_item(node, decision)
+            elif node.target is GRAD_READY:
+                reductions |= self._check_gradient(node, decision)
+            elif node.target is OVER_RANKS:
+                self._check_over_ranks(node, decision)
+            else:
+                self._check_call(node, decision)
+            self.given[node] = decision.given
+        if len(reductions) > 1:
+            raise PlanError("the plan sums some gradients and averages others", "one of them for all", _AGAIN)
+        self._check_results(graph)
+
+    def _check_fits(self, node: Node, decision: Decision) -> None:
+        """One layout for each tensor that the node reads and makes, each fitting it."""
+        read = [] if _torch.is_getitem(node.target) else operands(node)
+        if node.target is GRAD_READY:
+            read = read[:1]
+        tensors = [*(meta.tensor(n) for n in read), *meta.tensors(node)]
+        layouts = (*decision.operands, *decision.outputs)
+        if len(decision.operands) != len(read) or len(layouts) != len(tensors):
+            found = f"the plan has {len(decision.operands)} and {len(decision.outputs)} layouts for %{node.name}"
+            needed = f"{len(read)} of operands and {len(tensors) - len(read)} of results"
+            raise PlanError(found, needed, _AGAIN, meta.source_line(node))
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            self._check_layout(node, tensor, layout)
+        if decision.reshards_to is not None:
+            if len(decision.outputs) != 1:
+                raise self._refused(node, "is resharded at once and has several results", "one result")
+            self._check_layout(node, tensors[-1], decision.reshards_to)
+
+    def _check_layout(self, node: Node, tensor: TensorMeta | None, layout: Layout) -> None:
+        ndim = len(tensor.shape) if tensor else 0
+        try:
+            known = (layout, ndim) in self.fits
+        except TypeError:  # with a list in it, which cannot be hashed
+            known = False
+        if not known:
+            layout.check_given(tensor.shape if tensor else (), self.mesh, f"%{node.name}")
+            self.fits.add((layout, ndim))
+
+    def _check_item(self, node: Node, decision: Decision) -> None:
+        have = self.given[node_at(node, 0)][meta.picked(node)]
+        if decision.outputs != have:
+            raise self._refused(node, "has another layout than the list that it is taken from", _several(have))
+
+    def _check_gradient(self, node: Node, decision: Decision) -> set[str]:
+        """How the gradient is reduced."""
+        (read,), (made,) = decision.operands, decision.outputs
+        ops = set[str]()
+        for axis in self.axes:
+            before, after = read.state(axis), made.state(axis)
+            if before == VARIES and after.kind == "P" and after.op in _REDUCTIONS:
+                ops.add(after.op)
+            elif before != after or before == VARIES:
+                needed = "a gradient that varies to be summed or averaged, and no other change"
+                raise self._refused(node, f"turns {before} into {after} along {axis}", needed)
+        if read.dims != made.dims:
+            raise self._refused(node, f"turns {read} into {made}", "the same dims")
+        return ops
+
+    def _check_over_ranks(self, node: Node, decision: Decision) -> None:
+        """A scalar of each rank becomes a part of a norm, along every axis."""
+        for axis in self.axes:
+            made = decision.outputs[0].state(axis)
+            if made != AxisState("P", op="norm1"):
+                raise self._refused(node, f"makes {made} along {axis}", "a partial 1-norm")
+
+    def _check_call(self, node: Node, decision: Decision) -> None:
+        layouts = (*decision.operands, *decision.outputs)
+        if not any(layout.axes for layout in layouts):
+            return
+        made = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
+        cuts = False
+        for axis in self.axes:
+            takes = [layout.state(axis) for layout in decision.operands]
+            gives = {i: decision.outputs[i].state(axis) for i in made}
+            if all(state == REPLICATED for state in (*takes, *gives.values())):
+                continue
+            if VARIES in takes or VARIES in gives.values():
+                good = _varies(node, takes, list(gives.values()))
+            else:
+                rule = find_rule(node)
+                good = rule is not None and _follows(rule, takes, gives)
+                cuts = True
+            if not good:
+                needed = "layouts that the rule of the op allows"
+                raise self._refused(
+                    node, f"({node.target}) cannot compute {_states(takes, gives)} along {axis}", needed
+                )
+        rule = find_rule(node) if cuts else None
+        for group in rule.groups if rule else ():
+            self._check_cuts(node, group, rule.by_shape if rule else frozenset(), decision)
+
+    def _check_cuts(self, node: Node, group: Group, by_shape: frozenset[int], decision: Decision) -> None:
+        """Each factor is cut by the same axes in the same order wherever it stands, into parts that it allows."""
+        found: dict[str, tuple[str, ...]] = {}
+        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in by_shape]
+        placed += [(decision.outputs[o], term) for o, term in group.outputs.items() if o not in group.opaque]
+        for layout, term in placed:
+            for factor, axes in zip(term, layout.dims, strict=False):
+                cut_by = tuple(axis for axis in axes if axis in self.axes)
+                if factor and found.setdefault(factor, cut_by) != cut_by:
+                    raise self._refused(
+                        node, f"cuts one factor by {found[factor]} and by {cut_by}", "one order of axes"
+                    )
+        for factor, axes in found.items():
+            if axes and not group.splits(factor, prod(self.mesh.axis_size(axis) for axis in axes)):
+                raise self._refused(node, f"cannot be cut by {', '.join(axes)}", "equal parts, or none that is empty")
+
+    def _check_results(self, graph: TrainGraph) -> None:
+        """What the step updates is the same on all ranks, and has a place."""
+        roles = {given.name: given.role for given in graph.inputs}
+        for output, node in graph.results():
+            if output.kind != "update" or not isinstance(node, Node):
+                continue
+            stored = self.plan.storage.get(output.target) or self.plan.created_storage.get(output.target)
+            if stored is None:
+                raise PlanError(f"the plan has no layout for {output.target!r}", "one for all state", _AGAIN)
+            self._check_layout(node, meta.tensor(node), stored)
+            role = roles.get(output.target, Role.STATE)
+            if role in (*_UPDATED, Role.GRAD) and self.given[node][0].varies:
+                found = f"{output.target!r} would be updated with a value that differs between ranks"
+                raise PlanError(found, "the same value on all ranks", _AGAIN, meta.source_line(node))
+
+    def _refused(self, node: Node, what: str, needed: str) -> PlanError:
+        return PlanError(f"the plan's layouts are wrong: %{node.name} {what}", needed, _AGAIN, meta.source_line(node))
+
+
+def _varies(node: Node, takes: Sequence[AxisState], gives: Sequence[AxisState]) -> bool:
+    """True where each rank has its own values, of all results, made from its own or from random numbers."""
+    own = VARIES in takes or is_random(node)
+    return own and all(state == VARIES for state in gives) and all(s in (REPLICATED, VARIES) for s in takes)
+
+
+def _follows(rule: BoundRule, takes: Sequence[AxisState], gives: Mapping[int, AxisState]) -> bool:
+    """True if these are states along one axis of op strategies of the rule, one for each of its groups."""
+    read = {i: state for i, state in enumerate(takes) if i not in rule.by_shape}
+    grouped = {i for group in rule.groups for i in group.operands}, {o for group in rule.groups for o in group.outputs}
+    if any(state != REPLICATED for i, state in read.items() if i not in grouped[0]):
+        return False
+    if any(state != REPLICATED for o, state in gives.items() if o not in grouped[1]):
+        return False
+    return all(any(_matches(option, read, gives) for option in _options(group, takes)) for group in rule.groups)
+
+
+def _options(group: Group, takes: Sequence[AxisState]) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
+    for made in (whole(group), *(cut(group, factor) for factor in group.factors)):
+        yield made.takes, made.gives
+    for number, passing in enumerate(group.partial):
+        for op in {state.op for state in takes if state.kind == "P"} & passing.ops:
+            made = through(group, number, op)
+            yield made.takes, made.gives
+
+
+def _matches(
+    option: tuple[Mapping[int, AxisState], ...], read: Mapping[int, AxisState], gives: Mapping[int, AxisState]
+) -> bool:
+    asked, made = option
+    return all(read[i] == s for i, s in asked.items() if i in read) and all(
+        gives[o] == s for o, s in made.items() if o in gives
+    )
+
+
+def _states(takes: Sequence[AxisState], gives: Mapping[int, AxisState]) -> str:
+    return f"{_several(takes)} -> {_several(tuple(gives.values()))}"
+
+
+def _several(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values)) or "nothing"

@@ -1,0 +1,43 @@
+"""What holds of every plan, whichever graph it is for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import LayoutError, PlanError, shown
+from ..typed_values import check_fields
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def check_form(plan: Plan) -> None:
+    """Raise PlanError or LayoutError: fields are of other types, or an input has no layout that fits it."""
+    check_fields(plan)
+    names = [given.name for given in plan.inputs]
+    if len({*names}) < len(names):
+        raise PlanError("the plan names an input twice", "distinct names", "plan this graph again")
+    for given in plan.inputs:
+        check_fields(given)
+        if given.name not in plan.storage:
+            raise PlanError(
+                f"the plan has no storage layout for {given.name!r}", "one for each input", "plan this graph again"
+            )
+        layout = plan.storage[given.name]
+        layout.check_given(given.meta.shape, plan.mesh, given.name)
+    for name, layout in plan.created_storage.items():
+        check_fields(layout, error=LayoutError)
+        layout.check((0,) * len(layout.dims), plan.mesh, name)
+    check_fields(plan.options)
+    dtype = plan.options.reduce_dtype
+    found = getattr(torch, dtype, None) if dtype is not None else torch.float32
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise PlanError(
+            f"options.reduce_dtype is {shown(dtype)}", "a floating dtype of torch, or None", "plan this graph again"
+        )
+    if (plan.options.keep_gathered_bytes or 0) < 0:
+        raise PlanError(
+            f"options.keep_gathered_bytes is {plan.options.keep_gathered_bytes}", "at least 0", "plan this graph again"
+        )
