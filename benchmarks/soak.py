@@ -8,8 +8,8 @@
     deleted    200 steps, each compiled with a model of its own, called and deleted
 
 A row is printed after each tenth of a case: resident memory, open descriptors, threads, programs that are held, objects
-that Python's collector tracks, and keys in the store of the job; then the growth from the middle to the end. oneDNN, which
-keeps kernels for the last 1,024 shapes in eager mode too, keeps few here. `--scale` multiplies the numbers of calls.
+that Python's collector tracks, and keys in the store of the job; then the growth from the middle to the end. oneDNN
+keeps kernels for the last 1,024 shapes, in eager mode too; here it keeps few. `--scale` multiplies the numbers of calls.
 """
 
 import argparse

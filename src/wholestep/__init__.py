@@ -7,6 +7,7 @@ from .capture import CaptureOptions
 from .capture.effects import callback
 from .checkpoint.checkpoint import Checkpoint, load, save
 from .checkpoint.export import export
+from .checkpoint.memory_copies import MemoryCopies
 from .compile import capture, compile
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
 from .cost.simulation import SimulationResult, simulate
@@ -73,6 +74,7 @@ __all__ = [
     "LayoutError",
     "LiveTensor",
     "LocalGraph",
+    "MemoryCopies",
     "Mesh",
     "MeshError",
     "MixedPrecision",

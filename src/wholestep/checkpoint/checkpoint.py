@@ -300,18 +300,19 @@ class _Waiting:
         _staged(self.folder, self.manifest, step.state, Ranks.of_job()).commit(self.content, keep_primed=True)
 
 
+def check_fits(found: Manifest, state: StepState, what: str) -> None:
+    """Raise CheckpointError where `what` cannot be loaded into `state`."""
+    lines = snapshot.differences(found, state)
+    lines += [f"{n}: on 'meta' here" for n, held in state.params.items() if held.tensor.is_meta]
+    if lines:
+        text = f"{what} does not fit:{manifest.shorten(lines)}"
+        advice = "load it into what it was saved from; several models or optimizers by the names they had then"
+        raise CheckpointError(text, "the same model and optimizer", advice)
+
+
 def _staged(folder: Path, found: Manifest, state: StepState, ranks: Ranks) -> snapshot.Restore:
     """What `state` is to become, read and checked; nothing is changed yet."""
-
-    def check() -> None:
-        lines = snapshot.differences(found, state)
-        lines += [f"{n}: on 'meta' here" for n, held in state.params.items() if held.tensor.is_meta]
-        if lines:
-            text = f"checkpoint {folder} does not fit:{manifest.shorten(lines)}"
-            advice = "load it into what it was saved from; several models or optimizers by the names they had then"
-            raise CheckpointError(text, "the same model and optimizer", advice)
-
-    ranks.on_every_rank(check)
+    ranks.on_every_rank(lambda: check_fits(found, state, f"checkpoint {folder}"))
     restore = ranks.on_every_rank(lambda: snapshot.Restore(found, state))
     total = sum(tensor.nbytes for tensor in restore.staged.values())
     progress = Progress(f"checkpoint {folder.name}: {{}} read by rank 0", total, quiet=ranks.rank != 0)

@@ -83,6 +83,15 @@ def pieces_to_write(
     return out
 
 
+def own_piece(tensor: Tensor) -> Piece:
+    """What this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return Piece((0,) * tensor.dim(), tensor)
+    here = place(tensor.device_mesh)
+    layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
+    return Piece(_offsets(layout, tuple(tensor.shape), here), _torch.local_tensor(tensor))
+
+
 def _offsets(layout: Layout, shape: tuple[int, ...], here: MeshPosition) -> tuple[int, ...]:
     """Where this rank's piece starts in each dim."""
     out: list[int] = []
@@ -122,14 +131,9 @@ def read(
     """
     wanted = defaultdict[str, list[tuple[Chunk, str, Piece]]](list)
     for name, tensor in into.items():
-        if isinstance(tensor, DTensor):
-            here = place(tensor.device_mesh)
-            layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
-            own = Piece(_offsets(layout, tuple(tensor.shape), here), _torch.local_tensor(tensor))
-        else:
-            own = Piece((0,) * tensor.dim(), tensor)
+        own = own_piece(tensor)
         for chunk in chunks[name]:
-            if _overlap(chunk, own) is not None:
+            if overlap(chunk, own) is not None:
                 wanted[chunk.file].append((chunk, name, own))
     for name, parts in sorted(wanted.items()):
         with (folder / name).open("rb") as file:
@@ -139,7 +143,7 @@ def read(
                 progress(own.values.element_size() * prod(chunk.sizes))
 
 
-def _overlap(chunk: Chunk, own: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(chunk: Chunk, own: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The part that a chunk and a piece share, as indices of the chunk and of the piece; None where there is none."""
     theirs, ours = list[slice](), list[slice]()
     for start, length, begin, size in zip(chunk.offsets, chunk.sizes, own.offsets, own.values.shape, strict=True):
@@ -165,6 +169,6 @@ def _loaded(path: Path, name: str, chunk: Chunk, data: bytes, dtype: torch.dtype
 
 @torch.no_grad()
 def _copy(chunk: Chunk, values: Tensor, own: Piece) -> None:
-    found = _overlap(chunk, own)
+    found = overlap(chunk, own)
     assert found is not None, "chosen because they overlap"
     own.values[found[1]].copy_(values[found[0]])

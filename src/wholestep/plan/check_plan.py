@@ -127,11 +127,12 @@ class _Check:
         return ops
 
     def _check_over_ranks(self, node: Node, decision: Decision) -> None:
-        """A scalar of each rank becomes a part of a norm, along every axis."""
-        for axis in self.axes:
-            made = decision.outputs[0].state(axis)
-            if made != AxisState("P", op="norm1"):
-                raise self._refused(node, f"makes {made} along {axis}", "a partial 1-norm")
+        """Every rank is heard."""
+        (read,), (made,) = decision.operands, decision.outputs
+        part = AxisState("P", op="norm1")
+        heard = all(made.state(axis) == part and read.state(axis) in (REPLICATED, VARIES, part) for axis in self.axes)
+        if not heard or read.dims != made.dims:
+            raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)

@@ -118,16 +118,15 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
+        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
+            found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
+            raise PlanError(found, one_of, "correct it")
         check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout", "on_nonfinite"))
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
-        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
-            found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
-            raise PlanError(found, one_of, "correct it")
         if self.max_programs < 1:
-            found = f"max_programs={shown(self.max_programs)}"
-            raise PlanError(found, "a number of programs, 1 or more", "correct it")
+            raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
 
     @property
     def timeout_s(self) -> float | None:

@@ -72,10 +72,10 @@ class CompiledStep:
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
+        self._weak = weakref.ref(self)
         self._evicted = False
         action = options.given.on_nonfinite
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
-        self._weak = weakref.ref(self)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,218 @@
+"""Restoring a step from the copies that the nodes of a job hold in memory."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..capture.state import StepState
+from ..distributed.launch import World
+from ..runtime import random_state
+from ..runtime.step import CompiledStep
+from . import snapshot, tensor_files
+from .checkpoint import check_fits
+from .manifest import CheckpointTensor, Chunk, Manifest, SavedOptimizer
+from .ranks import Ranks
+from .snapshot import Restore, Snapshot
+from .stateful import read_plain
+
+PIECES, INDEX, VALUES = "pieces", "index.pt", "values.pt"
+_BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole copy on a node: of shard number `shard` of `shards`, `number` calls after the job's start `start`. Copies
+    of one start with equal shard numbers are equal. `size`: of its pieces, in bytes.
+    """
+
+    start: int
+    number: int
+    shard: int
+    shards: int
+    layouts: str
+    size: int
+    folder: str
+
+
+def mapped(path: Path, size: int) -> Tensor:
+    """The bytes of a file as a tensor; writing to it writes to the file."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def plain(data: Tensor) -> Any:
+    """The tensors and plain values that `to_bytes` wrote."""
+    return read_plain(io.BytesIO(data.numpy().tobytes()))
+
+
+def position(now: Snapshot, world: World) -> tuple[int, int, str]:
+    """The number of this rank's shard of the state, the number of shards, and how the state is laid out."""
+    sharding, lines = set[int](), [str(world.mesh)]
+    for name, tensor in now.tensors.items():
+        if isinstance(tensor, DTensor):
+            sharding |= {dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()}
+            lines.append(f"{name}: {tensor.placements}")
+    shard, shards = 0, 1
+    for dim in sorted(sharding):
+        axis = world.mesh.axes[dim]
+        shard, shards = shard * axis.size + world.coordinate[axis.name], shards * axis.size
+    return shard, shards, "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """A state of which the nodes hold all shards. `held` are the copies of it on the node of each rank."""
+
+    ranks: Ranks
+    held: Sequence[Sequence[Copy]]
+    index: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def of(folder: Path, ranks: Ranks) -> Restoring | None:
+        """The newest such state, of the latest start that has one; None on every rank where there is none."""
+        every = ranks.gather(lambda: copies_in(folder))
+        found: dict[tuple[int, int], set[int]] = {}
+        shards: dict[tuple[int, int], int] = {}
+        for copy in (copy for of_rank in every for copy in of_rank):
+            found.setdefault((copy.start, copy.number), set()).add(copy.shard)
+            shards[copy.start, copy.number] = copy.shards
+        whole = [key for key, numbers in found.items() if len(numbers) == shards[key]]
+        if not whole:
+            return None
+        held = [[copy for copy in of_rank if (copy.start, copy.number) == max(whole)] for of_rank in every]
+        source = next(rank for rank, copies in enumerate(held) if copies)
+        own = held[ranks.rank]
+
+        def read() -> list[bytes]:
+            return [(Path(own[0].folder) / n).read_bytes() for n in (INDEX, VALUES)] if ranks.rank == source else []
+
+        index, values = (read_plain(io.BytesIO(data)) for data in ranks.gather(read)[source])
+        return Restoring(ranks, held, index, values)
+
+    def put_random(self) -> None:
+        """Set the random generators of this rank, in a job of as many ranks."""
+        if self._same_size:
+            own, rank = self.values["own"], self.ranks.rank
+            random_state.put(plain(own["rows"][rank][: own["random"][rank]]))
+
+    def __call__(self, step: CompiledStep) -> None:
+        """Restore a step once its state is where it rests."""
+        assert step.state is not None, "called when the state is placed"
+        self.restore(step.state, step.world, keep_primed=True)
+
+    def restore(self, state: StepState, world: World | None, keep_primed: bool) -> None:
+        """Restore a state. What this rank lacks, another one sends (collective)."""
+        assert world is not None, "a step with a state has joined"
+        found = self._manifest()
+        self.ranks.on_every_rank(lambda: check_fits(found, state, "what the nodes hold in memory"))
+        restore = Restore(found, state)
+        self._restore_buffers(restore)
+        pieces = {n: tensor_files.own_piece(t) for n, t in restore.staged.items() if n in self.index["chunks"]}
+        shard, _, layouts = position(snapshot.take(state), world)
+        here = {copy.shard: copy for copy in reversed(self.held[self.ranks.rank])}
+        any_copy = next(copy for of_rank in self.held for copy in of_rank)
+        wanted = [shard] if layouts == any_copy.layouts else list(range(any_copy.shards))
+        lacking = self.ranks.gather(lambda: [number for number in wanted if number not in here])
+        for number in wanted:
+            if number in here:
+                folder = Path(here[number].folder)
+                index = read_plain(io.BytesIO((folder / INDEX).read_bytes()))
+                _fill(pieces, index["chunks"], mapped(folder / PIECES, here[number].size))
+        for number in range(any_copy.shards):
+            to = [rank for rank, numbers in enumerate(lacking) if number in numbers]
+            if to:
+                self._pass_on(number, to, pieces, world)
+        restore.commit(self.values["content"], keep_primed)
+
+    def _pass_on(self, number: int, to: Sequence[int], pieces: Mapping[str, tensor_files.Piece], world: World) -> None:
+        """One rank that has a shard sends it to ranks that lack it."""
+        holding = {rank: c for rank, of_rank in enumerate(self.held) for c in of_rank if c.shard == number}
+        source = min(holding)
+        if self.ranks.rank == source:
+            folder = Path(holding[source].folder)
+            index = torch.frombuffer(bytearray((folder / INDEX).read_bytes()), dtype=torch.uint8)
+            length = torch.tensor([len(index)]).view(torch.uint8)
+            for part in (length, index, mapped(folder / PIECES, holding[source].size)):
+                _send(part, to, world)
+        elif self.ranks.rank in to:
+            length = int(_received(8, source, world).view(torch.int64))
+            index = plain(_received(length, source, world))
+            _fill(pieces, index["chunks"], _received(holding[source].size, source, world))
+
+    def _manifest(self) -> Manifest:
+        """What the copies hold, as this rank sees it."""
+        rows: dict[str, list[Any]] = self.index["tensors"]
+        tensors = {name: CheckpointTensor(row[0], tuple(row[1]), *row[2:]) for name, row in rows.items()}
+        if self._same_size:
+            tensors |= {self._name(name): replace(tensors[name], role="rank") for name in self.values["own"]["buffers"]}
+        optimizers = {
+            name: SavedOptimizer(kind, tuple(tuple(group) for group in groups))
+            for name, (kind, groups) in self.index["optimizers"].items()
+        }
+        number = self.values["copy"]["number"]
+        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, {})
+
+    @property
+    def _same_size(self) -> bool:
+        return self.values["size"] == self.ranks.size
+
+    def _restore_buffers(self, restore: Restore) -> None:
+        """Buffers that differed between ranks; in a job of another size, the first rank's."""
+        own = self.values["own"]
+        row: Tensor = own["rows"][self.ranks.rank if self._same_size else 0]
+        start = max(own["random"])
+        for name in own["buffers"]:
+            staged = restore.staged[self._name(name)]
+            staged.copy_(row[start : start + staged.nbytes].clone().view(staged.dtype).view(staged.shape))
+            start += staged.nbytes
+
+    def _name(self, buffer: str) -> str:
+        return f"rank{self.ranks.rank}/{buffer}" if self._same_size else buffer
+
+
+def copies_in(folder: Path) -> list[Copy]:
+    """The whole copies that a node holds."""
+    found: list[Copy] = []
+    for slot in folder.iterdir():
+        if (slot / VALUES).exists():
+            values = read_plain(io.BytesIO((slot / VALUES).read_bytes()))
+            size = (slot / PIECES).stat().st_size
+            found.append(Copy(**values["copy"], size=size, folder=str(slot)))
+    return found
+
+
+def _send(data: Tensor, to: Sequence[int], world: World) -> None:
+    for block in cast(list[Tensor], data.split(_BLOCK_BYTES)):
+        there = block.to(world.device)
+        for rank in to:
+            dist.send(there, rank)
+
+
+def _received(count: int, source: int, world: World) -> Tensor:
+    out = torch.empty(count, dtype=torch.uint8)
+    for block in cast(list[Tensor], out.split(_BLOCK_BYTES)):
+        there = block.to(world.device)
+        dist.recv(there, source)
+        block.copy_(there)
+    return out
+
+
+@torch.no_grad()
+def _fill(pieces: Mapping[str, tensor_files.Piece], chunks: Mapping[str, Sequence[Any]], memory: Tensor) -> None:
+    """Copy into `pieces` what they share with the chunks that are in `memory`."""
+    for name, piece in pieces.items():
+        offsets, sizes, _, start, length = chunks[name]
+        chunk = Chunk(tuple(offsets), tuple(sizes), "", start, length)
+        shared = tensor_files.overlap(chunk, piece)
+        if shared is not None:
+            values = memory[start : start + length].view(piece.values.dtype).view(chunk.sizes)
+            piece.values[shared[1]].copy_(values[shared[0]])
