@@ -9,7 +9,7 @@
 
 A row is printed after each tenth of a case: resident memory, open descriptors, threads, programs that are held, objects
 that Python's collector tracks, and keys in the store of the job; then the growth from the middle to the end. oneDNN
-keeps kernels for the last 1,024 shapes, in eager mode too; here it keeps few. `--scale` multiplies the numbers of calls.
+keeps kernels for the last 1,024 shapes, in eager mode too; few here. `--scale` multiplies the numbers of calls.
 """
 
 import argparse

@@ -118,6 +118,8 @@ HARMLESS = {
     "manifest_has_a_name_twice",  # the last one counts, as it did for the checksum
     "world_size_10_is_wrong",  # random state of another number of ranks stays unread
 }
+
+
 def row(name: str) -> Any:
     """Variants run in `make test-full`."""
     full = [pytest.mark.full] if name in VARIANTS else []
