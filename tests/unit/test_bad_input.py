@@ -24,8 +24,8 @@ def graph() -> ws.TrainGraph:
 
 DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
     "an option of compile": (
-        lambda graph: ws.compile(mean_square, agree_timeout="60s"),
-        "CompileOptions(agree_timeout='60s')\n  needed: agree_timeout of type float\n  next: correct agree_timeout=",
+        lambda graph: ws.compile(mean_square, max_programs="60"),
+        "CompileOptions(max_programs='60')\n  needed: max_programs of type int\n  next: correct max_programs=",
     ),
     "a step": (
         lambda graph: ws.compile("train"),

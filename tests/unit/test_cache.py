@@ -348,20 +348,18 @@ def test_an_entry_is_what_was_written(tmp_path: Path) -> None:
 
 
 # -- options that have no text -----------------------------------------------------------------------------------------
-class MySpeeds:
-    """A machine of somebody's own."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(MEASURED, name)
+def my_style(given: Any, layout: ws.Layout, mesh: ws.Mesh, axes: tuple[str, ...]) -> tuple[ws.Layout, ws.Layout]:
+    """A style of somebody's own."""
+    return layout, layout
 
 
 def test_a_step_with_an_option_without_a_text_is_not_kept(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"memory_bytes": BUDGET, "schedule": ws.Schedule(MySpeeds())}
+    options: dict[str, Any] = {"memory_bytes": BUDGET, "parallel": ws.DataParallel(my_style)}
     with pytest.warns(
-        UserWarning, match="nothing of this step is kept in the compile cache: option schedule.hardware is"
+        UserWarning, match=r"nothing of this step is kept in the compile cache: option parallel\.parts\[0\]\.style is"
     ):
         step, losses = Start(options=options).run(tmp_path)
-    assert step.cache_log == [f"off: option schedule.hardware is a {__name__}.MySpeeds"]
+    assert step.cache_log == ["off: option parallel.parts[0].style is a builtins.function"]
     assert not list(tmp_path.iterdir())
     assert losses == Start(options=options).run("")[1]
 
@@ -416,7 +414,7 @@ def test_a_second_process_measures_nothing_and_runs_the_same_program(tmp_path: P
 
 
 def test_warnings_come_once(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"memory_bytes": BUDGET, "schedule": ws.Schedule(MySpeeds())}
+    options: dict[str, Any] = {"memory_bytes": BUDGET, "parallel": ws.DataParallel(my_style)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Start(options=options, rows=(128, 96, 112)).run(tmp_path)

@@ -50,7 +50,7 @@ def test_a_value_is_read_by_the_types_of_its_fields() -> None:
         ('{"name": "x", "parts": [{"size": 1e400}]}', r"parts\[0\].size is inf", "a whole number"),
         ('{"name": "x", "parts": [[1, NaN]]}', r"parts\[0\].share is nan", "a finite number"),
         (f'{{"name": "x", "parts": [[{"9" * 4000}]]}}', r"parts\[0\] is \[9999", "a list of 2: size, share"),
-        (f'{{"name": "x", "parts": [[{"9" * 4000}, 1]]}}', r"size is 9999.* \.\.\.: needed", "at most 64 bits"),
+        (f'{{"name": "x", "parts": [[{"9" * 4000}, 1]]}}', r"size is a number of \d+ bits: needed", "at most 64 bits"),
         ('{"name": "x", "pair": [1]}', r"pair is \[1\]", "a list of 2"),
         ('{"name": "x", "by_name": {"y": 0}}', r"by_name\['y'\] is 0", "true or false"),
         ('{"name": "x", "kind": "c"}', "kind is 'c'", "one of 'a', 'b' or a whole number"),
