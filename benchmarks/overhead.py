@@ -1,6 +1,6 @@
 """What calling a compiled step costs over running its program: target 100 us + 0.1 us per state tensor.
 
-    OMP_NUM_THREADS=1 python benchmarks/overhead.py [--parameters 200] [--rounds 300]
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py [--parameters 200] [--rounds 300] [--on-nonfinite skip]
 
 The step has many tiny parameters, so computing takes as little of it as it can. The first three take turns, call by
 call, so that a busy moment of the machine meets all of them alike:
@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,12 +77,13 @@ def barrier() -> None:
         dist.barrier()
 
 
-def measure(name: str, parameters: int, rounds: int, style: str) -> dict[str, float]:
+def measure(name: str, parameters: int, rounds: int, style: str, on_nonfinite: Any = None) -> dict[str, float]:
     """Medians in microseconds on this rank."""
     x = torch.randn(2, 4)
     model, eager_model = Many(parameters), Many(parameters)
     optimizer, eager_optimizer = OPTIMIZERS[name](model), OPTIMIZERS[name](eager_model)
-    step = ws.compile(train_step, parallel=ws.DataParallel(style), check_every=10**9)  # one rank calls alone below
+    options: Any = {"check_every": 10**9, "on_nonfinite": on_nonfinite}  # one rank calls alone below
+    step = ws.compile(train_step, parallel=ws.DataParallel(style), **options)
     for _ in range(3):
         step(model, optimizer, x)
         train_step(eager_model, eager_optimizer, x)
@@ -134,7 +136,7 @@ def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace, ver
     for name in OPTIMIZERS:
         for style in ("replicate", "fully_shard"):
             rounds = options.rounds if ranks == 1 else max(10, options.rounds // 10)
-            measured = measure(name, options.parameters, rounds, style)
+            measured = measure(name, options.parameters, rounds, style, options.on_nonfinite)
             if rank == 0:
                 verdicts.append(report(name, style, ranks, measured))
     if ranks > 1:
@@ -153,6 +155,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=300, help="turns in a world of 1; a tenth of them with 2 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--on-nonfinite", choices=["skip", "raise"], help="an option of the compiled step")
     parser.add_argument("--check", action="store_true", help="exit 1 when a world of 1 is over its target")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {options.parameters} parameters, medians in us")

@@ -125,6 +125,9 @@ class NonFiniteError(WholestepError):
             "parameters and optimizer state are those before that call: look at its batch, or give on_nonfinite='skip'",
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.number, self.names)
+
 
 def not_finite(names: tuple[str, ...]) -> str:
     """Say which values were not finite."""

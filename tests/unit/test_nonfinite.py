@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import wholestep as ws
 from wholestep.graph.graph import LocalGraph
+from wholestep.runtime import nonfinite
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),
@@ -346,3 +347,45 @@ def test_fused_updates_stay_in_place() -> None:
     assert "_fused_adamw_" in text
     assert "found_inf" in text
     assert text.count("aten.where") == 3  # the three buffers of batch norm
+
+
+class OnDevice:
+    """A flag in the memory of a device."""
+
+    is_cuda = True
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Event:
+    """Counts how often the host waits for the device."""
+
+    waits = 0
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+
+def test_on_a_gpu_a_call_is_reported_before_the_call_after_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def to_host(made: Any) -> Tensor:
+        return made.value
+
+    monkeypatch.setattr(nonfinite, "_to_host", to_host)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    told = Told()
+    watch = nonfinite.NonfiniteWatch("step", told)
+    reported: list[int] = []
+    for call in range(1, 5):
+        watch.before_call()
+        reported.append(len(told.calls))
+        bad = torch.tensor(call == 1)
+        watch.note(call, ("w",), OnDevice(bad), OnDevice(bad[None]))  # type: ignore[arg-type]
+    assert reported == [0, 0, 1, 1]
+    assert Event.waits == 2  # for the first and the second call, while the one after each was at work
+    watch.read_all()
+    assert Event.waits == 4
+    assert told.calls == [(1, ("w",))]

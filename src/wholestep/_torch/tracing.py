@@ -127,7 +127,7 @@ def noted(key: str) -> Any:
     return fx_traceback.current_meta.get("custom", {}).get(key)
 
 
-_MOST_FAKE_RESULTS = 1 << 14  # of about 1.5 KiB each
+_MOST_FAKE_RESULTS = 1 << 12  # of about 1.5 KiB each
 _fused_library = torch.library.Library("aten", "IMPL")
 
 
