@@ -101,3 +101,11 @@ class CacheError(WholestepError):
 
 class RankMismatchError(WholestepError):
     """Ranks of one job compiled different programs."""
+
+
+class RankFailedError(WholestepError):
+    """Another rank of the job died, left, is stopped or hangs. `rank`, `host` and `pid` say which process failed first:
+    -1, "" and 0 where the job's store is gone and no rank hosts it.
+    """
+
+    rank, host, pid = -1, "", 0

@@ -19,6 +19,7 @@ from .errors import WholestepError, shown
 
 MOST_DEPTH = 64
 MOST_NUMBER = 1 << 63
+_LONGEST = 500  # characters of a message: a name in a file may be anything
 
 Readers = Mapping[Any, Callable[[Any, str], Any]]
 """By type: a function of a value and the path to it, for types that have a form of their own in JSON."""
@@ -32,7 +33,8 @@ class MalformedError(Exception):
 
     def __init__(self, found: str, needed: str) -> None:
         super().__init__(found, needed)
-        self.found, self.needed = found, needed
+        self.found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
+        self.needed = needed
 
     def __str__(self) -> str:
         return f"{self.found}: needed {self.needed}"

@@ -88,7 +88,7 @@ def _text(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " | ".join(map(_text, args))
-    if origin is Callable:
+    if Callable in (origin, kind):
         return "function"
     if isinstance(kind, type) and not args:
         return kind.__name__.replace("NoneType", "None")

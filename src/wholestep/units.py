@@ -1,4 +1,4 @@
-"""Sizes in bytes from text."""
+"""Sizes in bytes and times in seconds from text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from .errors import PlanError, shown
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
+_LONGEST_S = 10**8  # three years
+_TIMES = {"": 1, "MS": 1e-3, "S": 1, "SEC": 1, "MIN": 60, "H": 3600}
+
+
+def parse_seconds(given: float | str, option: str) -> float:
+    """Seconds of `"60s"`, `"5min"`, `"2h"` or a number. Raises PlanError, which names the option: it is none of these,
+    or not positive.
+    """
+    seconds = 0.0
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        seconds = given
+    elif isinstance(given, str) and (found := _SIZE.fullmatch(given)):
+        seconds = float(found[1]) * _TIMES.get(found[2].upper(), 0)
+    if not 0 < seconds <= _LONGEST_S:
+        needed = f'a positive number of seconds up to {_LONGEST_S:,}, or text like "60s" or "5min"'
+        raise PlanError(f"{option}={shown(given)}", needed, "correct it")
+    return float(seconds)
 
 
 def parse_bytes(given: int | str, name: str = "memory_bytes") -> int:

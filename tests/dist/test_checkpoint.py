@@ -304,7 +304,7 @@ def _compete(rank: int, world: int, root: str, seconds: float) -> dict[str, int]
             if not error.found.startswith(f"another job saves to {root}: process "):
                 raise
             found["refused"] += 1
-        if found["saved"] + found["refused"] > 1:
+        if everywhere((Path(root) / "latest").exists())[0]:
             ws.load(root, model=model, strict=True)
             found["loaded"] += 1
     return found

@@ -22,7 +22,8 @@ from tests.hf_models import entries, loss_of
 from wholestep.checkpoint import safetensors_file
 
 NEEDS_HF = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-MODELS = ["gpt2", "llama", "t5", "mixtral"]  # tied, untied, tied thrice, experts
+MODELS = ["gpt2"]
+MORE = ["mixtral", "llama", "t5", "bert", "whisper", "mamba", "qwen3", "gemma2", "vit", "clip"]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
@@ -47,7 +48,11 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def train(model: nn.Module, style: str, batches: list[Any]) -> nn.Module:
-    step = ws.compile(train_step, parallel=ws.DataParallel(style))
+    """Style "2-D" shards a dim of the last weight by both axes."""
+    mesh, parallel = None, ws.DataParallel("fully_shard", axis="dp") if style == "2-D" else ws.DataParallel(style)
+    if style == "2-D":
+        mesh, parallel = "dp=2,tp=2", [parallel, ws.TensorParallel({"last": "colwise"}, axis="tp")]
+    step = ws.compile(train_step, parallel=parallel, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in batches:
         step(model, optimizer, batch)
@@ -80,9 +85,16 @@ def exports_hf(rank: int, world: int, folder: Path, names: list[str], style: str
 
 
 @NEEDS_HF
-@pytest.mark.parametrize("style", ["fully_shard", pytest.param("zero1", marks=pytest.mark.full)])
-def test_from_pretrained_reads_the_same_bits(tmp_path: Path, style: str) -> None:
-    run_ranks(exports_hf, 2, tmp_path, MODELS, style)
+def test_from_pretrained_reads_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(exports_hf, 2, tmp_path, MODELS, "fully_shard")
+
+
+@NEEDS_HF
+@pytest.mark.full
+@pytest.mark.parametrize("style", ["fully_shard", "zero1"])
+@pytest.mark.parametrize("name", MORE)
+def test_from_pretrained_of_more_models(tmp_path: Path, style: str, name: str) -> None:
+    run_ranks(exports_hf, 2, tmp_path, [name], style)
 
 
 class Mixed(nn.Module):
@@ -104,7 +116,7 @@ class Mixed(nn.Module):
 def exports_mixed(rank: int, world: int, folder: Path, style: str) -> None:
     from safetensors.torch import load_file
 
-    torch.manual_seed(rank)
+    torch.manual_seed(rank if style != "2-D" else rank // 2)
     batches = [torch.randn(4, 7) for _ in range(2)]
     torch.manual_seed(0)
     model = train(Mixed(), style, batches)
@@ -128,9 +140,9 @@ def exports_mixed(rank: int, world: int, folder: Path, style: str) -> None:
     assert_same(into, {key: t.double() if t.is_floating_point() else t for key, t in expected.items()})
 
 
-@pytest.mark.parametrize("style", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("style", ["fully_shard", "replicate", pytest.param("2-D", marks=pytest.mark.full)])
 def test_torch_alone_reads_the_same_bits(tmp_path: Path, style: str) -> None:
-    run_ranks(exports_mixed, 2, tmp_path, style)
+    run_ranks(exports_mixed, 4 if style == "2-D" else 2, tmp_path, style)
 
 
 def fails(rank: int, world: int, folder: Path) -> list[str]:

@@ -471,6 +471,8 @@ def _values() -> dict[Any, dict[str, Any]]:
         ws.Recompute: {"budget_bytes": 1 << 30, "gathers": True},
         ws.Schedule: {"bucket_bytes": 1 << 20, "across_steps": False},
         ws.CaptureOptions: {"offload": "cpu", "fused": True},
+        ws.Plan: dict(vars(plans()[0])),
+        Decision: dict(vars(plans()[0].decisions["relu"])),
         ws.Axis: {"name": "dp", "size": 2},
         ws.Mesh: {"spec": (ws.Axis("dp", 2),)},
         ws.Layout: {"dims": (("dp",), ()), "partial": (), "varies": ()},
@@ -499,6 +501,11 @@ def _apply(made: Any) -> None:
         ws.capture(mean_square, *_model(), options=made)
     elif isinstance(made, (ws.Recompute, ws.Schedule)):
         str(ws.run_passes(local(), [made]))
+    elif isinstance(made, ws.Plan):
+        ws.compile(mean_square, parallel=made)
+        ws.partition(graph(), made)
+    elif isinstance(made, Decision):
+        ws.partition(graph(), replace(plans()[0], decisions={**plans()[0].decisions, "relu": made}))
     elif isinstance(made, ws.Axis):
         _apply(ws.Mesh((made,)))
     elif isinstance(made, ws.Mesh):

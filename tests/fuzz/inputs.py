@@ -144,6 +144,7 @@ class Text(str):
     """A text of a class of its own."""
 
 
+CALLED = {"fn", "passes", "progress", "style"}
 ODD_OBJECTS: tuple[Callable[[], Any], ...] = (
     *(lambda v=v: copy.copy(v) for v in ODD_JSON[:-len(RAW)]),
     lambda: 10**5000, lambda: -(10**5000), lambda: math.nan, lambda: math.inf, lambda: -math.inf, lambda: 1j,
@@ -169,5 +170,10 @@ def with_odd(draw: Draw, right: Mapping[str, Any], names: Sequence[str] = (), mo
     """`right` with one to `most` of its values, or of `names`, replaced by odd ones."""
     found, known = dict(right), [*dict.fromkeys((*right, *names))]
     for _ in range(draw(st.integers(1, most))):
-        found[known[draw(st.integers(0, len(known) - 1))]] = odd_object(draw)
+        name, value = known[draw(st.integers(0, len(known) - 1))], odd_object(draw)
+        found[name] = _nothing if name in CALLED and callable(value) else value
     return found
+
+
+def _nothing(*args: Any) -> None:
+    """A function for an option that takes one: what a user's function raises is the user's."""

@@ -51,6 +51,29 @@ def test_a_folder_of_checkpoints(root: Path) -> None:
     assert [(one["number"], one["fault"]) for one in found] == [(2, None), (1, None)]
 
 
+def test_an_unfinished_save_is_said(root: Path) -> None:
+    (root / "step-00000003").mkdir()
+    code, said = run(root)
+    assert code == 0
+    assert said.splitlines()[3] == "step-00000003 has no manifest.json: its save has not ended"
+
+
+def test_an_object_store(tmp_path: Path) -> None:
+    pytest.importorskip("upath")
+    model = nn.Linear(3, 2)
+    ws.save("memory://runs/a", model=model, number=4)
+    code, said = run("memory://runs/a", "--verify")
+    assert code == 0, said
+    assert said.splitlines()[1].startswith("step-00000004")
+    assert run("memory://runs/a", "--export", "safetensors", "--to", tmp_path / "new")[0] == 0
+    assert load_file(tmp_path / "new" / "model.safetensors")["weight"].equal(model.weight)
+    assert run("memory://runs/a", "--reshard", 2, "--to", tmp_path / "again")[0] == 0
+    assert run(tmp_path / "again", "--compare", "memory://runs/a")[0] == 0
+    code, said = run("memory://runs/a", "--reshard", 2, "--to", "memory://runs/b")
+    assert code == 2
+    assert "memory://runs/b is on an object store" in said
+
+
 def test_one_checkpoint(root: Path) -> None:
     code, said = run(root / "step-00000002", "--json", root / "found.json")
     assert code == 0

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import wholestep as ws
+from tests.hf_models import entries
 from tests.steps import mean_square as train_step
 from wholestep.checkpoint import safetensors_file
 
@@ -133,3 +134,15 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     )
     assert refused(nn.Linear(1, 1), max_file_bytes="many").startswith("max_file_bytes='many'\n")
     ws.export(tmp_path / "x", Odd(torch.ones(1)), "dcp")
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_model_without_a_step(tmp_path: Path, name: str) -> None:
+    """Untied, and tied below another name; no step has placed it."""
+    pytest.importorskip("transformers")
+    model = next(entries([name])).build()
+    before = model.config.to_dict()
+    found = type(model).from_pretrained(ws.export(tmp_path / "x", model))
+    assert_same(found.state_dict(), model.state_dict())
+    assert model.config.to_dict() == before
+    assert found.config.architectures == [type(model).__name__]

@@ -113,13 +113,22 @@ def outcome(call: Callable[[], object]) -> str:
     return "loaded"
 
 
+HARMLESS = {
+    *(name for name in HOSTILE if name.startswith("index_")),  # wholestep never reads the index
+    "manifest_has_a_name_twice",  # the last one counts, as it did for the checksum
+    "world_size_10_is_wrong",  # random state of another number of ranks stays unread
+}
+NOT_YET = {"version_18_is_wrong": "a version that is no number is taken for the present one"}
+
+
 def row(name: str) -> Any:
     """Variants run in `make test-full`."""
     full = [pytest.mark.full] if name in VARIANTS else []
-    return pytest.param(name, marks=full)
+    failing = [pytest.mark.xfail(reason=NOT_YET[name], strict=True)] if name in NOT_YET else []
+    return pytest.param(name, marks=[*full, *failing])
 
 
-@pytest.mark.parametrize("name", map(row, HOSTILE))
+@pytest.mark.parametrize("name", [row(name) for name in HOSTILE])
 def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     step, model, optimizer, root = intact
     canary = tmp_path / "canary"
@@ -143,6 +152,7 @@ def test_hostile_checkpoint(name: str, intact: Any, tmp_path: Path) -> None:
     assert not canary.exists(), said
     wrong = [text for text in said if text.startswith("raw") or "has changed" in text]
     assert not wrong
+    assert said[0].startswith("loaded" if name in HARMLESS else "refused: ")
 
 
 def commands(folder: Path, other: Path) -> str:

@@ -232,3 +232,17 @@ def test_a_barrier_names_ranks_at_another_one() -> None:
 def test_labels_are_counted_rank_by_rank() -> None:
     found = on_ranks(lambda ranks: [ranks.next_label("x"), ranks.next_label("x")], 3)
     assert found == [["wholestep/x/1", "wholestep/x/2"]] * 3
+
+
+def test_a_choice_that_cannot_be_pickled_ends_all_ranks_at_once() -> None:
+    """Rank 0 raises pickle's error, as any other error of its choice, and the others do not wait for the timeout."""
+
+    def act(ranks: Rendezvous) -> str:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # what pickle raises differs among versions of Python
+            ranks.choose("job", lambda: lambda: None, "a test")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, second = on_ranks(act, 2, timeout_s=1e6)
+    assert "pickle" in first
+    assert second.startswith("PlanError: rank 0 could not choose: ")
+    assert "pickle" in second

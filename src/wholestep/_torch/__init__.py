@@ -26,6 +26,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - _C.DisableTorchFunction (1.13): reads values during a trace; a public switch for torch function modes.
 - _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
+- distributed.distributed_c10d._abort_process_group (2.6), _set_pg_timeout (2.3): ends NCCL collectives that wait for a
+  rank that failed, and sets when NCCL's watchdog does; public forms of both.
 - utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls of sample functions; a public mode.
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): lists ops and those with a CPU
   kernel, to check the rules of op families; a public list.
@@ -62,6 +64,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 
 # ruff: noqa: F403  # the lists of names would be as long as the modules' own
 from .attributes import *
+from .connections import *
 from .distributed import *
 from .dynamo import *
 from .held import *

@@ -14,9 +14,11 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
-from ..graph.nodes import function_of, is_mutating, is_wait, operands
+from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
 from .gloo.buffers import Buffers, with_buffers
 from .protocol import NodeClock, Run
+
+WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
 
 
 @dataclass
@@ -85,8 +87,9 @@ class _Eager:
     def _compile(self, first: bool) -> Run:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
+        self._waits: dict[int, str] = {}
         self.source = self._write(self._check if first else lambda node: self._wrong.get(node.name))
-        scope = dict(self._constants)
+        scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 
@@ -116,6 +119,8 @@ class _Eager:
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
         for node in nodes:
             if node.op == "call_function":
+                if is_wait(node):
+                    self._waits[len(lines) + 1] = node_at(node, 0).name
                 lines.append(f"    {self._line(node, mend(node) if node.users else None)}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")

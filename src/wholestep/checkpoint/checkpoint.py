@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect
 from ..distributed.launch import join
+from ..distributed.stop_request import StopRequest
 from ..errors import CheckpointError, shown
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
+from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
 from .manifest import Manifest
 from .ranks import Ranks
@@ -64,6 +66,7 @@ def save(
     keep: int = 2,
     every: None = None,
     wait: Literal[True] = True,
+    grace: float | str | None = None,
 ) -> Path: ...
 @overload
 def save(
@@ -78,6 +81,7 @@ def save(
     keep: int = 2,
     every: int | None = None,
     wait: bool = True,
+    grace: float | str | None = None,
 ) -> Path | Future[Path] | None: ...
 def save(
     directory: str | Path,
@@ -91,6 +95,7 @@ def save(
     keep: int = 2,
     every: int | None = None,
     wait: bool = True,
+    grace: float | str | None = None,
 ) -> Path | Future[Path] | None:
     """Save parameters, buffers, optimizer state and options, the number of calls and every rank's random state.
 
@@ -112,6 +117,9 @@ def save(
         wait: whether to write before it returns. Otherwise it copies the state to host memory, returns a future of the
             folder, and writes in the background. The next save waits for that, and raises what went wrong. The process
             does not end before it is written, and ends with status 1 if it cannot be.
+        grace: end well when the job is asked to (SIGTERM): all ranks save after the same step, whatever `every` says,
+            and end with status 0. A job that needs longer than this (`"30s"`, or seconds) ends with status 1 and the
+            reason. To be called after each step.
 
     Example:
         >>> wholestep.save("checkpoints", step, every=100, wait=False, extra={"epoch": 3})
@@ -120,11 +128,12 @@ def save(
         CheckpointError: on every rank, when it could not be saved on any, or another job saves there.
     """
     _check_numbers(number, keep, every)
-    if every is not None:
-        if step is None:
-            raise CheckpointError(f"save(every={every}) without a step", "a step whose calls it counts", "leave it out")
-        if step.calls == 0 or step.calls % every:
-            return None
+    if step is None and (every is not None or grace is not None):
+        found = f"save(every={every}, grace={grace}) without a step"
+        raise CheckpointError(found, "a step whose calls it counts", "leave it out")
+    stop = _stop_after(step, grace) if step is not None and grace is not None else None
+    if step is not None and every is not None and stop is None and (step.calls == 0 or step.calls % every):
+        return None
     flush_pending()
     background.wait()
     state = _state_of(step, model, optimizer)
@@ -139,9 +148,26 @@ def save(
     described = Manifest(number, calls, 1, mesh, 0.0, {}, {}, {}, {}, {})
     write = to_write(durable.folder_at(directory), state, described, dict(extra or {}), dict(stateful or {}), keep)
     background.at_exit()
+    if stop is not None:
+        write.run()
+        stop.finish()
+        raise SystemExit(0)
     if wait:
         return write.run()
     return background.start(replace(write, pieces=background.staged(write.pieces)).run)
+
+
+_stop_request: StopRequest | None = None
+
+
+def _stop_after(step: CompiledStep, grace: float | str) -> StopRequest | None:
+    """The request to end the job, if all ranks end after this call of the step."""
+    global _stop_request
+    if step.calls == 0:
+        return None
+    if _stop_request is None:
+        _stop_request = StopRequest.install(parse_seconds(grace, "grace"))
+    return _stop_request if _stop_request.agreed_at(step.calls) else None
 
 
 def _check_numbers(number: object, keep: object, every: object) -> None:

@@ -66,7 +66,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def show_all(several: list[Contents], verified: bool) -> str:
-    """A table of checkpoints."""
+    """A table of the checkpoints of a folder, and the names of unfinished ones."""
     rows = [("checkpoint", "number", "saved", "ranks", "mesh", "files", "size", "intact")]
     for one in several:
         found = one.manifest
@@ -78,7 +78,12 @@ def show_all(several: list[Contents], verified: bool) -> str:
             _printed(one.path.name), str(found.number), _when(found.saved_at), str(found.world_size),
             _printed(found.mesh) or "-", str(len(found.files)), human(one.size_bytes), intact,
         ))  # fmt: skip
-    return "\n".join(table(rows, left=(0, 2, 4, 7)))
+    whole = {one.path for one in several}
+    unfinished = [path for path in manifest.folders(several[0].path.parent) if path not in whole]
+    return "\n".join([
+        *table(rows, left=(0, 2, 4, 7)),
+        *(f"{_printed(path.name)} has no {manifest.NAME}: its save has not ended" for path in unfinished),
+    ])  # fmt: skip
 
 
 def show(one: Contents, verified: bool) -> str:

@@ -56,6 +56,7 @@ def export(
 
     Raises:
         CheckpointError: on every rank, when it could not be written on any; nothing is left in `directory` then.
+        PlanError: `max_file_bytes` is no size.
     """
     if format not in FORMATS:
         raise CheckpointError(f"export(format={format!r})", f"one of {', '.join(FORMATS)}", "correct it")
@@ -64,8 +65,6 @@ def export(
         durable.folder_at(directory),
         Ranks.of_job(),
     )
-    if durable.is_remote(target):
-        raise CheckpointError(f"export to {target}", "a folder of a file system", "export there, and copy the files")
     flush_pending()
     if isinstance(model, nn.Module):
         found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))

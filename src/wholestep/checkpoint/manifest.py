@@ -256,6 +256,8 @@ def candidates(directory: Path) -> list[Path]:
     if is_checkpoint(directory):
         return [directory]
     found, pointer = checkpoints(directory), directory / LATEST
+    while not found and any((path / NAME).exists() for path in folders(directory)):
+        found = checkpoints(directory)  # those listed before were removed meanwhile, as newer ones exist
     if durable.is_plain_file(pointer):
         name = pointer.read_bytes()[:4096].decode(errors="replace").strip()
         named = directory / name if _FOLDER.fullmatch(name) else directory

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from ..distributed.activity import ACTIVITY
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankFailedError
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 1800.0  # that of torch's process groups: a rank may write for minutes
+_TIMEOUT_S = 1800.0  # of a rank that is alive: it may write for minutes
 _WHAT = "saving or loading a checkpoint"
 
 
@@ -74,7 +75,10 @@ class Ranks:
 def _attempt(work: Callable[[], Any]) -> tuple[Any, tuple[str, ...] | None, BaseException | None]:
     """The result of some work, its failure, and the cause of that, which stays on the rank that failed."""
     try:
-        return work(), None, None
+        with ACTIVITY.doing(_WHAT, _TIMEOUT_S):
+            return work(), None, None
+    except RankFailedError:
+        raise
     except CheckpointError as error:
         return None, error.args, error.__cause__
     except Exception as error:

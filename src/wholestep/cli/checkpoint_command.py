@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def checkpoint(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints; s3://bucket/run as well.")
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its checksum.")] = False,
     compare: Annotated[
-        Path | None, typer.Option(metavar="OTHER", help="Compare tensors with those of another checkpoint.")
+        str | None, typer.Option(metavar="OTHER", help="Compare tensors with those of another checkpoint.")
     ] = None,
     export: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Write parameters and buffers as safetensors or dcp to --to.")
@@ -28,7 +30,7 @@ def checkpoint(
     reshard: Annotated[
         int | None, typer.Option(metavar="FILES", min=1, help="Write all of it to --to, with tensors in so many files.")
     ] = None,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The folder to make.")] = None,
+    to: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder to make.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
 ) -> None:
     """Show what is in a checkpoint, verify it, compare it with another, export it, or write it in other files.
@@ -47,15 +49,19 @@ def checkpoint(
         refuse("--json says what is found: --export and --reshard only write to --to")
     check_outputs(json=out)
     with working() as shown:
+        from wholestep.checkpoint.durable import folder_at
+
+        folder, other = folder_at(directory), None if compare is None else folder_at(compare)
         if export is not None and to is not None:
-            _export(directory, to, export, dtype)
+            _export(folder, to, export, dtype)
             shown.note(f"written to {to}")
             return
         if reshard is not None and to is not None:
-            _reshard(shown, directory, to, reshard)
+            _reshard(shown, folder, to, reshard)
             return
-        same, text, found = _compare(shown, directory, compare) if compare else _look(shown, directory, verify)
-        typer.echo(text)
+        same, text, found = _look(shown, folder, verify) if other is None else _compare(shown, folder, other)
+    typer.echo(text)
+    with working() as shown:
         write_output(shown, out, lambda path: path.write_text(json.dumps(found, indent=1) + "\n"))
     if not same:
         raise typer.Exit(1)
@@ -113,7 +119,7 @@ def _refuse_damaged(one: Contents) -> None:
         raise typer.Exit(1)
 
 
-def _export(directory: Path, to: Path, format: str, dtype: str | None) -> None:
+def _export(directory: Path, to: str, format: str, dtype: str | None) -> None:
     import torch
 
     from wholestep.checkpoint.export import export
@@ -126,11 +132,11 @@ def _export(directory: Path, to: Path, format: str, dtype: str | None) -> None:
     export(to, directory, format, dtype=wanted)
 
 
-def _reshard(shown: Screen, directory: Path, to: Path, files: int) -> None:
-    from wholestep.checkpoint import contents, manifest
+def _reshard(shown: Screen, directory: Path, to: str, files: int) -> None:
+    from wholestep.checkpoint import contents, durable, manifest
 
     one = _contents(shown, manifest.candidates(directory)[0], verify=True)
     _refuse_damaged(one)
     with shown.stage("write"):
-        contents.rewrite(one, to, files)
+        contents.rewrite(one, durable.folder_at(to), files)
     shown.note(f"written to {to}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from wholestep.errors import first_line, shown
+from wholestep.errors import first_line
 from wholestep.graph.gc_control import collector_paused
 from wholestep.typed_json import MalformedError, parse
 
@@ -120,7 +120,7 @@ def _read(given: str) -> dict[str, Any]:
     path = PRESETS / f"{given}.json" if given in presets() else Path(given)
     path = path / "config.json" if not is_file(path) else path
     if not is_file(path):
-        refuse(f"--hf {shown(given)}: no such file; presets are {', '.join(presets())}")
+        refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
     try:
         found = parse(path.read_bytes())
     except (OSError, MalformedError) as error:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 from rich.console import Console
 
-from wholestep.errors import shown
 from wholestep.plan.storage_styles import STYLES
 
 from .screen import Screen
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from wholestep.hardware.hardware import Hardware
 
 Style = StrEnum("Style", list(STYLES))
+_LONGEST = 1000  # characters of a line of an error: a name may be anything
 FULLY_SHARD = Style("fully_shard")
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
@@ -57,7 +57,9 @@ class Target:
 
 def refuse(text: str) -> NoReturn:
     """End the command with an error message and exit status 2."""
-    typer.echo(f"wholestep: {text}".encode("utf-8", "backslashreplace").decode(), err=True)
+    lines = (line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..." for line in text.splitlines())
+    shown = "\n".join(lines).encode("utf-8", "backslashreplace").decode()
+    typer.echo(f"wholestep: {shown}", err=True)
     raise typer.Exit(2)
 
 
@@ -97,9 +99,7 @@ def check_outputs(**files: Path | None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             is_dir = path.is_dir()
         except (OSError, ValueError) as error:  # also a null in the name
-            refuse(
-                f"--{option} {shown(str(path))}: folder {shown(str(path.parent))} cannot be created: {_reason(error)}"
-            )
+            refuse(f"--{option} {path}: folder {path.parent} cannot be created: {_reason(error)}")
         if is_dir:
             refuse(f"--{option} {path} is a folder: needed the name of a file, as {path / 'step.json'}")
         written_to = path if path.exists() else path.parent
@@ -114,7 +114,7 @@ def write_output(screen: Screen, path: Path | None, write: Callable[[Path], obje
     try:
         write(path)
     except (OSError, ValueError) as error:  # also a null in the name
-        refuse(f"{shown(str(path))} cannot be written: {_reason(error)}")
+        refuse(f"{path} cannot be written: {_reason(error)}")
     screen.note(f"written to {path}")
 
 
@@ -162,9 +162,9 @@ def from_function(target: str) -> Target:
 def _function(target: str) -> Callable[[], Any]:
     where, colon, name = target.rpartition(":")
     if not colon:
-        refuse(f"{shown(target)} names no function: needed file.py:function or module:function")
+        refuse(f"{target!r} names no function: needed file.py:function or module:function")
     if not where.endswith(".py") and not all(part.isidentifier() for part in where.split(".")):
-        refuse(f"{shown(where)} is no module: needed file.py:function or module:function")
+        refuse(f"{where!r} is no module: needed file.py:function or module:function")
     try:
         module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ImportError as error:
@@ -177,7 +177,7 @@ def _function(target: str) -> Callable[[], Any]:
 
 def _from_file(file: Path) -> Any:
     if not is_file(file):
-        refuse(f"there is no file {shown(str(file))}")
+        refuse(f"there is no file {file}")
     sys.path.insert(0, str(file.parent.absolute()))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:

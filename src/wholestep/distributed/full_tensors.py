@@ -15,6 +15,7 @@ from .. import _torch, dtensor
 from ..collectives.mesh_position import MeshPosition, place
 from ..layout import Layout, cut
 from ..tuning import TUNING
+from .activity import ACTIVITY
 
 funcol = torch.ops._c10d_functional
 
@@ -51,6 +52,11 @@ def gather(tensors: Iterable[Tensor], at_home: bool = False) -> dict[int, Tensor
     or with `at_home` on that of its shard. All ranks call it with the same tensors.
     """
     pieces = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)}.values())
+    with ACTIVITY.waiting("the gathering of whole tensors"):
+        return _gathered(pieces, at_home)
+
+
+def _gathered(pieces: Sequence[DTensor], at_home: bool) -> dict[int, Tensor]:
     places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in pieces}
     out: dict[int, Tensor] = {}
     for few in _bounded(pieces):

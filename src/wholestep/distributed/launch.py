@@ -16,8 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import _torch
 from ..errors import MeshError
 from ..mesh import Mesh
+from .peers import leave_peers, watch_peers
 
 _LAST_MOMENT_S = 0.05
+_FLIGHT_RECORDER = {  # of NCCL: the last collectives of each rank, written where the watchdog ends a process
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,17 @@ def job() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
+def join(
+    mesh: Mesh | None, device: str, home: str | None = None, timeout_s: float | None = None, allowance_s: float = 0.0
+) -> World:
     """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one. State
-    rests on `home`, by default on `device` too. Raises MeshError: the mesh does not have as many ranks as the job.
+    rests on `home`, by default on `device` too. Ranks are watched, with `timeout_s`; one may compile for `allowance_s`.
+    Raises MeshError: the mesh does not have as many ranks as the job.
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device.startswith("cuda"):
+            for name, value in _FLIGHT_RECORDER.items():
+                os.environ.setdefault(name, value)
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -65,6 +75,10 @@ def join(mesh: Mesh | None, device: str, home: str | None = None) -> World:
     atexit.unregister(_let_go)
     atexit.register(_let_go)  # the group's threads must end before the interpreter does
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
+    if timeout_s is not None and device.startswith("cuda"):
+        for group in (dist.group.WORLD, *devices.get_all_groups()):
+            _torch.set_group_timeout(group, timeout_s + allowance_s)
+    watch_peers(timeout_s)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device)
 
@@ -77,6 +91,7 @@ def _let_go() -> None:
     globals too. So a thread that is still letting go of the last collective's tensors gets a moment to do it, also
     where another library made the group, and has ended it.
     """
+    leave_peers()
     if dist.is_initialized():
         dist.destroy_process_group()
     _torch.forget_shardings()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import PlanError, RankMismatchError
 from ..graph.meta import last_user_frame
+from .activity import ACTIVITY
 from .sections import (
     GRAPH,
     LAYOUTS,
@@ -86,6 +87,10 @@ class Rendezvous:
         """
         if self.size == 1:
             return Calls(0, True)
+        with ACTIVITY.waiting("the comparison of programs"):
+            return self._all_equal(label, sections, failure, call)
+
+    def _all_equal(self, label: str, sections: Mapping[str, Section], failure: str, call: str) -> Calls:
         if failure:
             self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
             return Calls(0, True)
@@ -111,7 +116,9 @@ class Rendezvous:
         if self.rank == 0:
             put(self.store, label, value)
             return value
-        if not appears(self.store, label, self.timeout_s):
+        with ACTIVITY.waiting(f"rank 0, which says {what}"):
+            said = appears(self.store, label, self.timeout_s)
+        if not said:
             found = f"rank 0 did not say within {self.timeout_s:g} s {what}"
             needed = "every rank to compile its step"
             raise RankMismatchError(found, needed, "read rank 0's own error, or give a longer agree_timeout")
@@ -121,16 +128,16 @@ class Rendezvous:
         """What `choose()` returns on rank 0, on every rank. Its PlanError is raised on every rank. After another error,
         the other ranks get a PlanError.
         """
-        made: Any = None
         if self.rank == 0:
             try:
-                made = choose()
+                return self.broadcast(label, choose(), what)
             except PlanError as error:
-                made = error
-            except Exception as error:
+                self.broadcast(label, error, what)
+                raise
+            except Exception as error:  # also of pickling what was chosen
                 self.broadcast(label, PlanError(f"rank 0 could not choose: {error}"), what)
                 raise
-        made = self.broadcast(label, made, what)
+        made = self.broadcast(label, None, what)
         if isinstance(made, PlanError):
             raise made
         return made
@@ -141,7 +148,10 @@ class Rendezvous:
         """
         if self.size == 1:
             return [value]
+        with ACTIVITY.waiting(what):
+            return self._gather(label, value, what, on_first)
 
+    def _gather(self, label: str, value: Any, what: str, on_first: bool) -> list[Any]:
         def conclude(values: list[Any]) -> _Outcome:
             if on_first:
                 put(self.store, f"{label}/all", values)
@@ -167,6 +177,10 @@ class Rendezvous:
         """
         if self.size == 1:
             return
+        with ACTIVITY.waiting(what):
+            self._barrier(what)
+
+    def _barrier(self, what: str) -> None:
         key = f"wholestep/barrier/{what}"
         came = self.store.add(key, 1)
         number = (came - 1) // self.size
@@ -196,6 +210,7 @@ class Rendezvous:
         key, start = f"{label}/outcome", time.monotonic()
         reported = start
         while not self.store.check([key]):
+            ACTIVITY.raise_failure()
             now = time.monotonic()
             if now - start > self.timeout_s:
                 self._publish(label, lambda: _Outcome(late=tuple(tree.missing())))

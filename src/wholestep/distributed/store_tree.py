@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .activity import ACTIVITY
+
 ARITY = 16
 """Ranks in a group. A group's last rank reads `ARITY` values; 1,024 ranks have three levels of groups."""
 
@@ -47,9 +49,10 @@ def _decoded(store: Any, key: str, head: bytes) -> Any:
 
 
 def appears(store: Any, key: str, timeout_s: float) -> bool:
-    """Poll until `key` is set; False after `timeout_s`. `store.wait` would log each timeout."""
+    """Poll until `key` is set; False after `timeout_s`. `store.wait` would log each timeout. Raises RankFailedError."""
     start = time.monotonic()
     while not store.check([key]):
+        ACTIVITY.raise_failure()
         waited = time.monotonic() - start
         if waited > timeout_s:
             return False

@@ -58,14 +58,16 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
     """
     check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
-    check_plan(plan, graph)
-    return lowered(graph, plan)
+    return _written(check_plan(plan, graph), plan)
 
 
 @collector_paused()
 def lowered(graph: TrainGraph, plan: Plan) -> LocalGraph:
     """`partition` by a plan that was made for this graph just now."""
-    graph = plan.decompose(graph)
+    return _written(plan.decompose(graph), plan)
+
+
+def _written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     local = _Lowering(graph, plan, find_regions(graph, plan)).run()
     check_local_graph(local)
     return local

@@ -34,11 +34,14 @@ _REDUCTIONS = ("sum", "avg")
 _AGAIN = "plan this graph again"
 
 
-def check_plan(plan: Plan, graph: TrainGraph) -> None:
-    """Raise PlanError if `plan` is not one for `graph`, or the LayoutError of a layout that does not fit its tensor."""
+def check_plan(plan: Plan, graph: TrainGraph) -> TrainGraph:
+    """The graph that the decisions are about. Raises PlanError if `plan` is not one for `graph`, or the LayoutError of
+    a layout that does not fit its tensor.
+    """
     check_form(plan)
-    plan.check(graph)
-    _Check(plan, plan.mesh).run(plan.decompose(graph))
+    decomposed = plan.decomposed_graph(graph)
+    _Check(plan, plan.mesh).run(decomposed)
+    return decomposed
 
 
 @dataclass

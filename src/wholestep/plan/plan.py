@@ -94,6 +94,10 @@ class Plan:
 
     def check(self, graph: TrainGraph) -> None:
         """Raise PlanError naming the difference if the plan was not made for `graph`."""
+        self.decomposed_graph(graph)
+
+    def decomposed_graph(self, graph: TrainGraph) -> TrainGraph:
+        """`decompose`, of a graph that has been checked as `check` does."""
         planned = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
         actual = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
         differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
@@ -113,6 +117,7 @@ class Plan:
             raise PlanError(
                 f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
+        return graph
 
     def stored_bytes(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""

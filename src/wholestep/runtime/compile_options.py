@@ -22,12 +22,13 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
+from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..typed_values import check_fields
-from ..units import parse_bytes
+from ..units import parse_bytes, parse_seconds
 from .progress import Progress
 
 
@@ -65,7 +66,10 @@ class CompileOptions:
         progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
             in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
             WHOLESTEP_PROGRESS=0, shows nothing.
-        agree_timeout: seconds to wait for the other ranks to compile their program.
+        timeout: a rank that died, left, is stopped or hangs ends all others within this time, with a RankFailedError
+            that names it: `"60s"`, `"5min"`, or a number of seconds. A rank hangs if others have waited for it for
+            three quarters of the time. None watches no rank. [When a rank fails](launching.md#when-a-rank-fails).
+        agree_timeout: how long a rank may compile its program while the others wait.
         check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
             of optimizers) over the ranks, by checksum; 0 for never.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
@@ -93,7 +97,8 @@ class CompileOptions:
     keep_grads: bool = False
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
-    agree_timeout: float = 120.0
+    timeout: float | str | None = "5min"
+    agree_timeout: float | str = "2min"
     check_every: int = 1000
     hardware: Hardware | None = None
     device: str | None = None
@@ -103,9 +108,20 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        check_fields(self, besides=("model", "optimizer", "memory_bytes"))
+        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout"))
+        _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+
+    @property
+    def timeout_s(self) -> float | None:
+        """`timeout` in seconds."""
+        return None if self.timeout is None else parse_seconds(self.timeout, "timeout")
+
+    @property
+    def agree_timeout_s(self) -> float:
+        """`agree_timeout` in seconds."""
+        return parse_seconds(self.agree_timeout, "agree_timeout")
 
     @property
     def across_steps(self) -> bool:
@@ -212,6 +228,7 @@ def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strateg
 
 def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
     """The strategies and the mesh of a plan that is applied; `mesh` is what was given beside it."""
+    check_form(plan)
     if plan.strategies is None:
         found = f"the plan does not hold what made it ({plan.strategy})"
         needed = "one of wholestep's own strategies, in a file that this version writes"

@@ -42,7 +42,11 @@ class Installer:
 
     def place(self, made: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Program:
         """Move the state to where the plan says, and take the guards of the call; `finish` makes what it runs."""
-        state, offload, timeout_s = made.capture.state, self._options.capture.offload, self._options.given.agree_timeout
+        state, offload, timeout_s = (
+            made.capture.state,
+            self._options.capture.offload,
+            self._options.given.agree_timeout_s,
+        )
         with self._stages.stage("place"):
             place(state, made.plan, world, strategies.options.sync_state and self.state is None)
             if world.devices is not None or offload is not None:
@@ -79,7 +83,7 @@ class Installer:
         if not self._flushes:
             modules = [module for root in state.modules.values() for module in root.modules()]
             flush_before_use(modules, state.optimizers.values())
-            gather_before_eager_call(state.modules, self._options.given.agree_timeout)
+            gather_before_eager_call(state.modules, self._options.given.agree_timeout_s)
             self._flushes = True
         first, flush = parts
         count = sum(out.kind == "carry" for out in program.local.outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ..capture.capture import device_of, find_state
 from ..capture.scheduled_numbers import scheduled
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
+from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError
@@ -69,24 +71,33 @@ class CompiledStep:
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
+        self._weak = weakref.ref(self)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
-        call = take_apart((args, kwargs))
-        sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
-        program = self._program(call, args, kwargs, sizes)
-        flush_pending(but=program.run)
-        if self._clock is not None:
-            self._clock.seconds = 0.0
-        if program.acts:
-            program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
-        result = program(call.leaves)
-        if self._clock is not None:
-            self.waited_seconds = self._clock.seconds
-        self.calls += 1
-        if program.check is not None:
-            program.check(program)
+        if ACTIVITY.failure is not None:
+            ACTIVITY.raise_failure()
+        ACTIVITY.step, ACTIVITY.inside = self._weak, True
+        try:
+            call = take_apart((args, kwargs))
+            sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
+            program = self._program(call, args, kwargs, sizes)
+            flush_pending(but=program.run)
+            if self._clock is not None:
+                self._clock.seconds = 0.0
+            if program.acts:
+                program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
+            result = program(call.leaves)
+            if self._clock is not None:
+                self.waited_seconds = self._clock.seconds
+            self.calls += 1
+            if program.check is not None:
+                program.check(program)
+        except Exception as error:
+            ACTIVITY.note_error(error)
+            raise
+        ACTIVITY.inside = False
         return result
 
     def __repr__(self) -> str:
@@ -225,9 +236,10 @@ class CompiledStep:
     def _start(self, inputs: StepInputs) -> Compiler:
         """Join the job."""
         options = self.options
-        world = join(options.mesh, options.capture.device or device_of(inputs.state), options.capture.offload)
+        given, device = options.given, options.capture.device or device_of(inputs.state)
+        world = join(options.mesh, device, options.capture.offload, given.timeout_s, given.agree_timeout_s)
         ranks = Rendezvous.of_job(
-            options.given.agree_timeout,
+            given.agree_timeout_s,
             lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
         )
         self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache)
@@ -251,7 +263,8 @@ class CompiledStep:
             assert newest is not None, "no program fits"
             self.misses.append(newest.text)
             self._note_change(newest)
-        with self._stages.reporting():
+        busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
+        with self._stages.reporting(), busy:
             flush_pending()
             return self._compile(self._inputs(args, kwargs, sizes))
 

@@ -1,0 +1,99 @@
+"""What this process does now: plain fields that its main thread writes, and that a thread tells the other ranks.
+
+A call of a step writes two of them and reads one: it sends nothing and takes no clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ..errors import RankFailedError
+
+
+class NamedStep(Protocol):
+    """A compiled step: its name, and how often it was called."""
+
+    __name__: str
+    calls: int
+
+
+@dataclass
+class Activity:
+    """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
+    `allowance_s` longer than a step; at a point where this rank waits for the others. `failure` is set once it is known
+    that a rank failed. `explain` finds out why a collective failed, and `told` hears that the main thread knows of it.
+    """
+
+    step: Callable[[], NamedStep | None] = lambda: None
+    inside: bool = False
+    busy: str = ""
+    allowance_s: float = 0.0
+    waits_at: str = ""
+    error: str = ""
+    failure: RankFailedError | None = None
+    explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
+    told: Callable[[], None] | None = field(default=None, repr=False)
+
+    def raise_failure(self) -> None:
+        """Raise RankFailedError, if a rank failed."""
+        if self.failure is not None:
+            if self.told is not None and _on_main_thread():
+                self.told()
+            raise self.failure from None
+
+    def note_error(self, error: BaseException) -> None:
+        """An error left a call or an exchange. Raises RankFailedError: another rank's failure is the reason."""
+        self.inside = False
+        if is_broken_connection(error):
+            if self.explain is not None:
+                self.explain(error)
+                self.raise_failure()
+        else:
+            self.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+    @contextmanager
+    def doing(self, what: str, allowance_s: float) -> Generator[None]:
+        """The main thread is busy inside: other ranks wait so much longer for this one. Other threads tell nothing."""
+        if not _on_main_thread():
+            yield
+            return
+        outer = self.busy, self.allowance_s
+        self.busy, self.allowance_s = what, allowance_s
+        try:
+            yield
+        finally:
+            self.busy, self.allowance_s = outer
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed."""
+        if not _on_main_thread():
+            yield
+            return
+        outer, self.waits_at = self.waits_at, what
+        try:
+            yield
+        except RuntimeError as error:
+            self.note_error(error)
+            raise
+        finally:
+            self.waits_at = outer
+
+
+ACTIVITY = Activity()
+"""Of this process, which has one main thread and is one rank of one job."""
+
+
+def _on_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """True for what a collective or the store raises when another process is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -1,0 +1,198 @@
+"""What a rank tells the others of itself: who it is, what its main thread does, and for how long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..backend.eager import WAITS
+from ..errors import __file__ as wholestep_file
+from .activity import Activity
+
+_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+_INTERNAL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, wholestep_file))
+_STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), "site-packages"
+_BUSY_SHARE, _BUSY_S = 0.01, 0.01  # a thread that uses more of a CPU is not blocked
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A rank's process. `place` is equal for processes that see each other's ids; `started` tells reused ids apart."""
+
+    rank: int
+    host: str
+    pid: int
+    place: str
+    started: str
+    hosts_store: bool
+
+    @staticmethod
+    def own(rank: int, hosts_store: bool) -> Identity:
+        """This process."""
+        pid, place = os.getpid(), ""
+        with contextlib.suppress(OSError):  # not Linux: no rank looks for the process of another
+            place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        return Identity(rank, socket.gethostname(), pid, place, _stat(pid)[1], hosts_store)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def is_gone(self, seen_from: Identity) -> bool:
+        """True where the process is seen to have ended."""
+        if not self.place or self.place != seen_from.place:
+            return False
+        state, started = _stat(self.pid)
+        return state in ("", "Z", "X") or started != self.started
+
+    def is_stopped(self, seen_from: Identity) -> bool:
+        """True where the process is seen to be stopped by a signal, or by a debugger."""
+        return bool(self.place) and self.place == seen_from.place and _stat(self.pid)[0] in ("T", "t")
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State of a process and when it started; empty where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. `waits`: the main thread waits for other ranks; `still_s`: for how long it does what it does."""
+
+    who: Identity
+    number: int = 0
+    step: str = ""
+    calls: int = 0
+    what: str = ""
+    where: str = ""
+    waits: bool = False
+    still_s: float = 0.0
+    allowance_s: float = 0.0
+    left: bool = False
+
+    def text(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def read(text: bytes) -> Beat:
+        """From what `text` returned."""
+        fields: dict[str, Any] = json.loads(text)
+        return Beat(Identity(**fields.pop("who")), **fields)
+
+    def last(self, silent_s: float = 0.0) -> str:
+        """What the rank did when it gave this sign, for how long, and when that was."""
+        ago = f", {silent_s:.0f} s ago" if silent_s >= 1 else ""
+        return f"{self.what}, for {self.still_s:.0f} s{ago}" + (f"\n  there: {self.where}" if self.where else "")
+
+
+@dataclass
+class MainThread:
+    """Looks at what the main thread of this process does. A frame that waits in a collective is one whose line calls
+    `wait_tensor`, or that is torch's own, while the thread uses no CPU.
+    """
+
+    activity: Activity
+    _doing: tuple[Any, ...] = ()
+    _looked: float = field(default_factory=time.monotonic)
+    _still_s: float = 0.0
+    _cpu_s: float = 0.0
+
+    def beat(self, before: Beat, most_s: float) -> Beat:
+        """The next sign of life after `before`. At most `most_s` count as passed since: the process may have been
+        stopped.
+        """
+        activity, now, step = self.activity, time.monotonic(), self.activity.step()
+        frame = _main_frame()
+        name, calls = (step.__name__, step.calls) if step is not None else ("", 0)
+        collective = waited_for(frame)
+        doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective)
+        cpu_s = _cpu_s() if collective else 0.0
+        still_s = self._still_s + min(now - self._looked, most_s)
+        if doing != self._doing or (collective and cpu_s - self._cpu_s > _BUSY_S + _BUSY_SHARE * still_s):
+            self._doing, self._cpu_s, still_s = doing, cpu_s, 0.0
+        self._looked, self._still_s = now, still_s
+        where = _user_line(frame) if frame and still_s else ""
+        return replace(
+            before, number=before.number + 1, step=name, calls=calls, what=_told(activity, name, calls, collective),
+            where=where, waits=bool(activity.waits_at or collective), still_s=still_s,
+            allowance_s=activity.allowance_s if activity.busy else 0.0,
+        )  # fmt: skip
+
+
+def _told(activity: Activity, name: str, calls: int, collective: str) -> str:
+    if activity.busy:
+        what = activity.busy
+    elif activity.inside:
+        what = f"in call {calls + 1} of {name}"
+    elif calls:
+        what = f"between steps, after call {calls} of {name}"
+    else:
+        what = "before the first step"
+    waits = activity.waits_at or collective
+    what += f", waiting at {waits}" if waits else ""
+    return what + (f" (its last call ended in {activity.error})" if activity.error else "")
+
+
+def end_process(reason: str) -> None:
+    """End this process from a thread, after the stack of the main thread and the reason. Nothing else is called, as it
+    might wait for the main thread.
+    """
+    frame = _main_frame()
+    stack = "".join(traceback.format_stack(frame)) if frame else ""
+    os.write(2, f"The main thread of pid {os.getpid()} was here when it was ended:\n{stack}{reason}\n".encode())
+    os._exit(1)
+
+
+def _main_frame() -> FrameType | None:
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    return frames.get(threading.main_thread().ident or 0)
+
+
+def waited_for(frame: FrameType | None) -> str:
+    """The collective that a thread at this frame waits for; "" where it does not."""
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno or 0
+        if WAITS in frame.f_globals:
+            return frame.f_globals[WAITS].get(line, "")
+        if file.endswith(_COLLECTIVES):
+            return f"torch's {frame.f_code.co_name}"
+        if "wait_tensor" in linecache.getline(file, line):
+            return "a collective"
+        if not file.startswith(_INTERNAL):
+            break
+        frame = frame.f_back
+    return ""
+
+
+def _user_line(frame: FrameType) -> str:
+    """The innermost line of this thread that is neither torch's, nor wholestep's, nor Python's own."""
+    for found in reversed(traceback.extract_stack(frame)):
+        file = found.filename
+        standard = file.startswith(_STANDARD) and _PACKAGES not in file
+        if not (standard or file.startswith((*_INTERNAL, "<"))):
+            return f"{file}:{found.lineno}  {found.line}"
+    return ""
+
+
+def _cpu_s() -> float:
+    """CPU time of the main thread, where the system tells it."""
+    clock: Any = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock(threading.main_thread().ident)) if clock is not None else time.monotonic()

@@ -1,0 +1,345 @@
+"""Finds out which rank of the job failed first, and ends the waiting of this one.
+
+Each rank tells the store every few seconds what it does, and reads what the next rank does: a ring in which a rank that
+waits stands, somewhere, before one that nobody waits for any more. Who finds a failure writes it where all ranks read.
+All of this is done by two threads: one talks to the store, one ends what the main thread waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import RankFailedError, first_line
+from .activity import ACTIVITY, Activity, is_broken_connection
+from .heartbeat import Beat, Identity, MainThread, end_process
+
+_BEATS = 20  # in the time after which a rank has failed
+_LONGEST_INTERVAL_S = 2.0
+_PATIENCE = 0.75  # of that time: the rest is for the news, and to end
+_SHORTEST_GAP_S = 2.0
+_LAST_WORDS_S = 5.0  # at most, for what is said when a process ends: it takes one request
+_MISSED = 3  # beats that a rank misses before it is suspected of having broken a connection
+_SUSPECTED = b"suspected"  # some rank's connection broke, and nobody knows yet who is gone
+_NOBODY = (b"-", _SUSPECTED)  # has failed, as far as is known
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What a rank that failed is, what is wrong with it, what it did last, and what to do."""
+
+    who: Identity | None
+    what: str
+    last: str
+    next_step: str
+
+    def text(self) -> bytes:
+        """As JSON."""
+        return json.dumps([vars(self.who) if self.who else None, self.what, self.last, self.next_step]).encode()
+
+    @staticmethod
+    def read(text: bytes) -> RankFailure:
+        """From what `text` returned."""
+        who, *rest = json.loads(text)
+        return RankFailure(Identity(**who) if who else None, *rest)
+
+    def error(self) -> RankFailedError:
+        """The same on all ranks."""
+        last = f"\n  last: {self.last}" if self.last else ""
+        error = RankFailedError(f"{self.what}{last}", "all ranks, until the end of the job", self.next_step)
+        if self.who is not None:
+            error.rank, error.host, error.pid = self.who.rank, self.who.host, self.who.pid
+        return error
+
+
+class Listener(Protocol):
+    """Another thing that ranks tell each other with their heartbeats."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether ranks are to talk more often now."""
+        ...
+
+    def exchange(self, store: Any) -> None:
+        """Ask the store, in the thread that talks to it."""
+        ...
+
+
+class Peers:
+    """The other ranks of the job, as this one knows them. `timeout_s` is when a rank that is needed has failed."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, activity: Activity) -> None:
+        self.rank, self.size, self.timeout_s, self.activity = rank, size, timeout_s, activity
+        self.port = _port(store)
+        self.listeners: list[Listener] = []
+        self._kept = store  # on the rank that hosts it, the store lives as long as this
+        self._store = store.clone()  # a connection of its own: a request of the main thread may block
+        self.label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{rank}', 1)}"
+        who = Identity.own(rank, self.port is not None and _torch.listens_at(self.port))
+        self._own, self._main, self._pid = Beat(who), MainThread(activity), os.getpid()
+        self._watched, self._silent_s = (rank + 1) % size, 0.0
+        self._seen: dict[int, Beat] = {}
+        self._answered_at = time.monotonic()
+        self._left: Beat | None = None
+        self._said: RankFailure | None = None
+        self._suspects = self._store_is_lost = False
+        self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
+        self._store.compare_set(self._key("failed"), "", "-")
+        self._threads = [
+            threading.Thread(target=target, name=f"wholestep {name}", daemon=True)
+            for target, name in ((self._talk, "heartbeats"), (self._watch, "watch"))
+        ]
+        activity.explain, activity.told = self._explain, self._tell
+        activity.failure, activity.error = None, ""
+
+    def start(self) -> None:
+        """Tell the others of this rank from now on."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def interval_s(self) -> float:
+        """Between two heartbeats."""
+        return min(self.timeout_s / _BEATS, _LONGEST_INTERVAL_S)
+
+    @property
+    def _gap_s(self) -> float:
+        """Of silence, after which a rank may be the one that broke a connection."""
+        return max(_MISSED * self.interval_s, _SHORTEST_GAP_S)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on `listener` is heard and told with each heartbeat."""
+        self.listeners.append(listener)
+        self.wake()
+
+    def wake(self) -> None:
+        """Do not wait for the next heartbeat. Signal handlers may call it."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """This process ends: say so, and why, and let the threads end. Also after an error that nobody caught."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is not None and is_broken_connection(error):
+            self._explain(error)
+            if self.activity.failure is not None:
+                _print(f"{type(self.activity.failure).__name__}: {self.activity.failure}")
+        elif error is not None and self.activity.failure is None:
+            what = f"{self._own.who} raised {type(error).__name__}: {first_line(error)}"
+            self._said = RankFailure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
+        self._told.set()
+        self._over.set()
+        self._wake.set()
+        self._threads[0].join(_LAST_WORDS_S)
+        if self._threads[0].is_alive() and self.port is not None:  # or it would wake up in a dead interpreter
+            _torch.break_connections_to(self.port)
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_S)
+
+    # -- the thread that talks to the store
+    def _talk(self) -> None:
+        try:
+            while not self._known.is_set():
+                over = self._over.is_set()
+                self._exchange()
+                self._answered_at = time.monotonic()
+                if over:
+                    break
+                urgent = self._suspects or any(one.urgent for one in self.listeners)
+                self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
+                self._wake.clear()
+            self._linger("seen" if self._known.is_set() else "left")
+        except RuntimeError:  # of the store
+            self._store_is_lost = True
+
+    def _exchange(self) -> None:
+        """Tell the others of this rank, hear what the next one does, and whether anyone has failed."""
+        most_s = 2 * self.interval_s  # of the time that has passed: this process may have been stopped
+        self._own = replace(self._main.beat(self._own, most_s), left=self._over.is_set())
+        self._store.set(self._key(self.rank), self._own.text())
+        listened_s = min(time.monotonic() - self._answered_at, most_s)
+        keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
+        failed = self._key("failed")
+        *texts, failure = self._store.multi_get([*keys, failed])
+        for rank, text in zip(keys.values(), texts, strict=True):
+            beat = Beat.read(text)
+            if rank == self._watched:
+                known = self._seen.get(rank)
+                self._silent_s = self._silent_s + listened_s if known and known.number == beat.number else 0.0
+            self._seen[rank] = beat
+        for listener in self.listeners:
+            listener.exchange(self._store)
+        if failure in _NOBODY:
+            found = self._said or self._verdict(failure == _SUSPECTED)
+            if found is not None or (self._suspects and failure != _SUSPECTED):
+                failure = self._publish(failed, failure, found)
+        if failure not in _NOBODY:
+            self._know(RankFailure.read(failure))
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether another rank has said anything yet: it may not have made its first call."""
+        return rank != self.rank and (rank in self._seen or self._store.check([self._key(rank)]))
+
+    def _publish(self, key: str, before: bytes, found: RankFailure | None) -> bytes:
+        """The first failure that any rank has found stays."""
+        while True:
+            said = found.text() if found is not None else _SUSPECTED
+            now = self._store.compare_set(key, before, said)
+            if now == said or now not in _NOBODY:
+                return now
+            before = now
+
+    def _verdict(self, suspected: bool) -> RankFailure | None:
+        """What is wrong with the rank that this one watches, if anything is."""
+        beat, own = self._seen.get(self._watched), self._own
+        if beat is not None and beat.left:
+            self._left, beat = self._left or beat, None
+            self._watched, self._silent_s = (self._watched + 1) % self.size, 0.0
+        if self._left and (suspected or (own.waits and own.still_s > _MISSED * self.interval_s)):
+            return _ended(self._left)
+        if beat is None:
+            return None
+        who, silent_s, patience_s = beat.who, self._silent_s, _PATIENCE * self.timeout_s
+        if who.is_gone(own.who):
+            next_step = f"{_READ} {who.rank}, and the system's log: a process that needs too much memory is killed"
+            return RankFailure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
+        if silent_s > (self._gap_s if suspected else patience_s):
+            others = "" if who.is_stopped(own.who) else ", or blocked outside of Python, or unreachable"
+            what = f"{who} is stopped{others}: no sign of life for {silent_s:.0f} s"
+            return RankFailure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
+        same = beat.step == own.step
+        behind = same and beat.calls < own.calls
+        # Where a device runs the program, the main thread may wait for a collective at any line.
+        waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())
+        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s)
+        if waits and late and own.still_s > patience_s:
+            what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
+            return RankFailure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
+        return None
+
+    def _linger(self, counted: str) -> None:
+        """Count this rank; whoever hosts the store waits, for a moment, until the others have read what they need."""
+        key = self._key(counted)
+        self._store.add(key, 1)
+        end = time.monotonic() + (_LAST_WORDS_S if counted == "seen" else 2 * self.interval_s)
+        awaited = self.size - (counted == "seen")
+        while self._own.who.hosts_store and self._store.add(key, 0) < awaited and time.monotonic() < end:
+            time.sleep(self.interval_s / _BEATS)
+
+    # -- the thread that ends what the main thread waits for
+    def _watch(self) -> None:
+        patience_s = _PATIENCE * self.timeout_s
+        while not self._known.wait(self.interval_s / 2):
+            if self._over.is_set():
+                return
+            lost = self._store_is_lost or time.monotonic() - self._answered_at > patience_s
+            if lost and (self._suspects or self._main.beat(self._own, self.timeout_s).waits):
+                self._store_is_lost = True
+                self._know(self._lost_store())
+        _torch.break_gloo_connections()
+        if self._store_is_lost and self.port is not None:
+            _torch.break_connections_to(self.port)
+        if torch.cuda.is_initialized():
+            threading.Thread(target=_torch.abort_groups, daemon=True).start()  # may block
+        if not self._told.wait((1 - _PATIENCE) * self.timeout_s / 2) and not self._over.is_set():
+            self._end()
+
+    def _end(self) -> None:
+        """End the process: its main thread hangs, or does something else for longer than it may."""
+        error = self.activity.failure
+        end_process(f"{type(error).__name__}: {error}")
+
+    def _lost_store(self) -> RankFailure:
+        """The store does not answer: the rank that hosts it is gone, or its launcher."""
+        host, silent_s = self._seen.get(0), time.monotonic() - self._answered_at
+        if host is None or not host.who.hosts_store:
+            what = f"the store of the job does not answer rank {self.rank} for {silent_s:.0f} s"
+            return RankFailure(None, what, "", "read the output of what hosts it: the launcher of the first host")
+        if host.left:
+            return _ended(host)
+        stopped = host.who.is_stopped(self._own.who)
+        how = "is gone" if host.who.is_gone(self._own.who) else "is stopped" if stopped else "does not answer"
+        what = f"{host.who}, which hosts the store of the job, {how}: no answer for {silent_s:.0f} s"
+        return RankFailure(host.who, what, host.last(silent_s), f"{_READ} 0")
+
+    def _know(self, failure: RankFailure) -> None:
+        self.activity.failure = failure.error()
+        self._known.set()
+
+    # -- called by the main thread
+    def _explain(self, error: BaseException) -> None:
+        """A connection broke: wait until it is known which rank failed, and keep torch's own text in a later line."""
+        self._suspects = True
+        self._wake.set()
+        self._known.wait(self.timeout_s)
+        failure = self.activity.failure
+        if failure is not None:
+            failure.add_note(f"  torch: {first_line(error)}")
+
+    def _tell(self) -> None:
+        """The main thread has the error."""
+        if not self._told.is_set():
+            self._told.set()
+            self._threads[0].join(_LAST_WORDS_S)  # until the others can do without a store that ends here
+
+    def _key(self, name: object) -> str:
+        return f"{self.label}/{name}"
+
+
+_READ = "read the output of rank"
+_LOOK = "look at what this rank does there"
+
+
+def _ended(beat: Beat) -> RankFailure:
+    what = f"{beat.who} ended its program while other ranks go on"
+    return RankFailure(beat.who, what, beat.last(), f"make the same calls on every rank: {_READ} {beat.who.rank}")
+
+
+def _port(store: Any) -> int | None:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "port", None)
+
+
+def _print(text: str) -> None:
+    os.write(2, f"{text}\n".encode())
+
+
+_current: list[Peers] = []  # of this process, which is one rank of one job
+
+
+def watch_peers(timeout_s: float | None) -> Peers | None:
+    """Watch the ranks of torch's default process group from now on. A longer timeout than before replaces it. None:
+    there is one rank, or nobody has to be watched.
+    """
+    if timeout_s is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = _torch.default_store()
+    if _current and _current[0]._kept is not store:  # pyright: ignore[reportPrivateUsage]
+        leave_peers()
+    if not _current:
+        _current.append(Peers(store, dist.get_rank(), dist.get_world_size(), timeout_s, ACTIVITY))
+        _current[0].start()
+    _current[0].timeout_s = max(_current[0].timeout_s, timeout_s)
+    return _current[0]
+
+
+def current_peers() -> Peers | None:
+    """The ranks that are watched; None where there is one rank, or where nobody watches."""
+    return _current[0] if _current else None
+
+
+def leave_peers() -> None:
+    """This process leaves the job."""
+    while _current:
+        _current.pop().leave()

@@ -1,0 +1,100 @@
+"""One rank dies, leaves, is stopped or hangs: every other rank ends with one error that names it."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.dist.scripts import start
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "failures.py"
+LIMIT_S = 60.0  # of a test: no time is asserted, but nothing waits for ever
+
+FOUND = {
+    "kill": "is gone: its process was killed, or ended",
+    "stop": "is stopped: no sign of life for",
+    "raise": "raised ValueError: a batch without labels",
+    "exit": "ended its program while other ranks go on",
+    "leave": "ended its program while other ranks go on",
+    "hang": "does not come: rank",
+    "hang in C": "is stopped, or blocked outside of Python, or unreachable: no sign of life for",
+    "hang in the loader": "does not come: rank",
+}
+HOSTS = "which hosts the store of the job,"  # what is said of a first rank that ends without a word
+FOUND_OF_HOST = FOUND | {
+    "kill": f"{HOSTS} is gone",
+    "stop": f"{HOSTS} is stopped",
+}
+QUICK = {("stop", 1), ("kill", 0), ("raise", 1)}
+FULL = pytest.mark.full
+
+
+def error_of(output: str) -> list[str]:
+    """The lines of the RankFailedError that ended a rank; torch's own text is not before it."""
+    found = re.findall(r"^(?:\S+\.)?RankFailedError: .*(?:\n  .*)*", output, re.MULTILINE)
+    assert len(found) == 1, output
+    before = output.partition(found[0])[0]  # a warning that torch logs about its store is not an error
+    assert not re.search(r"^\S*Error: ", before, re.MULTILINE), output
+    return found[0].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        pytest.param(how, rank, marks=() if (how, rank) in QUICK else FULL)
+        for how in FOUND
+        for rank in (0, 1)
+    ],
+)  # fmt: skip
+def test_the_others_name_the_rank_that_failed(how: str, rank: int, tmp_path: Path) -> None:
+    with start(EXAMPLE, ["--how", how, "--rank", str(rank), "--timeout", "8s"], 3, tmp_path) as ranks:
+        others = [other for other in range(3) if other != rank]
+        assert ranks.wait(others, LIMIT_S) == dict.fromkeys(others, 1), [ranks.output(other) for other in others]
+        pid = ranks.processes[rank].pid
+        for other in others:
+            first, *more = error_of(ranks.output(other))
+            assert f"RankFailedError: rank {rank} (host {socket.gethostname()}, pid {pid})" in first
+            assert (FOUND if rank else FOUND_OF_HOST)[how] in first
+            assert more[0].startswith("  last: ")
+            assert any(line.startswith("  next: ") for line in more)
+        if how.startswith("hang") and how != "hang in C":  # the last line that it ran, and how far it had come
+            text = ranks.output(others[0])
+            assert "last: between steps, after call 5 of train_step, for" in text
+            assert re.search(r"there: \S+failures.py:\d+  time.sleep\(3600\)", text)
+
+
+SAVES = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import wholestep as ws
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = ws.compile(train_step, timeout="8s")
+step(model, optimizer, torch.randn(8, 16))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+ws.save("checkpoints", step)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sent", "found"), [("SIGKILL", FOUND["kill"]), ("SIGSTOP", FOUND["stop"])])
+def test_a_save_does_not_wait_for_a_rank_that_failed(sent: str, found: str, tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES.replace('"checkpoints"', repr(str(tmp_path / "checkpoints"))))
+    with start(script, [sent], 3, tmp_path) as ranks:
+        assert ranks.wait([0, 2], LIMIT_S) == {0: 1, 2: 1}, [ranks.output(other) for other in (0, 2)]
+        for other in (0, 2):
+            first, *_ = error_of(ranks.output(other))
+            assert "RankFailedError: rank 1 (host" in first
+            assert found in first

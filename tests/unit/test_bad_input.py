@@ -1,0 +1,149 @@
+"""What a user meets who gives something of another type: the whole text, for one of each door."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import wholestep as ws
+from tests.steps import mean_square
+from wholestep.layout import sharded
+
+
+@pytest.fixture(scope="module")
+def graph() -> ws.TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    return ws.capture(mean_square, model, AdamW(model.parameters()), torch.randn(4, 4))
+
+
+DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
+    "an option of compile": (
+        lambda graph: ws.compile(mean_square, agree_timeout="60s"),
+        "CompileOptions(agree_timeout='60s')\n  needed: agree_timeout of type float\n  next: correct agree_timeout=",
+    ),
+    "a step": (
+        lambda graph: ws.compile("train"),
+        "compile(train_step='train')\n  needed: train_step of type function | None\n  next: correct train_step=",
+    ),
+    "a model": (
+        lambda graph: ws.compile(mean_square, model=3)(nn.Linear(2, 2), None, torch.ones(2)),
+        "model=3\n  needed: a Module, several in a list, or by name",
+    ),
+    "a device": (
+        lambda graph: ws.compile(mean_square, device="gpu"),
+        "device='gpu'\n  needed: a device of torch, as 'cpu' or 'cuda:0'\n  next: correct the name",
+    ),
+    "a strategy": (
+        lambda graph: ws.DataParallel("zero1", axis=["dp"]),
+        "DataParallel(axis=['dp'])\n  needed: axis of type str | tuple[str, ...] | None\n  next: correct axis=",
+    ),
+    "a graph": (
+        lambda graph: ws.plan(graph.graph, "dp=2"),
+        "plan(graph=<torch.fx.graph.Graph object",
+    ),
+    "the class of a strategy": (
+        lambda graph: ws.plan(graph, "dp=2", ws.DataParallel),
+        "parallel=<class 'wholestep.plan.data_parallel.DataParallel'> is a class\n"
+        "  needed: a strategy\n  next: give DataParallel(...)",
+    ),
+    "a size of many digits": (
+        lambda graph: ws.plan(graph, "dp=" + "9" * 5000),
+        "axis 'dp' has a size of 5000 digits\n  needed: at most 2147483647 ranks\n  next: correct the size",
+    ),
+    "a number of many digits": (
+        lambda graph: ws.Mesh((ws.Axis("dp", 10**5000),)),
+        "Axis(size=a number of 16610 bits)\n  needed: size of type int\n  next: correct size=",
+    ),
+    "a layout of what is placed": (
+        lambda graph: ws.plan(graph, "dp=2", placed={"0.weight": sharded(1, 0, "dp")}),
+        "0.weight: layout _@dp has 1 dims, the tensor has 2\n  needed: one entry per tensor dim",
+    ),
+    "hardware": (
+        lambda graph: ws.simulate(ws.partition(graph, ws.plan(graph, "dp=2")), "dgx-h100"),
+        "simulate(hardware='dgx-h100')\n  needed: hardware of type Hardware\n  next: correct hardware=",
+    ),
+    "a rule of many brackets": (
+        lambda graph: ws.rule(torch.ops.aten.mm, "(" * 100_000),
+        f"rule '{'(' * 75} ... has 100000 characters\n  needed: at most 4000\n  next: write a function of the shapes",
+    ),
+    "an op": (
+        lambda graph: ws.rule(3, "m -> m"),
+        "3 is no op\n  needed: an op of torch, a custom op, a function, or names\n  next: give one",
+    ),
+    "a path": (
+        lambda graph: ws.Plan.load(3),
+        "load(path=3)\n  needed: path of type str | Path\n  next: correct path=",
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_text(graph: ws.TrainGraph, door: str) -> None:
+    call, text = DOORS[door]
+    with pytest.raises(ws.WholestepError) as caught:
+        call(graph)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_plan_that_cannot_be_written_is_named(graph: ws.TrainGraph, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ws.PlanError, match=r"file/plan\.json' cannot be written"):
+        ws.plan(graph, "dp=2").save(tmp_path / "file" / "plan.json")
+
+
+def test_half_a_character_is_shown(graph: ws.TrainGraph) -> None:
+    with pytest.raises(ws.MeshError) as caught:
+        ws.Mesh("dp=\ud800")
+    assert str(caught.value).encode().startswith(b"mesh 'dp=\\ud800'")
+
+
+# -- plans that were changed by hand ---------------------------------------------------------------------------
+def changed(plan: ws.Plan, name: str, **layouts: Any) -> ws.Plan:
+    return replace(plan, decisions={**plan.decisions, name: replace(plan.decisions[name], **layouts)})
+
+
+def test_a_plan_by_hand_has_layouts_that_the_rules_allow(graph: ws.TrainGraph) -> None:
+    plan = ws.plan(graph, "dp=2", ws.DataParallel("zero1"))
+    ws.partition(graph, plan)
+    name = next(n for n, d in plan.decisions.items() if n.startswith("relu"))
+    whole = plan.decisions[name].operands[0].put("dp", ws.Layout(((),)).state("dp"))
+    with pytest.raises(ws.PlanError) as caught:
+        ws.partition(graph, changed(plan, name, operands=(whole,), outputs=(sharded(2, 0, "dp"),)))
+    assert (
+        caught.value.found
+        == f"the plan's layouts are wrong: %{name} (aten.relu.default) cannot compute R -> S(0) along dp"
+    )
+    assert caught.value.needed == "layouts that the rule of the op allows"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"operands": ()}, "the plan has 0 and 1 layouts for %relu"),
+        ({"outputs": (ws.Layout(((),)),)}, "%relu: layout _ has 1 dims, the tensor has 2"),
+        ({"outputs": (ws.Layout((("tp",), ())),)}, "mesh dp=2 has no axis 'tp'"),
+        ({"outputs": (ws.Layout(3),)}, "Layout(dims=3)"),  # pyright: ignore[reportArgumentType]
+        ({"outputs": 3}, "Decision(outputs=3)"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_named(graph: ws.TrainGraph, change: dict[str, Any], found: str) -> None:
+    plan = ws.plan(graph, "dp=2", ws.DataParallel("zero1"))
+    with pytest.raises(ws.WholestepError) as caught:
+        ws.partition(graph, changed(plan, "relu", **change))
+    assert caught.value.found == found
+
+
+def test_a_plan_stores_every_input_whole_or_in_shards(graph: ws.TrainGraph) -> None:
+    plan = ws.plan(graph, "dp=2", ws.DataParallel("zero1"))
+    missing = replace(plan, storage={k: v for k, v in plan.storage.items() if k != "0.bias"})
+    with pytest.raises(ws.PlanError, match=r"the plan has no storage layout for '0\.bias'"):
+        ws.partition(graph, missing)
+    partial = ws.Layout(((),), (("dp", "sum"),))
+    with pytest.raises(ws.PlanError, match=r"the plan stores '0.bias' as _ \+dp\(sum\)"):
+        ws.partition(graph, replace(plan, storage={**plan.storage, "0.bias": partial}))
