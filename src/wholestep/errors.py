@@ -109,3 +109,27 @@ class RankFailedError(WholestepError):
     """
 
     rank, host, pid = -1, "", 0
+
+
+class NonFiniteError(WholestepError):
+    """The loss or a gradient of a call was NaN or infinite, and the call changed nothing.
+
+    `number` counts the calls of the step from 1. `names` are `"loss"` and parameters, in the order of the model.
+    """
+
+    def __init__(self, number: int, names: tuple[str, ...]) -> None:
+        self.number, self.names = number, names
+        super().__init__(
+            f"call {number} of the step: {not_finite(names)}",
+            "a loss and gradients that are finite, with on_nonfinite='raise'",
+            "parameters and optimizer state are those before that call: look at its batch, or give on_nonfinite='skip'",
+        )
+
+
+def not_finite(names: tuple[str, ...]) -> str:
+    """Say which values were not finite."""
+    params = [name for name in names if name != "loss"]
+    if not params:
+        return "the loss is not finite"
+    more = f" (and those of {len(params) - 1} more)" if len(params) > 1 else ""
+    return f"the gradient of {params[0]!r} is not finite{more}" + (", nor is the loss" if "loss" in names else "")

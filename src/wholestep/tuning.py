@@ -87,6 +87,8 @@ class Tuning:
     link_repeats: tuple[int, int] = tuned((1, 24), "calls, rows", "of the short collective; the least counts: a guess")
     # -- limits of a running step
     most_captures: int = tuned(16, "captures", "for one changing value, then it is refused", 7)
+    kept_log: int = tuned(1024, "entries", "of a log of misses, or of the compile cache: a guess")
+    kept_comparisons: int = tuned(256, "programs", "that ranks remember to have compared, the latest: a guess")
     guarded_call_bytes: int = tuned(4 << 20, "bytes", "of a call's integers that ranks exchange", 35)
     gathered_piece_bytes: int = tuned(64 << 20, "bytes", "of one all-gather of a whole tensor, held beside it: a guess")
     checksum_rounding: float = tuned(1e-2, "x largest", "by which values that each rank computes may differ: a guess")

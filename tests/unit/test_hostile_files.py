@@ -118,14 +118,10 @@ HARMLESS = {
     "manifest_has_a_name_twice",  # the last one counts, as it did for the checksum
     "world_size_10_is_wrong",  # random state of another number of ranks stays unread
 }
-NOT_YET = {"version_18_is_wrong": "a version that is no number is taken for the present one"}
-
-
 def row(name: str) -> Any:
     """Variants run in `make test-full`."""
     full = [pytest.mark.full] if name in VARIANTS else []
-    failing = [pytest.mark.xfail(reason=NOT_YET[name], strict=True)] if name in NOT_YET else []
-    return pytest.param(name, marks=[*full, *failing])
+    return pytest.param(name, marks=full)
 
 
 @pytest.mark.parametrize("name", [row(name) for name in HOSTILE])

@@ -13,7 +13,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): creates nodes without a search for symbolic
   numbers in their arguments; an option of `create_node`.
 - loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.
-- _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing; a public fake mode.
+- _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing, and a table of results
+  that never forgets; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): replaces members of a module; public writable views.
 - compiler._is_compiling_flag (2.1): selects the capturable form of torch.optim; a public switch.
 - autograd.graph._engine_run_backward (2.2): marks nodes made in a backward; node.meta["autograd_backward"] on every op.

@@ -127,6 +127,7 @@ def noted(key: str) -> Any:
     return fx_traceback.current_meta.get("custom", {}).get(key)
 
 
+_MOST_FAKE_RESULTS = 1 << 14  # of about 1.5 KiB each
 _fused_library = torch.library.Library("aten", "IMPL")
 
 
@@ -161,8 +162,18 @@ def trace(
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        with _use_lazy_graph_module(True), quick_dispatch(table):
+        with _use_lazy_graph_module(True), quick_dispatch(table), _fake_results_bounded():
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+@contextlib.contextmanager
+def _fake_results_bounded() -> Generator[None]:
+    """Empty torch's table of results on fake tensors at the end if it is large: each new size of a batch adds to it."""
+    try:
+        yield
+    finally:
+        if FakeTensorMode.cache_info().size > _MOST_FAKE_RESULTS:
+            FakeTensorMode.cache_clear()
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

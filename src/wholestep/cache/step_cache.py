@@ -149,6 +149,7 @@ class StepCache:
     def tell(self, text: str) -> None:
         """Note what the cache did."""
         self.log.append(text)
+        del self.log[: -TUNING.kept_log]
         self.report(f"cache: {text}", "done")
 
     def find(self, key: Key) -> tuple[str, Choices, str]:

@@ -26,6 +26,7 @@ from .locations import is_number
 from .normalize import changed_constants, normalize
 from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
+from .skip_nonfinite import refuse_unskippable, skip_nonfinite
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
@@ -34,7 +35,10 @@ from .wrappers import effects_refused, unwrapped
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured step: its graph, its state, its host effects, and the structure of its results."""
+    """A captured step: its graph, its state, its host effects, and the structure of its results.
+
+    `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`).
+    """
 
     graph: TrainGraph
     state: StepState
@@ -45,6 +49,7 @@ class Capture:
     cleared_grads: tuple[str, ...] = ()
     values: ReadValues | None = None
     effects: Effects = field(default_factory=Effects)
+    checked: tuple[str, ...] = ()
 
 
 def find_state(
@@ -124,10 +129,14 @@ def _captured(
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
+    effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
+    checked: tuple[str, ...] = ()
+    if options.skip_nonfinite:
+        refuse_unskippable(state, effects)
+        graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values,
-        traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves),
+        tuple(traced.cleared), traced.values, effects, checked,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class CaptureOptions:
             are copied to the device to be gathered. On a CPU device this changes the program only.
         fused: keep fused and foreach optimizer kernels; False decomposes them, as the inductor backend needs.
         keep_grads: keep gradients in `param.grad` even if the step resets them at its start.
+        skip_nonfinite: the step leaves its state as it was if its loss or a gradient is not finite.
         module_overrides: replacements for submodules during the trace, by path (globs allowed).
         model: modules of the step that are neither arguments nor closure variables, which are found automatically.
         optimizer: optimizers, likewise.
@@ -44,6 +45,7 @@ class CaptureOptions:
     offload: Literal["cpu"] | None = None
     fused: bool = True
     keep_grads: bool = False
+    skip_nonfinite: bool = False
     module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     model: nn.Module | Sequence[nn.Module] | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None

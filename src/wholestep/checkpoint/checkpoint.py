@@ -27,6 +27,7 @@ from ..errors import CheckpointError, shown
 from ..graph.graph import Role
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
+from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
 from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
@@ -126,6 +127,7 @@ def save(
 
     Raises:
         CheckpointError: on every rank, when it could not be saved on any, or another job saves there.
+        NonFiniteError: on every rank: with `on_nonfinite="raise"`, the last call was not finite; nothing is saved.
     """
     _check_numbers(number, keep, every)
     if step is None and (every is not None or grace is not None):
@@ -135,6 +137,7 @@ def save(
     if step is not None and every is not None and stop is None and (step.calls == 0 or step.calls % every):
         return None
     flush_pending()
+    read_all_nonfinite()
     background.wait()
     state = _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number

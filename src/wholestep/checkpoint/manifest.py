@@ -108,7 +108,7 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(found, "a folder written by wholestep.save", "")
     fields = cast(dict[str, Any], content)
     version = fields.pop("version", None)
-    if isinstance(version, int) and version != VERSION:
+    if version != VERSION:
         found = f"checkpoint {folder} has version {shown(version)}"
         raise CheckpointError(found, f"version {VERSION}", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):

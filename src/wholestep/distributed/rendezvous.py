@@ -35,6 +35,7 @@ from .store_tree import StoreTree, appears, get, pause_s, put
 _PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
+UNDER = ("call", "choices", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
 _LOOK_S = 0.5  # between two looks at where the other ranks wait
 
 
@@ -108,6 +109,12 @@ class Rendezvous:
             raise self._difference(label, result, sections)
         first_call, first_other = result
         return Calls(first_other, call == first_call)
+
+    def forget(self, label: str) -> None:
+        """Remove what ranks exchanged under a label, and under the names `UNDER` it, once all ranks have read it."""
+        if self.size > 1 and self.rank == 0:
+            for key in ("outcome", "outcomes", "missing", *UNDER):
+                self.store.delete_key(f"{label}/{key}")
 
     def broadcast(self, label: str, value: Any, what: str) -> Any:
         """Rank 0's `value`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0 is not in time."""

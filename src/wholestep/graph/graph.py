@@ -17,6 +17,9 @@ from .meta import TensorMeta
 from .nodes import copy_graph
 from .text import CollectiveTotal, collective_totals, show_local_graph, show_train_graph
 
+NONFINITE = "not finite"
+"""The target of two results: whether the step is skipped, and which values are not finite."""
+
 
 class Role(enum.Enum):
     """Kind of an input of the step."""

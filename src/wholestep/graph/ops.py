@@ -1,4 +1,4 @@
-"""Custom ops of captured graphs: marks on gradients and losses, a CTC loss of fixed size."""
+"""Custom ops of captured graphs: marks on gradients and losses, sums over ranks, a CTC loss of fixed size."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def loss(value: Tensor) -> Tensor:
 loss.register_fake(torch.empty_like)
 
 LOSS = torch.ops.wholestep.loss.default
+
+
+@torch.library.custom_op("wholestep::over_ranks", mutates_args=())
+def over_ranks(size: Tensor) -> Tensor:
+    """Return the sum of 1-norms over ranks, finite if all are. Runs in an unpartitioned graph only."""
+    return size.clone()
+
+
+over_ranks.register_fake(torch.empty_like)
+
+OVER_RANKS = torch.ops.wholestep.over_ranks.default
+COMPLETE = frozenset({GRAD_READY, OVER_RANKS})
+"""Ops whose result does not vary between ranks: partitioning replaces them by a reduction."""
 
 _aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
-from ..graph.ops import GRAD_READY
+from ..graph.ops import COMPLETE
 from ..graph.verify import check_local_graph
 from ..layout import Extent, Layout, has_extent, replicated
 from ..plan.check_plan import check_plan
@@ -140,7 +140,7 @@ class _Lowering:
         decision = self.plan.decisions[node.name]
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
-        elif node.target is GRAD_READY:
+        elif node.target in COMPLETE:
             new = self._local_node(node_at(node, 0), region)
         else:
             new = self._call(node, decision, region)

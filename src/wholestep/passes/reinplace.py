@@ -22,6 +22,8 @@ aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
 _END = 1 << 60
 GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+WHERE_INTO = aten.where.self_out
+_INTO = frozenset({GATHER_INTO, WHERE_INTO})
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class _Work:
                 self._gather_into(node)
             if node.op != "call_function" or not _torch.is_op(node.target) or is_mutating(node):
                 continue
+            if node.target is aten.where.self and node in self.updated_inputs:
+                self._choose_into(node)
             inplace = inplace_form(node.target)
             if inplace is None:
                 continue
@@ -138,6 +142,13 @@ class _Work:
         read_meanwhile = any(self.index[user] > self.index[node] for view in views for user in view.users)
         if not read_meanwhile and not made.dtype.is_complex:  # gloo gathers these as pairs of real numbers
             node.target, node.kwargs = GATHER_INTO, {"out": stored}
+            self._merge(node, stored)
+
+    def _choose_into(self, node: Node) -> None:
+        """Write the choice between old and new state into the storage of the old."""
+        stored = self.updated_inputs[node]
+        if node.args[1] is stored and self._can_hold(stored, node, meta.tensor(node)):
+            node.target, node.kwargs = WHERE_INTO, {"out": stored}
             self._merge(node, stored)
 
     def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
@@ -204,7 +215,7 @@ class _Work:
         while node is not target:
             if node.target in MAY_ALIAS or not (is_mutating(node) or is_wait(node)):
                 return False
-            node = cast(Node, node.kwargs["out"]) if node.target is GATHER_INTO else operands(node)[0]
+            node = cast(Node, node.kwargs["out"]) if node.target in _INTO else operands(node)[0]
         return True
 
     def _safe(self, node: Node, target: Node | None) -> Node:

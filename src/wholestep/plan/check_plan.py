@@ -17,7 +17,7 @@ from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
-from ..graph.ops import GRAD_READY
+from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
@@ -69,6 +69,8 @@ class _Check:
                 self._check_item(node, decision)
             elif node.target is GRAD_READY:
                 reductions |= self._check_gradient(node, decision)
+            elif node.target is OVER_RANKS:
+                self._check_over_ranks(node, decision)
             else:
                 self._check_call(node, decision)
             self.given[node] = decision.given
@@ -123,6 +125,14 @@ class _Check:
         if read.dims != made.dims:
             raise self._refused(node, f"turns {read} into {made}", "the same dims")
         return ops
+
+    def _check_over_ranks(self, node: Node, decision: Decision) -> None:
+        """Every rank is heard."""
+        (read,), (made,) = decision.operands, decision.outputs
+        part = AxisState("P", op="norm1")
+        heard = all(made.state(axis) == part and read.state(axis) in (REPLICATED, VARIES, part) for axis in self.axes)
+        if not heard or read.dims != made.dims:
+            raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)

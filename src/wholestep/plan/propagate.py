@@ -25,7 +25,7 @@ from ..graph.graph import Role
 from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
 from ..graph.op_kinds import VIEWS
-from ..graph.ops import GRAD_READY
+from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..reshard import reshard
 from ..rules.find_rule import find_rule
@@ -74,6 +74,8 @@ class _Propagation:
             decision = self._pick(node)
         elif node.target is GRAD_READY:
             decision = self._gradient(node)
+        elif node.target is OVER_RANKS:
+            decision = self._over_ranks(node)
         else:
             decision = self._call(node)
         if node.name in self.situation.pins.results:
@@ -92,15 +94,21 @@ class _Propagation:
 
     def _gradient(self, node: Node) -> Decision:
         """Turn a gradient that varies between ranks into a partial value, to be averaged or summed."""
-        param = node.args[1]
-        layout = self.layouts[node_at(node, 0)][0]
-        partial = layout
+        param = str(node.args[1])
+        self.targets[node] = (self.situation.grad_targets[param],)
+        layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
-        self.targets[node] = (self.situation.grad_targets[str(param)],)
         reads = (node_at(node, 0).name,)
-        return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=str(param))
+        return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=param)
+
+    def _over_ranks(self, node: Node) -> Decision:
+        """Turn a 1-norm into a partial one along every axis: also ranks that should hold the same are heard."""
+        layout = partial = self.layouts[node_at(node, 0)][0]
+        for axis in self._active():
+            partial = partial.put(axis, AxisState("P", op="norm1"))
+        return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 
     def _call(self, node: Node) -> Decision:
         given = operands(node)

@@ -13,7 +13,7 @@ from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import CHEAP, PRODUCTS, VIEWS, is_pointwise
-from ..graph.ops import GRAD_READY
+from ..graph.ops import COMPLETE
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout
@@ -49,7 +49,7 @@ def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
     """Nodes that depend on the batch, on the inputs `besides`, or on random numbers; not on complete gradients."""
     found = {node for given, node in graph.placeholders() if given.role is Role.BATCH or given.name in besides}
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target is GRAD_READY:
+        if node.op != "call_function" or node.target in COMPLETE:
             continue
         if any(n in found for n in node.all_input_nodes) or is_random(node):
             found.add(node)
@@ -66,7 +66,7 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
     todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
     while todo:
         node = todo.pop()
-        if node in seen or node in moves or node.target is GRAD_READY or node.op != "call_function":
+        if node in seen or node in moves or node.target in COMPLETE or node.op != "call_function":
             continue
         seen.add(node)
         if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):

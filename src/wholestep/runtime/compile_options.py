@@ -29,6 +29,7 @@ from ..planner.auto import Auto
 from ..precision import MixedPrecision
 from ..typed_values import check_fields
 from ..units import parse_bytes, parse_seconds
+from .nonfinite import OnNonfinite
 from .progress import Progress
 
 
@@ -62,6 +63,11 @@ class CompileOptions:
         offload: `"cpu"` stores parameters, gradients and optimizer state in host memory, where the update runs; shards
             are copied to the device before they are gathered. On a CPU only the program changes.
         keep_grads: keep gradients in `param.grad`, even if the step resets them at its start.
+        on_nonfinite: what to do about a call whose loss or gradients are NaN or infinite on any rank. `"skip"`,
+            `"raise"` or a function: the call changes no parameter, optimizer state or buffer on any rank. With `"skip"`
+            the first such call warns, and `step.skipped` counts them; with `"raise"` every rank raises NonFiniteError
+            before the next call (on a GPU, before the one after that), in `step.flush()` or in `ws.save`; a function is
+            called at these points with the number of the call and the names of what was not finite. None does not look.
         measure: time how long the last step waited for communication: `step.waited_seconds`.
         progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
             in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
@@ -72,6 +78,8 @@ class CompileOptions:
         agree_timeout: how long a rank may compile its program while the others wait.
         check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
             of optimizers) over the ranks, by checksum; 0 for never.
+        max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
+            not used for longest goes; a call of its kind compiles it again, on this rank alone.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
             the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -95,11 +103,13 @@ class CompileOptions:
     mixed_precision: MixedPrecision | None = None
     offload: Literal["cpu"] | None = None
     keep_grads: bool = False
+    on_nonfinite: OnNonfinite | None = None
     measure: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
     timeout: float | str | None = "5min"
     agree_timeout: float | str = "2min"
     check_every: int = 1000
+    max_programs: int = 32
     hardware: Hardware | None = None
     device: str | None = None
     cache: str | os.PathLike[str] | None = None
@@ -108,10 +118,15 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout"))
+        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
+            found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
+            raise PlanError(found, one_of, "correct it")
+        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout", "on_nonfinite"))
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+        if self.max_programs < 1:
+            raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
 
     @property
     def timeout_s(self) -> float | None:
@@ -192,6 +207,7 @@ class StepOptions:
             offload=given.offload,
             fused=backend.fused_optimizers,
             keep_grads=given.keep_grads,
+            skip_nonfinite=given.on_nonfinite is not None,
             module_overrides=given.module_overrides or {},
             model=given.model,
             optimizer=given.optimizer,

@@ -93,13 +93,17 @@ class Compiler:
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
-        shared = self.options, self.world, self.rendezvous, self.stages, label
-        self._consistency, self.finalizer = ConsistencyCheck(*shared), Finalizer(*shared)
+        shared = self.options, self.world, self.rendezvous, self.stages
+        self._consistency, self.finalizer = ConsistencyCheck(*shared, label), Finalizer(*shared)
 
     @property
     def strategies(self) -> Strategies:
         """Where tensors rest: as given, or as chosen at the first compile."""
         return self._strategies or self.options.strategies
+
+    def has_compared(self, compared: str) -> bool:
+        """True while ranks remember to have compared a program."""
+        return self._consistency.knows(compared)
 
     def note_changing(self, place: str) -> None:
         """A number of Python at this place changes between calls: later programs take it as an input."""
@@ -121,7 +125,11 @@ class Compiler:
             raise
         if several:
             again = partial(self._capture, whole={}, held=held or ())
-            self._consistency.program(made, inputs, again)
+            made = self._consistency.program(made, inputs, again)
+        else:
+            made = self._consistency.alone(made)
+        self.finalizer.forget(self.has_compared)
+        self.finalizer.label = self._consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, watch)

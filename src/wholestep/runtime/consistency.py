@@ -13,7 +13,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch
-from ..cache.key import own_source
+from ..cache.key import digest, own_source
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState
@@ -53,17 +53,22 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The captured step, its plan and the program of the rank. Ranks compare `lines`."""
+    """The captured step, its plan and the program of the rank. Ranks compare `lines`, and know it as `compared`."""
 
     capture: Capture
     plan: Plan
     local: LocalGraph
     lines: tuple[str, ...]
+    compared: str = ""
 
 
 @dataclass
 class ConsistencyCheck:
-    """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons."""
+    """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons.
+
+    What was compared is remembered in the same order on all ranks, so they forget the oldest at the same comparison. A
+    rank lets go of the programs for it then (`knows`): no rank runs one while others wait to compare it again.
+    """
 
     options: StepOptions
     world: World
@@ -71,7 +76,7 @@ class ConsistencyCheck:
     stages: Stages
     label: str
     round: int = 0
-    _agreed: set[str] = field(default_factory=set[str])
+    _agreed: dict[str, None] = field(default_factory=dict[str, None])
     _options: set[str] = field(default_factory=set[str])
 
     @property
@@ -84,6 +89,16 @@ class ConsistencyCheck:
         """The label of what ranks exchange in this round."""
         return f"{self.label}/{self.round}"
 
+    def knows(self, compared: str) -> bool:
+        """True while ranks remember to have compared a program."""
+        return compared in self._agreed
+
+    def alone(self, made: RankProgram) -> RankProgram:
+        """A program of a job of one rank."""
+        made = replace(made, compared=digest(made.lines))
+        self._remember(made.compared)
+        return made
+
     def fail(self, failure: str) -> None:
         """Stop the other ranks: this rank has no program."""
         self._compare({}, failure)
@@ -93,11 +108,11 @@ class ConsistencyCheck:
         section = Section.of([description, cache_line(self.options)])
         if section.fingerprint not in self._agreed:
             self._compare({LAYOUTS: section})
-            self._agreed.add(section.fingerprint)
+            self._remember(section.fingerprint)
 
-    def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> None:
+    def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> RankProgram:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before:
-        the other ranks do not compile when one rank gets a batch of another size.
+        the other ranks do not compile when one rank gets a batch of another size, or one that it has forgotten.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
@@ -107,9 +122,9 @@ class ConsistencyCheck:
             LAYOUTS: Section.of(made.lines),
             MEMBERS: Section.of(member_lines(state)),
         }
-        key = " ".join(section.fingerprint for section in lasting.values())
+        key = digest([section.fingerprint for section in lasting.values()])
         if key in self._agreed and self._options.issuperset(baked):
-            return
+            return replace(made, compared=key)
         graphs = graph_sections(made.capture, self.world.device)
         sections = {
             **lasting,
@@ -122,13 +137,22 @@ class ConsistencyCheck:
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
             self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
-        self._agreed.add(key)
+        self._remember(key)
         self._options.update(baked)
+        return replace(made, compared=key)
+
+    def _remember(self, compared: str) -> None:
+        self._agreed[compared] = None
+        for oldest in list(self._agreed)[: -TUNING.kept_comparisons]:
+            del self._agreed[oldest]
 
     def _compare(self, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         with self.stages.stage("agree"):
+            before = self.round_label
             self.round += 1
-            return self.rendezvous.all_equal(self.round_label, sections, failure, call)
+            calls = self.rendezvous.all_equal(self.round_label, sections, failure, call)
+        self.rendezvous.forget(before)
+        return calls
 
     def _for_first_call(
         self, own: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
@@ -208,6 +232,7 @@ def step_lines(options: StepOptions) -> list[str]:
     return [
         f"backend{SEPARATOR}{options.backend.name}",
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
+        f"on_nonfinite{SEPARATOR}{'a function' if callable(given.on_nonfinite) else given.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"check_every{SEPARATOR}{given.check_every}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",

@@ -31,25 +31,30 @@ from .progress import Stages
 class Finalizer:
     """Schedules the programs of one step; ranks run collectives in the order of the first rank.
 
-    The fields after `label` are what its compiles share: the measured hardware, the schedule for it, and what the first
-    rank chose for the programs with certain collectives (fitting into memory, order of collectives). `choices` are
-    those of the compile that runs.
+    Its compiles share the measured hardware, the schedule for it, and what the first rank chose for programs that ranks
+    have compared (fitting into memory, order of collectives). `choices` and `label`, under which ranks exchange
+    something, are those of the compile that runs.
     """
 
     options: StepOptions
     world: World
     rendezvous: Rendezvous
     stages: Stages
-    label: str
+    label: str = ""
     hardware: Hardware | None = None
     schedule: Schedule | None = None
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     choices: CachedChoices = field(init=False)
 
+    def forget(self, knows: Callable[[str], bool]) -> None:
+        """Drop what was chosen for programs that ranks have forgotten to have compared."""
+        self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
+        self.orders = {key: order for key, order in self.orders.items() if knows(key)}
+
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
-        key, budget = "\n".join(made.lines), self.options.memory_bytes
+        key, budget = made.compared, self.options.memory_bytes
         if budget is None:
             local = self._scheduled(made.local, key, watch)
         else:
@@ -95,7 +100,7 @@ class Finalizer:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
         known = key in self.fits
-        label = "" if known else self.rendezvous.next_label("memory")
+        label = f"{self.label}/memory"
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
 
@@ -141,8 +146,8 @@ class Finalizer:
         if self.world.mesh.size == 1 or self.options.given.schedule is None:
             return own
         if key not in self.orders:
-            label, what = f"{self.label}/order/{len(self.orders)}", "in which order collectives run"
-            self.orders[key] = self.rendezvous.broadcast(label, own, what)
+            what = "in which order collectives run"
+            self.orders[key] = self.rendezvous.broadcast(f"{self.label}/order", own, what)
         return self.orders[key]
 
 

@@ -60,7 +60,7 @@ class Installer:
         if inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
         rng = self._shared_rng(made.local, world, strategies)
-        return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng)
+        return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared)
 
     def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies) -> Program:
         """Compile what the program runs; `leaves` are those of the call."""

@@ -18,7 +18,7 @@ from ..capture.locations import MISSING
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
-from ..graph.graph import Input, LocalGraph, Role
+from ..graph.graph import NONFINITE, Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
@@ -32,7 +32,8 @@ class Program:
 
     `Installer.finish` sets `run`, which maps the flat list from `gather_inputs` to results, followed by state that the
     step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called after
-    each call.
+    each call. Ranks remember to have compared it as `compared`. `nonfinite` is whether the last call was skipped, and
+    which of `capture.checked` were not finite.
     """
 
     capture: Capture
@@ -43,8 +44,10 @@ class Program:
     names: Sequence[str]
     shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: SharedRng | None = None
+    compared: str = ""
     run: Run = field(init=False)
     check: Callable[[Program], None] | None = None
+    nonfinite: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         at = {name: i for i, name in enumerate(self.names)}
@@ -57,8 +60,10 @@ class Program:
         self.acts = bool(effects.acts)  # a call does more than compute tensors
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
-        self._count = sum(o.kind == "result" for o in self.local.outputs) - effects.extra
-        self._all_results = self._count + effects.extra
+        results = [o.target for o in self.local.outputs if o.kind == "result"]
+        self._all_results = len(results) - results.count(NONFINITE)
+        self._count = self._all_results - effects.extra
+        self._first_created = len(results)
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
         self._single = (
             list(self.capture.result_leaves) == [TensorLeaf]
@@ -199,9 +204,11 @@ class Program:
             if param.grad is not None:
                 param.grad = None
         if self._created:
-            self._keep_created(dict(zip(self._created, out[self._all_results :], strict=True)))
+            self._keep_created(dict(zip(self._created, out[self._first_created :], strict=True)))
         if self.acts:
             self._act(out[self._count : self._all_results])
+        if self.capture.checked:
+            self.nonfinite = out[self._all_results : self._first_created]
         if self._single:
             return out[0]
         results = iter(out)

@@ -36,6 +36,7 @@ from .compile_options import StepOptions
 from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
+from .nonfinite import NonfiniteWatch
 from .program import Program
 from .progress import Stages
 from .step_inputs import BatchSharder, BatchSizes, StepInputs, batch_sharder
@@ -72,12 +73,17 @@ class CompiledStep:
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
         self._weak = weakref.ref(self)
+        self._evicted = False
+        action = options.given.on_nonfinite
+        self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
         if ACTIVITY.failure is not None:
             ACTIVITY.raise_failure()
+        if self._nonfinite is not None:
+            self._nonfinite.before_call()
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
@@ -92,6 +98,8 @@ class CompiledStep:
             if self._clock is not None:
                 self.waited_seconds = self._clock.seconds
             self.calls += 1
+            if self._nonfinite is not None and program.nonfinite:
+                self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
             if program.check is not None:
                 program.check(program)
         except Exception as error:
@@ -123,11 +131,14 @@ class CompiledStep:
         """Complete the last call, where the schedule leaves the end of one to the next (`schedule="across_steps"`).
 
         Reading or loading `state_dict()`, an eager forward or update, saving a checkpoint and calling another compiled
-        step do it by themselves. Call it before reading or writing parameters directly. All ranks have to.
+        step do it by themselves. Call it before reading or writing parameters directly. All ranks have to. With
+        `on_nonfinite`, it also waits for what the last call found. Raises NonFiniteError with `on_nonfinite="raise"`.
         """
         for program in self.programs:
             if isinstance(program.run, CrossStepRunner):
                 program.run.flush()
+        if self._nonfinite is not None:
+            self._nonfinite.read_all()
 
     def profile(self, *args: Any, hardware: Hardware | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
@@ -188,6 +199,11 @@ class CompiledStep:
     def state(self) -> StepState | None:
         """The modules and optimizers of the program that was compiled last; None before the first call."""
         return self._installer.state
+
+    @property
+    def skipped(self) -> int:
+        """How many calls changed nothing because of `on_nonfinite`, as far as read (`flush` reads all)."""
+        return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     @property
     def captures(self) -> int:
@@ -261,7 +277,7 @@ class CompiledStep:
                     return program
                 newest = newest or miss
             assert newest is not None, "no program fits"
-            self.misses.append(newest.text)
+            self._note_miss(newest)
             self._note_change(newest)
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
         with self._stages.reporting(), busy:
@@ -270,17 +286,30 @@ class CompiledStep:
 
     def _compile(self, inputs: StepInputs) -> Program:
         compiler = self._compiler or self._start(inputs)
-        made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
+        try:
+            made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
+        finally:  # ranks have to compare these again: none may run one that the others let go of
+            self.programs[:] = [program for program in self.programs if compiler.has_compared(program.compared)]
         drawn = random_state.take() if self.on_placed else None
         program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
             miss = self._call_on_placed(program, inputs)
             random_state.put(drawn)
             if miss is not None:
-                self.misses.append(miss.text)
+                self._note_miss(miss)
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes))
         self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies))
+        self._evict()
         return self.programs[-1]
+
+    def _evict(self) -> None:
+        """Let go of the programs that were not used for longest. This rank compiles them alone where it needs them."""
+        most = self.options.given.max_programs
+        if len(self.programs) > most and not self._evicted:
+            self._evicted = True
+            text = f"{self.__name__} met more than max_programs={most} kinds of calls, and keeps the latest programs"
+            warnings.warn(f"{text}. Why the last one was captured: {self.misses[-1]}", stacklevel=5)
+        del self.programs[:-most]
 
     def _call_on_placed(self, program: Program, inputs: StepInputs) -> Miss | None:
         """What waits until the state is placed may change it now, as a checkpoint does; one that raises stays. Returns
@@ -297,6 +326,10 @@ class CompiledStep:
             miss = Miss("other options change between calls")
         return miss
 
+    def _note_miss(self, miss: Miss) -> None:
+        self.misses.append(miss.text)
+        del self.misses[: -TUNING.kept_log]
+
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
         if not miss.use:
@@ -304,6 +337,8 @@ class CompiledStep:
         if miss.number and self._compiler is not None:
             self._compiler.note_changing(miss.where)
         self._missed[miss.where] += 1
+        if len(self._missed) > TUNING.kept_log:
+            del self._missed[next(iter(self._missed))]
         count = self._missed[miss.where]
         if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone

@@ -1,0 +1,192 @@
+"""Makes a step that changes nothing if its loss or a gradient is not finite, decided by the graph itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph import meta
+from ..graph.graph import NONFINITE, Output, Role, TrainGraph
+from ..graph.nodes import node_at, operands
+from ..graph.ops import GRAD_READY, OVER_RANKS
+from .effects import Effects
+from .locations import GroupEntry, StateEntry
+from .state import StepState
+
+aten = torch.ops.aten
+LOSS = "loss"
+_KEPT = frozenset({Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD})
+_SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
+_HALF = (torch.float16, torch.bfloat16)
+_NEEDED = "state that the step keeps as tensors which exist before it, so that a step can leave them as they were"
+
+
+def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple[TrainGraph, tuple[str, ...]]:
+    """Return the step with updates that keep the old value if the loss or a gradient is not finite, and what it checks.
+
+    Two results follow those of the step: whether it is skipped, and whether each of the named values is not finite.
+    `fresh_grads`: the step resets gradients before it computes them; otherwise gradients that a skipped step creates
+    are zero. A step without a backward stays as it is.
+
+    Raises:
+        CaptureError: the step creates optimizer state.
+    """
+    checked = _checked(graph)
+    if all(name == LOSS for name, _ in checked):
+        return graph, ()
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    last = max((node for _, node in checked), key=order.__getitem__)
+    flags = _flags(_After(last), checked, foreach)
+    updates = _Updates(flags[0])
+    inputs = {given.name: (given.role, node) for given, node in graph.placeholders()}
+    kept: list[tuple[Output, Node]] = []
+    for out, made in graph.results():
+        role, old = inputs.get(out.target, (None, None)) if out.kind == "update" else (None, None)
+        created = out.kind == "update" and old is None
+        if old is not None and role in _KEPT:
+            place = _After(updates.last(made))
+            made = updates.kept(made, old) or place.call(aten.where.self, flags[0], old, made)
+        elif created and not out.target.endswith("/grad"):
+            owner, _, key = out.target.rpartition("/")
+            found = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
+            raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
+        elif created and not fresh_grads:
+            place = _After(updates.last(made))
+            made = place.call(aten.where.self, flags[0], place.call(aten.zeros_like.default, made), made)
+        kept.append((out, made))
+    results = sum(out.kind == "result" for out, _ in kept)
+    kept[results:results] = [(Output("result", NONFINITE), flag) for flag in flags]
+    output = next(iter(reversed(graph.graph.nodes)))
+    output.args = (tuple(node for _, node in kept),)
+    return replace(graph, outputs=tuple(out for out, _ in kept)), tuple(name for name, _ in checked)
+
+
+def refuse_unskippable(state: StepState, effects: Effects) -> None:
+    """Raise CaptureError if a skipped step would change state on the host, or is skipped by a GradScaler already."""
+    if state.scalers:
+        raise CaptureError(
+            "the step has a GradScaler, which skips a step whose gradients are not finite, and on_nonfinite",
+            "one of them",
+            "leave out on_nonfinite, or use bfloat16 without a scaler",
+        )
+    for write in effects.writes:
+        holder, key = write.place.holder, write.place.key
+        if isinstance(holder, StateEntry) or (isinstance(holder, GroupEntry) and key not in _SCHEDULED):
+            found = f"a step that may be skipped changes the number {write.place.path}, which Python computes"
+            raise CaptureError(found, _NEEDED, f"keep {key!r} as a tensor in the state of the optimizer")
+
+
+def _checked(graph: TrainGraph) -> list[tuple[str, Node]]:
+    """Return losses, and complete gradients in the order of the parameters, by name.
+
+    A complete gradient is a sum of those of all backwards, or a gradient that is in no such sum.
+    """
+    params = [given.name for given in graph.inputs if given.role is Role.PARAM]
+    parts: dict[Node, str] = {n: i.owner for i, n in graph.placeholders() if i.role is Role.GRAD}
+    ends: dict[Node, str] = {}
+    for node in graph.graph.nodes:
+        if node.target is GRAD_READY:
+            parts[node] = ends[node] = str(node.args[1])
+        elif node.target in (aten.add.Tensor, aten.clone.default):
+            given = operands(node)
+            names = {parts.get(n, "") for n in given}
+            if len(names) == 1 and "" not in names:
+                (parts[node],) = names
+                ends = {n: name for n, name in ends.items() if n not in given}
+                ends[node] = parts[node]
+    losses = [(LOSS, node) for node in graph.graph.nodes if node.name in graph.losses]
+    return losses + sorted(((name, node) for node, name in ends.items()), key=lambda one: params.index(one[0]))
+
+
+def _flags(place: _After, checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, Node]:
+    """Return whether any value is not finite, and whether each is not, from their 1-norms."""
+    dtypes = {meta.one_tensor(node).dtype for _, node in checked}
+    wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+    sizes = [place.size(node, wide) for name, node in checked if name == LOSS]
+    grads = [node for name, node in checked if name != LOSS]
+    alike = len({meta.one_tensor(node).dtype for node in grads}) == 1
+    sizes += place.sizes(grads, wide) if foreach and alike else [place.size(node, wide) for node in grads]
+    stacked = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
+    flags = place.call(aten.ne.Scalar, place.call(aten.sub.Tensor, stacked, stacked), 0)
+    return place.call(aten.any.default, flags), flags
+
+
+class _Updates:
+    """Updates that keep the old value by themselves, without a copy: by fused optimizers, which a flag can stop, and of
+    counts, from which the flag is subtracted again.
+    """
+
+    def __init__(self, skipped: Node) -> None:
+        self._skipped, self._number = skipped, _After(skipped).call(aten._to_copy.default, skipped, dtype=torch.float32)
+        self._order = {node: i for i, node in enumerate(skipped.graph.nodes)}
+        self._counts: dict[Node, dict[int, Node]] = {}
+
+    def last(self, node: Node) -> Node:
+        """Return the later one of `node` and the flag."""
+        return max(node, self._number, key=self._order.__getitem__)
+
+    def kept(self, made: Node, old: Node) -> Node | None:
+        """Return `made`, or a new value, that is `old` in a skipped step; None if neither is possible."""
+        if not _torch.is_getitem(made.target):
+            return None
+        whole, index = node_at(made, 0), cast(int, made.args[1])
+        given: Any = whole.args[0]
+        if whole.target is aten._foreach_add.Scalar and whole.args[1] == 1 and given[index] is old:
+            return self._counted(whole).get(index)
+        if not _torch.is_getitem(whole.target) or not _torch.is_fused_optimizer(given.target):
+            return None
+        kernel, entries = cast(Node, given), given.args[whole.args[1]]
+        if self.last(kernel) is not kernel or entries[index] is not old:
+            return None
+        kernel.kwargs = {**kernel.kwargs, "found_inf": self._number}
+        return made
+
+    def _counted(self, whole: Node) -> dict[int, Node]:
+        """Return counts, to all of which `whole` adds 1, less 1 in a skipped step, by their index in the list."""
+        if whole not in self._counts:
+            items = {cast(int, item.args[1]): item for item in whole.users if _torch.is_getitem(item.target)}
+            floats = all(meta.one_tensor(item).dtype.is_floating_point for item in items.values())
+            self._counts[whole] = {}
+            if floats and len(items) == len(cast("list[Node]", whole.args[0])):
+                place = _After(max(map(self.last, items.values()), key=self._order.__getitem__))
+                ones = [self._number] * len(items)
+                less = place.call(aten._foreach_sub.List, [items[i] for i in sorted(items)], ones)
+                self._counts[whole] = {i: place.call(_torch.GETITEM, less, i) for i in sorted(items)}
+        return self._counts[whole]
+
+
+@dataclass
+class _After:
+    """Inserts calls after a node, in order."""
+
+    node: Node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call; its value is computed from the recorded ones."""
+        graph, name = self.node.graph, getattr(target, "__name__", "call").split(".")[0]
+        with graph.inserting_after(self.node):
+            self.node = graph.create_node("call_function", target, args, kwargs, name)
+        meta.recompute_value(self.node)
+        return self.node
+
+    def size(self, node: Node, wide: torch.dtype) -> Node:
+        """The 1-norm of a tensor, in a dtype that does not overflow."""
+        return self._cast(self.call(aten.linalg_vector_norm.default, node, 1, **_dtype(node)), wide)
+
+    def sizes(self, nodes: Sequence[Node], wide: torch.dtype) -> list[Node]:
+        """The 1-norms of tensors of one dtype."""
+        whole = self.call(aten._foreach_norm.Scalar, list(nodes), 1, **_dtype(nodes[0]))
+        return [self._cast(self.call(_torch.GETITEM, whole, i), wide) for i in range(len(nodes))]
+
+    def _cast(self, node: Node, wide: torch.dtype) -> Node:
+        return node if meta.one_tensor(node).dtype == wide else self.call(aten._to_copy.default, node, dtype=wide)
+
+
+def _dtype(node: Node) -> dict[str, torch.dtype]:
+    return {"dtype": torch.float32} if meta.one_tensor(node).dtype in _HALF else {}

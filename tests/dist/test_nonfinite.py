@@ -1,0 +1,139 @@
+"""`on_nonfinite` on several ranks: what one rank's batch spoils is skipped on every rank, and every rank is told."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.unit.test_nonfinite import BAD, OPTIMIZERS, Batch, Net, Told, batch, made, same, train_step
+
+from .launch import run_ranks
+
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+CALLS = ("", *BAD, "", "")
+Calls = list[tuple[int, tuple[str, ...]]]
+
+
+def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of this rank's pieces of parameters, buffers and optimizer state."""
+    tensors: dict[str, Any] = dict(model.state_dict())
+    for i, param in enumerate(model.parameters()):
+        tensors |= {f"{i}/{key}": value for key, value in optimizer.state[param].items()}
+    return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
+
+
+def given(rank: int, world: int, call: int, bad: str) -> Batch:
+    """The last rank's batch is bad; all ranks have other data. What is added to the loss is a number of all ranks."""
+    *own, _ = batch(100 * call + rank, bad if rank == world - 1 else "")
+    return (*own, batch(call, bad)[-1])  # type: ignore[return-value]
+
+
+def train(rank: int, world: int, optimizer: str, **options: Any) -> Calls:
+    """Skipped calls change nothing; the others compute, bit for bit, what they compute without the bad ones."""
+    told, ours, good = Told(), made(optimizer), made(optimizer)
+    step = ws.compile(train_step, on_nonfinite=told, **options)
+    plain = ws.compile(train_step, **options)
+    for call, bad in enumerate(CALLS):
+        before = held(*ours) if call else {}
+        step(*ours, *given(rank, world, call, bad))
+        if bad:
+            assert same(held(*ours), before), (options, bad)
+        else:
+            plain(*good, *given(rank, world, call, bad))
+            assert same(held(*ours), held(*good)), (options, call)
+    step.flush()
+    return told.calls
+
+
+def every_style(rank: int, world: int) -> list[Calls]:
+    kinds = [(style, optimizer) for style in STYLES for optimizer in ("AdamW-fused", "SGD-momentum")]
+    return [train(rank, world, optimizer, parallel=ws.DataParallel(style)) for style, optimizer in kinds]  # type: ignore[arg-type]
+
+
+def other_options(rank: int, world: int) -> list[Calls]:
+    tensor = {"0": "colwise", "2": "rowwise"}
+    shards = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(tensor, axis="tp")]
+    return [
+        *(train(rank, world, name, parallel=ws.DataParallel("fully_shard")) for name in OPTIMIZERS),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), backend="inductor"),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), memory_bytes="1MiB"),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("zero1"), schedule="across_steps"),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard", semantics="global")),
+        train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), offload="cpu"),
+        train(rank, world, "AdamW", mesh="replicate=2,shard=2", parallel=ws.DataParallel("hybrid")),
+        train(rank, world, "AdamW", mesh="dp=2,tp=2", parallel=shards),
+    ]  # fmt: skip
+
+
+EXPECTED = [(call + 1, BAD[bad]) for call, bad in enumerate(CALLS) if bad]
+
+
+def test_every_rank_skips_what_one_rank_spoils() -> None:
+    for rank in run_ranks(every_style, 2):
+        assert rank == [EXPECTED] * len(rank)
+
+
+@pytest.mark.full
+def test_every_optimizer_mesh_and_backend_skips_it() -> None:
+    for rank in run_ranks(other_options, 4, timeout=300):
+        for told in rank:
+            assert told == EXPECTED
+
+
+def raised(rank: int, world: int) -> list[str]:
+    """The error of each call, and of the flush at the end."""
+    job, found = made("AdamW"), list[str]()
+    step = ws.compile(train_step, on_nonfinite="raise", parallel=ws.DataParallel("fully_shard"))
+    for call, bad in enumerate(("", "forward", "", "backward of the first layer")):
+        try:
+            step(*job, *given(rank, world, call, bad))
+        except ws.NonFiniteError as error:
+            found.append(f"{call}: {error.found}")
+            dist.barrier()  # every rank is here: none waits in a collective of the step
+            step(*job, *given(rank, world, call, bad))
+    try:
+        step.flush()
+    except ws.NonFiniteError as error:
+        found.append(f"flush: {error.found}")
+    return found
+
+
+def test_every_rank_raises_before_the_same_call() -> None:
+    first = "2: call 2 of the step: the gradient of '0.weight' is not finite (and those of 5 more), nor is the loss"
+    last = "flush: call 4 of the step: the gradient of '0.weight' is not finite (and those of 1 more)"
+    assert run_ranks(raised, 2) == [[first, last]] * 2
+
+
+def differs(rank: int, world: int) -> str:
+    step = ws.compile(train_step, on_nonfinite="raise" if rank else "skip")
+    try:
+        step(*made("SGD"), *batch(rank))
+    except ws.RankMismatchError as error:
+        return error.found
+    return ""
+
+
+def own_loss(rank: int, world: int) -> tuple[Calls, bool]:
+    """The loss of one rank alone is infinite, and no gradient."""
+    job, told = made("AdamW"), Told()
+    step = ws.compile(train_step, on_nonfinite=told)
+    step(*job, *batch(rank))
+    before = held(*job)
+    step(*job, *batch(rank, "loss" if rank else ""))
+    step.flush()
+    return told.calls, same(held(*job), before)
+
+
+def test_the_loss_of_one_rank_counts() -> None:
+    assert run_ranks(own_loss, 2) == [([(2, ("loss",))], True)] * 2
+
+
+def test_ranks_with_other_options_are_refused() -> None:
+    text = "ranks differ in options of the step: on_nonfinite: raise on rank 1, skip on rank 0"
+    assert run_ranks(differs, 2) == [text] * 2
+
+
+def test_the_model_of_these_tests_is_finite_without_bad_batches() -> None:
+    assert Net()(*batch(0)[:3]).isfinite().all()
