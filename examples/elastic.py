@@ -106,7 +106,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     parallel = ws.DataParallel(options.style, semantics="global")
-    step = ws.compile(train_step, parallel=parallel, mesh=mesh_for(options.style, world))
+    step = ws.compile(train_step, parallel=parallel, mesh=mesh_for(options.style, world), timeout="60s")
 
     options.folder.mkdir(parents=True, exist_ok=True)
     first, log = 0, StepLog(options.folder / "steps.jsonl")

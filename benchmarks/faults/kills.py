@@ -132,7 +132,8 @@ def _errors(job: Job, killed: bool) -> list[str]:
 
 def ended_by_other(text: str) -> bool:
     """True for what a rank raises because another one is gone."""
-    return "Connection" in text or "closed" in text or "Broken pipe" in text or "store" in text.lower()
+    last = text.rstrip().rpartition("\nTraceback")[2]
+    return any(word in last for word in ("RankFailedError", "Connection", "closed", "Broken pipe", "DistNetworkError"))
 
 
 def _lost(job: Job, safe: int, outcome: Outcome) -> list[str]:

@@ -149,7 +149,9 @@ def _save(
     if armed is not None:
         armed.kill_at = life.operation
 
-    def ended(_: object) -> None:
+    def ended(saved: Any) -> None:
+        if isinstance(saved, Future) and saved.exception() is not None:
+            return  # the next save raises it
         if armed is not None:
             os.kill(os.getpid(), signal.SIGKILL)  # it had fewer operations: right after it
         say("saved", number, time.monotonic() - begun)
