@@ -186,7 +186,9 @@ class Compiler:
             priced_on = self._chosen_on if self._choice else priced_on
             solved = choices.earlier.solved
             strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
-            planned = plan(captured.graph, mesh, strategies, placed(captured.state, self.world), priced_on)
+            names = {given.name for given in captured.graph.inputs}  # a frozen parameter's state is none
+            rests = {name: layout for name, layout in placed(captured.state, self.world).items() if name in names}
+            planned = plan(captured.graph, mesh, strategies, rests, priced_on)
         if open_to_solve:
             choices.note(solved=planned.strategies)
         if options.plan is not None:
