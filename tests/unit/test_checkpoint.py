@@ -96,6 +96,33 @@ def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == (optimizer == "adam tensor lr")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adam tensor lr"])
+def test_a_number_that_is_set_after_the_load_stays(optimizer: str, tmp_path: Path) -> None:
+    """Loops that set the learning rate before each call; what they do not set comes from the checkpoint."""
+
+    def loop(step: Any, model: nn.Module, made: torch.optim.Optimizer, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            for group in made.param_groups:
+                rate = 0.03 / (number + 1)
+                group["lr"] = torch.tensor(rate) if optimizer == "adam tensor lr" else rate
+            losses += train(step, model, made, 1)
+        return losses
+
+    model, made = make(optimizer)
+    made.param_groups[0]["weight_decay"] = 0.3
+    step = ws.compile(train_step)
+    loop(step, model, made, range(3))
+    ws.save(tmp_path, step)
+    expected = loop(step, model, made, range(3, 6))
+    again, other = make(optimizer)
+    second = ws.compile(train_step)
+    ws.load(tmp_path, second)
+    assert loop(second, again, other, range(3, 6)) == expected
+    assert same(state_of(model, made), state_of(again, other))
+    assert other.param_groups[0]["weight_decay"] == 0.3
+
+
 @pytest.mark.smoke
 def test_untrained_checkpoint_resets_a_called_step(tmp_path: Path) -> None:
     model, optimizer = make()

@@ -31,6 +31,7 @@ from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
 from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
+from .first_call import at_first_call
 from .manifest import Manifest
 from .ranks import Ranks
 from .stateful import Stateful, load_stateful, read_stateful
@@ -193,9 +194,10 @@ def load(
     """Load a checkpoint into a step, or into a model and an optimizer; into nothing, it is only checked and described.
 
     Called on every rank; any number of ranks and any layout may load what any other saved. Random state comes back
-    where the number of ranks is the same. A step that was not called yet is restored at its first call, and a
-    checkpoint of another model is found out then. Buffers that differ between ranks come back into a step; those of a
-    model that a step takes over later are the first rank's. A second copy of the state is held while it is read.
+    where the number of ranks is the same. A step that was not called yet is restored at its first call, but for options
+    of the optimizer that were set meanwhile; a checkpoint of another model is found out then. Buffers that differ
+    between ranks come back into a step; those of a model that a step takes over later are the first rank's. A second
+    copy of the state is held while it is read.
 
     Nothing in the folder is run: files of a stranger can be loaded, and at worst are refused.
 
@@ -237,8 +239,7 @@ def load(
     if step is not None:
         step.calls = found.calls
         if state is None:
-            waiting = [call for call in step.on_placed if not isinstance(call, _Waiting)]
-            step.on_placed[:] = [*waiting, _Waiting(folder, found, content)]
+            at_first_call(step, partial(_restore, folder, found, content))
     return Checkpoint(found.number, content["extra"], folder)
 
 
@@ -287,17 +288,9 @@ def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
     return ranks.on_first_rank(look)
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """Restores a step once its state is where it rests."""
-
-    folder: Path
-    manifest: Manifest
-    content: Mapping[str, Any]
-
-    def __call__(self, step: CompiledStep) -> None:
-        assert step.state is not None, "called when the state is placed"
-        _staged(self.folder, self.manifest, step.state, Ranks.of_job()).commit(self.content, keep_primed=True)
+def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], step: CompiledStep) -> None:
+    assert step.state is not None, "its state is placed"
+    _staged(folder, found, step.state, Ranks.of_job()).commit(content, keep_primed=True)
 
 
 def check_fits(found: Manifest, state: StepState, what: str) -> None:

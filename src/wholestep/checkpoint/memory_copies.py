@@ -27,6 +27,7 @@ from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
 from . import snapshot, tensor_files
 from .checkpoint import Checkpoint
+from .first_call import at_first_call
 from .memory_restore import INDEX, PIECES, VALUES, Restoring, mapped, position
 from .ranks import Ranks
 from .snapshot import Snapshot
@@ -135,8 +136,7 @@ class MemoryCopies:
         if step.state is not None:
             restoring.restore(step.state, step.world, keep_primed=False)
         else:
-            waiting = [call for call in step.on_placed if not isinstance(call, Restoring)]
-            step.on_placed[:] = [*waiting, restoring]
+            at_first_call(step, restoring.restore_placed)
         restoring.put_random()
         step.calls = restoring.values["copy"]["number"]
         return Checkpoint(step.calls, restoring.values["content"]["extra"], self.folder)

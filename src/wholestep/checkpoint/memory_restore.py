@@ -104,7 +104,7 @@ class Restoring:
             own, rank = self.values["own"], self.ranks.rank
             random_state.put(plain(own["rows"][rank][: own["random"][rank]]))
 
-    def __call__(self, step: CompiledStep) -> None:
+    def restore_placed(self, step: CompiledStep) -> None:
         """Restore a step once its state is where it rests."""
         assert step.state is not None, "called when the state is placed"
         self.restore(step.state, step.world, keep_primed=True)

@@ -58,7 +58,7 @@ def take(state: StepState) -> Snapshot:
                 name = f"{owner}/{key}" + (f"@{label}" if len(state.optimizers) > 1 else "")
                 tensors[name] = value.detach()
                 saved[name] = _about("state", value, owner, str(key), label)
-    options = {n: [_options(group) for group in o.param_groups] for n, o in state.optimizers.items()}
+    options = {n: [options_of(group) for group in o.param_groups] for n, o in state.optimizers.items()}
     names = {id(held.tensor): name for name, held in state.params.items()}
     optimizers = {
         label: SavedOptimizer(type(o).__name__, tuple(tuple(names[id(p)] for p in g["params"]) for g in o.param_groups))
@@ -71,7 +71,8 @@ def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", opti
     return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group that are saved."""
     return {key: value for key, value in group.items() if key not in IMPLEMENTATION and _is_plain(value)}
 
 
@@ -215,7 +216,7 @@ class Restore:
             for owner, entry in values.items():
                 (optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state).update(entry)
             for group, options in zip(optimizer.param_groups, content["options"][theirs], strict=True):
-                _set_options(group, options)
+                set_options(group, options)
             note(optimizer, content.get("scheduled", {}).get(theirs, ()))
         for name, saved, optimizer, param in self._states():
             live = optimizer.state.get(param, {}).get(saved.key)
@@ -262,7 +263,7 @@ def _new(saved: CheckpointTensor, optimizer: Optimizer, param: torch.Tensor) -> 
     return torch.empty(saved.shape, dtype=dtype, device="cpu" if counts else param.device)
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """A number that the live group keeps in a tensor stays in that tensor."""
     for key, value in options.items():
         live = group.get(key)
