@@ -125,10 +125,11 @@ def train(life: Life, rank: int, say: Say) -> None:
     saving: Future[Path] | None = None
     operations = OperationCounter(life.folder) if life.operation and rank == life.victim else None
     for number in range(first, STEPS):
+        by_hand = 0.01 * (1 + number % 3)  # nothing in the groups tells of it
+        optimizer.param_groups[0]["weight_decay"] = by_hand
         loss = step(model, optimizer, *batch(setup, number, rank))
         scheduler.step()
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.01 * (1 + number % 3)  # by hand: nothing in the groups tells of it
+        optimizer.param_groups[1]["weight_decay"] = by_hand
         say("step", number, hex_of(loss))
         if life.folder is not None and (number + 1) % life.every == 0:
             armed = operations if number + 1 - first >= life.call else None

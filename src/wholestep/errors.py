@@ -32,8 +32,8 @@ class WholestepError(Exception):
         return "\n".join(parts).encode("utf-8", "backslashreplace").decode()  # half a character cannot be printed
 
 
-def shown(value: object) -> str:
-    """A value in a message: its `repr`, cut after 80 characters; its class where it has none."""
+def shown(value: object, most: int = 80) -> str:
+    """A value in a message: its `repr`, cut after `most` characters; its class where it has none."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"a number of {value.bit_length()} bits"
     try:
@@ -41,7 +41,7 @@ def shown(value: object) -> str:
     except Exception as error:  # `__repr__` of the user; a number of more digits than Python writes
         text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:76]} ..."
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def first_line(error: BaseException) -> str:

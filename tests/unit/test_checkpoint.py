@@ -106,11 +106,12 @@ def test_a_number_that_is_set_after_the_load_stays(optimizer: str, tmp_path: Pat
             for group in made.param_groups:
                 rate = 0.03 / (number + 1)
                 group["lr"] = torch.tensor(rate) if optimizer == "adam tensor lr" else rate
+                group["weight_decay"] = 0.01 * (1 + number % 3)  # also what it was when the optimizer was made
             losses += train(step, model, made, 1)
         return losses
 
     model, made = make(optimizer)
-    made.param_groups[0]["weight_decay"] = 0.3
+    made.param_groups[0]["betas"] = (0.5, 0.6)
     step = ws.compile(train_step)
     loop(step, model, made, range(3))
     ws.save(tmp_path, step)
@@ -120,7 +121,7 @@ def test_a_number_that_is_set_after_the_load_stays(optimizer: str, tmp_path: Pat
     ws.load(tmp_path, second)
     assert loop(second, again, other, range(3, 6)) == expected
     assert same(state_of(model, made), state_of(again, other))
-    assert other.param_groups[0]["weight_decay"] == 0.3
+    assert other.param_groups[0]["betas"] == (0.5, 0.6)
 
 
 @pytest.mark.smoke

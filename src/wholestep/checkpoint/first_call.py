@@ -5,62 +5,79 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from ..capture.scheduled_numbers import note_changed
 from ..runtime.step import CompiledStep
 from . import snapshot
 
-Options = list[dict[str, Any]]
-"""Plain options of each parameter group."""
+Seen = list[dict[str, tuple[Any, int]]]
+"""The options of each parameter group: the object that is there, and a tensor's count of writes."""
 
 
 @dataclass(frozen=True)
 class AtFirstCall:
-    """Calls `restore` when the state of a step is placed. Options that were set since then stay: a script may load, set
-    a learning rate and call the step.
+    """Calls `restore` when the state of a step is placed. Options that were set since the load stay: a script may load,
+    set a learning rate and call the step.
     """
 
     restore: Callable[[CompiledStep], object]
-    then: Mapping[Optimizer, Options]
+    at_load: Mapping[Optimizer, Seen]
 
     def __call__(self, step: CompiledStep) -> None:
         """Restore; then set again what was set after the load."""
         assert step.state is not None, "called when the state is placed"
-        live = step.state.optimizers.values()
-        changed = [(o, _changed(before, _options(o))) for o in live if (before := self.then.get(o)) is not None]
+        optimizers = [o for o in step.state.optimizers.values() if o in self.at_load]
+        changed = [(optimizer, _set_since(self.at_load[optimizer], optimizer)) for optimizer in optimizers]
         self.restore(step)
         for optimizer, groups in changed:
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
+            for number, options in enumerate(groups):
+                group = optimizer.param_groups[number]
+                saved = [(optimizer, number, key, group.get(key)) for key in options]
                 snapshot.set_options(group, options)
+                note_changed(saved)  # as in a run that nothing interrupted
 
 
 def at_first_call(step: CompiledStep, restore: Callable[[CompiledStep], object]) -> None:
     """Call `restore` at the first call of `step`, in place of what waits for it."""
-    then = WeakKeyDictionary[Optimizer, Options]()
+    at_load = WeakKeyDictionary[Optimizer, Seen]()
     for one in gc.get_objects():  # torch keeps no list of optimizers, and the step has not seen its own
         if issubclass(type(one), Optimizer):
-            then[one] = _options(one)
+            at_load[one] = [_mark(group) for group in one.param_groups]
     waiting = [call for call in step.on_placed if not isinstance(call, AtFirstCall)]
-    step.on_placed[:] = [*waiting, AtFirstCall(restore, then)]
+    step.on_placed[:] = [*waiting, AtFirstCall(restore, at_load)]
 
 
-def _options(optimizer: Optimizer) -> Options:
-    found = [snapshot.options_of(group) for group in optimizer.param_groups]
-    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in found]
+def _mark(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Put an equal object of our own in the place of each number, so that one that is set later is another object."""
+    seen: dict[str, tuple[Any, int]] = {}
+    for key, value in snapshot.options_of(group).items():
+        if type(value) is float:
+            group[key] = float.fromhex(value.hex())
+        elif type(value) is tuple:
+            group[key] = (*cast(tuple[Any, ...], value),)
+        seen[key] = group[key], _writes(value)
+    return seen
 
 
-def _changed(before: Options, now: Options) -> Options:
-    """The options of each group that have another value now."""
-    pairs = zip(before, now, strict=False)
-    changed = [{k: v for k, v in new.items() if k not in old or not _same(old[k], v)} for old, new in pairs]
-    return [*changed, *now[len(before) :]]
+def _set_since(seen: Seen, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group that were set since they were marked."""
+    out: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        known = seen[number] if number < len(seen) else {}
+        now = snapshot.options_of(group)
+        was_set = {key: value for key, value in now.items() if not _is_marked(value, known.get(key))}
+        out.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in was_set.items()})
+    return out
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
+def _is_marked(value: Any, seen: tuple[Any, int] | None) -> bool:
+    return seen is not None and value is seen[0] and _writes(value) == seen[1]
+
+
+def _writes(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0

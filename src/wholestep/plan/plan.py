@@ -157,7 +157,7 @@ class Plan:
             Path(path).write_text(self.to_json(), encoding="utf-8")
         except (OSError, ValueError) as error:
             raise PlanError(
-                f"{shown(str(path))} cannot be written: {error}", "a path to write to", "correct it"
+                f"{shown(str(path), 4096)} cannot be written: {error}", "a path to write to", "correct it"
             ) from error
 
     @staticmethod
