@@ -114,7 +114,9 @@ def everywhere(value: Any) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=() if s in ("fully_shard", "zero1") else pytest.mark.full) for s in STYLES]
+)
 def test_continues_exactly_on_two(style: str, tmp_path: Path) -> None:
     run_ranks(_continue, 2, style, "sgd" if style in ("zero1", "fully_shard") else "adamw", str(tmp_path))
 
@@ -429,7 +431,13 @@ def _loads(rank: int, world: int, root: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("operation", "count", "number"), [("fsync", 1, 1), ("fsync", 4, 1), ("replace", 1, 1), ("replace", 2, 2)]
+    ("operation", "count", "number"),
+    [
+        ("fsync", 4, 1),
+        ("replace", 2, 2),
+        pytest.param("fsync", 1, 1, marks=pytest.mark.full),
+        pytest.param("replace", 1, 1, marks=pytest.mark.full),
+    ],
 )
 def test_killed_while_saving(operation: str, count: int, number: int, tmp_path: Path) -> None:
     """Both ranks are killed in the middle of the second save; the first one, or the whole second, is there."""
@@ -449,7 +457,7 @@ def _save_until_killed(rank: int, world: int, root: str, seconds: float) -> None
         ws.save(root, training.step)
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.35])
+@pytest.mark.parametrize("seconds", [0.2, *(pytest.param(s, marks=pytest.mark.full) for s in (0.05, 0.35))])
 def test_killed_at_some_moment(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=KILLED):
         run_ranks(_save_until_killed, 2, str(tmp_path), seconds)

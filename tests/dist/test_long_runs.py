@@ -88,6 +88,7 @@ def other_kinds(rank: int, world: int, rounds: int) -> tuple[float, list[int]]:
     return worst, keys
 
 
+@pytest.mark.full
 def test_ranks_forget_comparisons_together() -> None:
     for worst, keys in run_ranks(other_kinds, 2, 4):
         assert worst < 1e-5

@@ -87,6 +87,7 @@ def _nothing(rank: int, world: int, style: str, root: str) -> None:
     assert training.step.calls == 1
 
 
+@pytest.mark.full
 def test_a_shard_that_no_node_holds_leaves_the_checkpoint_on_disk(tmp_path: Path) -> None:
     run_ranks(_train, 2, "fully_shard", str(tmp_path), False)
     shutil.rmtree(node(str(tmp_path), 1))
@@ -160,6 +161,7 @@ def _twice(rank: int, world: int, root: str) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.full
 def test_a_restart_frees_what_the_start_before_it_left(tmp_path: Path) -> None:
     run_ranks(_twice, 2, str(tmp_path))
 

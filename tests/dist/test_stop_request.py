@@ -69,7 +69,7 @@ def ask(ranks: Ranks, *which: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "world", "steps"),
     [
-        ((1,), 2, "collectives"),
+        pytest.param((1,), 2, "collectives", marks=pytest.mark.full),
         pytest.param((0,), 3, "collectives", marks=pytest.mark.full),
         pytest.param((0, 1, 2), 3, "collectives", marks=pytest.mark.full),
         ((0, 1), 2, "no collectives"),
@@ -85,6 +85,7 @@ def test_all_ranks_end_after_the_same_step(asked: tuple[int, ...], world: int, s
         assert ends == [ends[0]] * world
 
 
+@pytest.mark.full
 def test_a_save_that_takes_longer_than_grace_ends_with_the_reason(tmp_path: Path) -> None:
     with started(tmp_path, 2, 2.0, saves_s=1000.0) as ranks:
         ask(ranks, 1)

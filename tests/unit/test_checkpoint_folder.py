@@ -262,6 +262,7 @@ step(model, optimizer, torch.randn(2, 64))
 """
 
 
+@pytest.mark.full
 def test_the_process_ends_after_its_last_save(tmp_path: Path) -> None:
     status, text = run(tmp_path / "script.py", "ws.save('saved', step, wait=False)")
     assert status == 0, text
