@@ -118,7 +118,12 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        if self.on_nonfinite not in (None, "skip", "raise") and not callable(self.on_nonfinite):
+        action: object = self.on_nonfinite
+        if (
+            action is not None
+            and not callable(action)
+            and not (isinstance(action, str) and action in ("skip", "raise"))
+        ):
             found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")
         check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout", "on_nonfinite"))
