@@ -118,15 +118,10 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        action: object = self.on_nonfinite
-        if (
-            action is not None
-            and not callable(action)
-            and not (isinstance(action, str) and action in ("skip", "raise"))
-        ):
+        if isinstance(self.on_nonfinite, str) and self.on_nonfinite not in ("skip", "raise"):
             found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")
-        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout", "on_nonfinite"))
+        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout"))
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
