@@ -13,12 +13,12 @@ LIMIT_S = 60.0  # of a test: no time is asserted, but nothing waits for ever
 
 FOUND = {
     "kill": "is gone: its process was killed, or ended",
-    "stop": "is stopped: no sign of life for",
+    "stop": "is stopped: no heartbeat for",
     "raise": "raised ValueError: a batch without labels",
     "exit": "ended its program while other ranks go on",
     "leave": "ended its program while other ranks go on",
     "hang": "does not come: rank",
-    "hang in C": "is stopped, or blocked outside of Python, or unreachable: no sign of life for",
+    "hang in C": "is stopped, or blocked outside of Python, or unreachable: no heartbeat for",
     "hang in the loader": "does not come: rank",
 }
 HOSTS = "which hosts the store of the job,"  # what is said of a first rank that ends without a word

@@ -19,6 +19,7 @@ import wholestep as ws
 from tests.steps import mean_square as train_step
 from wholestep.checkpoint import durable, lease
 from wholestep.checkpoint.lease import Owner
+from wholestep.distributed.process import process
 
 
 def trained() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
@@ -38,7 +39,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Any:
 def other(**changes: Any) -> Owner:
     """A living process of this host: the one that started this one."""
     here = Owner.this_process()
-    ours = {"token": "f" * 32, "pid": os.getppid(), "started": lease._started(os.getppid())}
+    ours = {"token": "f" * 32, "pid": os.getppid(), "started": process(os.getppid()).started}
     return dataclasses.replace(here, **{**ours, **changes})
 
 
@@ -61,11 +62,11 @@ def test_a_living_job_is_named_and_nothing_is_written(step: Any, tmp_path: Path)
     assert names(tmp_path) == [".writer-4.json"]
 
 
-DEAD = {"pid": 2**22 + 1, "started": 7}
-ELSEWHERE = {"host": "elsewhere", "boot": "another"}
+DEAD = {"pid": 2**22 + 1, "started": "7"}
+ELSEWHERE = {"host": "elsewhere", "place": "another"}
 
 
-@pytest.mark.parametrize("changes", [DEAD, {"started": 7}, {**ELSEWHERE, "at": 0.0}])
+@pytest.mark.parametrize("changes", [DEAD, {"started": "7"}, {**ELSEWHERE, "at": 0.0}])
 def test_what_an_ended_process_left_is_taken_at_once(step: Any, changes: Any, tmp_path: Path, recwarn: Any) -> None:
     """`started` tells a later process of the same pid; an hour ago is long ago on any clock."""
     (tmp_path / ".writer-4.json").write_bytes(other(**changes).to_json())
@@ -78,7 +79,7 @@ def test_what_an_ended_process_left_is_taken_at_once(step: Any, changes: Any, tm
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
 def test_a_half_written_lease_becomes_stale(step: Any, content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".writer-1.json").write_bytes(content)
-    with pytest.warns(UserWarning, match="took over from an unknown process, which shows no sign of life"):
+    with pytest.warns(UserWarning, match="took over from an unknown process, which sends no heartbeat"):
         ws.save(tmp_path, step)
 
 
@@ -101,7 +102,7 @@ def test_a_silent_job_of_another_host_loses_its_lease_and_a_living_one_does_not(
     finally:
         ended.set()
         thread.join()
-    with pytest.warns(UserWarning, match=r"took over from process \d+ on elsewhere, which shows no sign of life"):
+    with pytest.warns(UserWarning, match=r"took over from process \d+ on elsewhere, which sends no heartbeat"):
         ws.save(tmp_path, step)
     assert names(tmp_path) == [".writer-2.json", "latest", "step-00000001"]
 
@@ -109,7 +110,7 @@ def test_a_silent_job_of_another_host_loses_its_lease_and_a_living_one_does_not(
 def test_the_job_that_was_taken_over_is_told(step: Any, tmp_path: Path) -> None:
     ws.save(tmp_path, step, number=1)
     (tmp_path / ".writer-2.json").write_bytes(other().to_json())
-    with pytest.raises(ws.CheckpointError, match=r"was taken by process \d+ on .*: this job showed no sign of life"):
+    with pytest.raises(ws.CheckpointError, match=r"was taken by process \d+ on .*: this job sent no heartbeat"):
         ws.save(tmp_path, step, number=2)
     with pytest.raises(ws.CheckpointError, match=r"^another job saves to "):
         ws.save(tmp_path, step, number=2)

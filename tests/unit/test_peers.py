@@ -81,9 +81,7 @@ def test_a_silent_rank_is_found_after_the_timeout_and_sooner_where_a_connection_
     ranks, _ = job(3)
     for _ in range(8):  # 4 s each count, however long this rank was away: it may have been stopped itself
         assert ranks[0].round(1000.0) == ranks[2].round(1000.0) == ""
-    assert f"{who(1)} is stopped, or blocked outside of Python, or unreachable: no sign of life" in ranks[0].round(
-        1000.0
-    )
+    assert f"{who(1)} is stopped, or blocked outside of Python, or unreachable: no heartbeat" in ranks[0].round(1000.0)
     assert ranks[2].round() == str(ranks[0].activity.failure).splitlines()[0]
 
     ranks, _ = job(3)

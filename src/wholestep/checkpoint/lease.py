@@ -1,6 +1,6 @@
 """One job at a time writes checkpoints to a folder: a lease with an owner, a host and a heartbeat.
 
-A lease is a file `.writer-N.json`; the highest N counts. To take over a lease that shows no sign of life, a job creates
+A lease is a file `.writer-N.json`; the highest N counts. To take over a lease without heartbeats, a job creates
 the next number: of several jobs, one succeeds. So neither locks of the file system nor equal clocks are needed, and
 `create` is the only atomic operation.
 
@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ import warnings
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ..distributed.process import Process, process
 from ..errors import CheckpointError
 from ..typed_json import MalformedError, parse
 from ..typed_json import read as decoded
@@ -34,60 +34,38 @@ _NAME = re.compile(r"\.writer-(\d{1,18})\.json")
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A process that writes checkpoints. `started` tells it from a later process of the same pid."""
+class Owner(Process):
+    """A process that writes checkpoints; `at` is in seconds since 1970, and `beat` counts heartbeats."""
 
     token: str
-    host: str
-    boot: str
-    pid: int
-    started: int
     at: float
     beat: int = 0
 
     @staticmethod
     def this_process() -> Owner:
         """A new owner in this process."""
-        boot, started = _boot(), _started(os.getpid())
-        return Owner(uuid.uuid4().hex, socket.gethostname(), boot, os.getpid(), started, time.time())
-
-    @property
-    def is_here(self) -> bool:
-        """True for a process of this host, whose pids are this process's own."""
-        return bool(self.boot) and self.boot == _boot() and self.host == socket.gethostname()
+        return Owner(**vars(_here()), token=uuid.uuid4().hex, at=time.time())
 
     @property
     def is_dead(self) -> bool:
         """True for a process of this host that has ended."""
-        return self.is_here and _started(self.pid) != self.started
+        return self.is_gone(_here())
 
     @property
     def is_this_process(self) -> bool:
         """True for this process, which may have other tokens."""
-        return self.is_here and self.pid == os.getpid()
+        return self.is_seen_from(_here()) and self.pid == os.getpid()
 
     def to_json(self) -> bytes:
-        """Text that `_read` reads back."""
+        """Text that `owner_of` reads back."""
         return json.dumps(asdict(self)).encode()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-def _boot() -> str:
-    """Names this start of this machine; "" where the system does not tell."""
-    with contextlib.suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")  # a container counts its own pids
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + space
-    return ""
-
-
-def _started(pid: int) -> int:
-    """When a process of this machine started, in ticks since boot; -1 for none."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return -1 if state in (b"Z", b"X") else int(rest[18])
-    return -1
+def _here() -> Process:
+    return process(os.getpid())
 
 
 def owner_of(path: Path) -> Owner | None:
@@ -115,7 +93,7 @@ class Lease:
             self.lost_to = str(found)
         if self.lost_to or highest < self.number:
             who = f"by {self.lost_to}" if self.lost_to else "away"
-            text = f"{self.root} was taken {who}: this job showed no sign of life for {STALE_S:.0f} s"
+            text = f"{self.root} was taken {who}: this job sent no heartbeat for {STALE_S:.0f} s"
             raise CheckpointError(text, "one job at a time that saves there", _ADVICE)
 
     def _keep(self) -> None:
@@ -132,7 +110,7 @@ class Lease:
                     _unlink(_path(self.root, left))
 
     def start(self) -> None:
-        """Show signs of life from now on."""
+        """Send heartbeats from now on."""
         threading.Thread(target=self._keep, name="wholestep-lease", daemon=True).start()
 
     def release(self) -> None:
@@ -174,7 +152,7 @@ def acquire(root: Path) -> Lease:
     if number:
         if other is None or not (other.is_dead or other.is_this_process):
             warnings.warn(
-                f"{root}: took over from {other or 'an unknown process'}, which shows no sign of life", stacklevel=2
+                f"{root}: took over from {other or 'an unknown process'}, which sends no heartbeat", stacklevel=2
             )
         _unlink(_path(root, number))
     lease = _held[str(root)] = Lease(root, owner, number + 1)
@@ -199,11 +177,11 @@ def release_all() -> None:
 
 
 def _is_stale(root: Path, number: int, other: Owner | None) -> bool:
-    """Whether a lease is left over. Looks for signs of life until it is sure; clocks of hosts are not compared."""
+    """Whether a lease is left over. Looks for heartbeats until it is sure; clocks of hosts are not compared."""
     if other is not None and (other.is_dead or other.is_this_process or time.time() - other.at > _FORGOTTEN_S):
         return True  # a lease of this process that it does not hold came with a copy of the folder
-    if other is not None and other.is_here:
-        return _unchanged(root, number, other, STALE_S) if _is_stopped(other.pid) else False
+    if other is not None and other.is_seen_from(_here()) and not other.is_stopped(_here()):
+        return False
     return _unchanged(root, number, other, STALE_S)
 
 
@@ -218,12 +196,6 @@ def _unchanged(root: Path, number: int, other: Owner | None, seconds: float) -> 
         if highest > number or now != other:
             return False
     return True
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    return False
 
 
 def _highest(root: Path) -> tuple[int, Owner | None]:

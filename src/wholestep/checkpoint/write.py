@@ -27,7 +27,7 @@ from .tensor_files import Piece
 VALUES = "values.pt"
 CLAIM = "writer.json"
 _REPORT_S = 10.0
-_ABANDONED_S = 86_400.0  # what an unknown process wrote is removed a day after its last sign of life
+_ABANDONED_S = 86_400.0  # what an unknown process wrote is removed after a day without a change
 
 
 @dataclass(frozen=True)

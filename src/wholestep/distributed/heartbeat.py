@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import linecache
 import os
-import socket
 import sys
 import sysconfig
 import threading
@@ -22,6 +20,7 @@ import torch
 from ..backend.eager import WAITS
 from ..errors import __file__ as wholestep_file
 from .activity import Activity
+from .process import Process, process
 
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _INTERNAL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, wholestep_file))
@@ -30,51 +29,24 @@ _BUSY_SHARE, _BUSY_S = 0.01, 0.01  # a thread that uses more of a CPU is not blo
 
 
 @dataclass(frozen=True)
-class Identity:
-    """A rank's process. `place` is equal for processes that see each other's ids; `started` tells reused ids apart."""
+class Identity(Process):
+    """A rank's process."""
 
     rank: int
-    host: str
-    pid: int
-    place: str
-    started: str
     hosts_store: bool
 
     @staticmethod
     def own(rank: int, hosts_store: bool) -> Identity:
         """This process."""
-        pid, place = os.getpid(), ""
-        with contextlib.suppress(OSError):  # not Linux: no rank looks for the process of another
-            place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-        return Identity(rank, socket.gethostname(), pid, place, _stat(pid)[1], hosts_store)
+        return Identity(**vars(process(os.getpid())), rank=rank, hosts_store=hosts_store)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-    def is_gone(self, seen_from: Identity) -> bool:
-        """True where the process is seen to have ended."""
-        if not self.place or self.place != seen_from.place:
-            return False
-        state, started = _stat(self.pid)
-        return state in ("", "Z", "X") or started != self.started
-
-    def is_stopped(self, seen_from: Identity) -> bool:
-        """True where the process is seen to be stopped by a signal, or by a debugger."""
-        return bool(self.place) and self.place == seen_from.place and _stat(self.pid)[0] in ("T", "t")
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """State of a process and when it started; empty where there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
-
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life. `waits`: the main thread waits for other ranks; `still_s`: for how long it does what it does."""
+    """A heartbeat. `waits`: the main thread waits for other ranks; `still_s`: for how long it does what it does."""
 
     who: Identity
     number: int = 0
@@ -98,7 +70,7 @@ class Beat:
         return Beat(Identity(**fields.pop("who")), **fields)
 
     def last(self, silent_s: float = 0.0) -> str:
-        """What the rank did when it gave this sign, for how long, and when that was."""
+        """What the rank did then, for how long, and when that was."""
         ago = f", {silent_s:.0f} s ago" if silent_s >= 1 else ""
         return f"{self.what}, for {self.still_s:.0f} s{ago}" + (f"\n  there: {self.where}" if self.where else "")
 
@@ -116,7 +88,7 @@ class MainThread:
     _cpu_s: float = 0.0
 
     def beat(self, before: Beat, most_s: float) -> Beat:
-        """The next sign of life after `before`. At most `most_s` count as passed since: the process may have been
+        """The next heartbeat after `before`. At most `most_s` count as passed since: the process may have been
         stopped.
         """
         activity, now, step = self.activity, time.monotonic(), self.activity.step()

@@ -215,7 +215,7 @@ class Peers:
             return RankFailure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
         if silent_s > (self._gap_s if suspected else patience_s):
             others = "" if who.is_stopped(own.who) else ", or blocked outside of Python, or unreachable"
-            what = f"{who} is stopped{others}: no sign of life for {silent_s:.0f} s"
+            what = f"{who} is stopped{others}: no heartbeat for {silent_s:.0f} s"
             return RankFailure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
         same = beat.step == own.step
         behind = same and beat.calls < own.calls
