@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from tests.dist.launch import RankError, run_ranks
+from tests.dist.scripts import start
 from wholestep.checkpoint import durable
 
 ROWS = 12
@@ -288,6 +289,39 @@ def test_each_rank_gets_its_own_state_and_no_other_does(tmp_path: Path) -> None:
         ]
         * 2
     )
+
+
+RESUMED = """
+import os, sys
+import torch
+import wholestep as ws
+from tests.dist.test_checkpoint import Place
+from tests.steps import mean_square
+
+folder, rank = sys.argv[1], int(os.environ["RANK"])
+model = torch.nn.Linear(3, 3)
+step = ws.compile(mean_square, parallel=ws.DataParallel("replicate"))
+place = Place(10 + rank)
+if not os.path.exists(folder):
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.full((2, 3), 1.0 + rank))
+    ws.save(folder, step, stateful={"loader": place})
+else:
+    place.at = 0
+    ws.load(folder, step, stateful={"loader": place})
+    print("stands at", place.at)
+"""
+
+
+def test_a_load_before_anything_else_joins_the_job(tmp_path: Path) -> None:
+    """Ranks that have no process group yet are those of the launcher all the same."""
+    script = tmp_path / "script.py"
+    script.write_text(RESUMED)
+    for run in ("first", "again"):
+        (tmp_path / run).mkdir()
+        with start(script, [str(tmp_path / "saved")], 2, tmp_path / run) as ranks:
+            assert ranks.wait([0, 1], 60.0) == {0: 0, 1: 0}, [ranks.output(rank) for rank in (0, 1)]
+            said = [re.findall(r"stands at (\d+)", ranks.output(rank)) for rank in (0, 1)]
+    assert said == [["10"], ["11"]]
 
 
 # -- two jobs in one folder --------------------------------------------------------------------

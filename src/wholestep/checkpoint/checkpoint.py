@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect
-from ..distributed.launch import join
+from ..distributed.launch import ensure_group
 from ..distributed.stop_request import StopRequest
 from ..errors import CheckpointError, shown
 from ..graph.graph import Role
@@ -146,7 +146,7 @@ def save(
         found = f"save({'no step that was called, no model' if state is None else 'number=None'})"
         raise CheckpointError(found, "a step that was called, or model= and number=", "give what is missing")
     if step is None:
-        join(None, str(next((h.tensor.device for h in state.params.values()), "cpu")))
+        ensure_group(_device_of(state))
     calls = step.calls if step is not None else number
     mesh = str(step.world.mesh) if step is not None and step.world is not None else ""
     described = Manifest(number, calls, 1, mesh, 0.0, {}, {}, {}, {}, {})
@@ -219,7 +219,10 @@ def load(
     """
     flush_pending()
     background.wait()
-    ranks, state, objects = Ranks.of_job(), _state_of(step, model, optimizer), dict(stateful or {})
+    state, objects = _state_of(step, model, optimizer), dict(stateful or {})
+    if state is not None or step is not None or objects:
+        ensure_group(_device_of(state) if state is not None else None)
+    ranks = Ranks.of_job()
     root = durable.folder_at(directory)
     while True:
         folder, found, content = _open(root, ranks, strict)
@@ -342,3 +345,9 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
     if model is None and optimizer is None:
         return None
     return collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
+
+
+def _device_of(state: StepState) -> str | None:
+    """The kind of device of the parameters; None for none, or `meta`."""
+    kinds = {held.tensor.device.type for held in state.params.values()} - {"meta"}
+    return kinds.pop() if len(kinds) == 1 else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..capture.scheduled_numbers import to_save
-from ..distributed.launch import World, join
+from ..distributed.launch import World, ensure_group
 from ..errors import CheckpointError
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
@@ -128,8 +128,7 @@ class MemoryCopies:
             CheckpointError: on every rank: the copies are of another model or optimizer.
         """
         flush_pending()
-        if not dist.is_initialized():
-            join(None, step.options.given.device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+        ensure_group(step.options.given.device)
         restoring = Restoring.of(self.folder, Ranks.of_job())
         if restoring is None:
             return None

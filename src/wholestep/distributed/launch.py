@@ -51,6 +51,22 @@ def job() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ensure_group(device: str | None) -> None:
+    """Make the process group from the launcher's RANK and WORLD_SIZE, unless there is one or no launcher. Where
+    `device` is not known yet, the group is for CPUs and GPUs.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        gpus = torch.cuda.is_available() if device is None else device.startswith("cuda")
+        if gpus:
+            for name, value in _FLIGHT_RECORDER.items():
+                os.environ.setdefault(name, value)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("gloo" if not gpus else "nccl" if device else "cpu:gloo,cuda:nccl")
+    if dist.is_initialized():
+        atexit.unregister(_let_go)
+        atexit.register(_let_go)  # the group's threads must end before the interpreter does
+
+
 def join(
     mesh: Mesh | None, device: str, home: str | None = None, timeout_s: float | None = None, allowance_s: float = 0.0
 ) -> World:
@@ -58,12 +74,7 @@ def join(
     rests on `home`, by default on `device` too. Ranks are watched, with `timeout_s`; one may compile for `allowance_s`.
     Raises MeshError: the mesh does not have as many ranks as the job.
     """
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if device.startswith("cuda"):
-            for name, value in _FLIGHT_RECORDER.items():
-                os.environ.setdefault(name, value)
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    ensure_group(device)
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
@@ -72,8 +83,6 @@ def join(
         raise MeshError(found, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
-    atexit.unregister(_let_go)
-    atexit.register(_let_go)  # the group's threads must end before the interpreter does
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     if timeout_s is not None and device.startswith("cuda"):
         for group in (dist.group.WORLD, *devices.get_all_groups()):
