@@ -546,8 +546,10 @@ def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Hardware.load": (ws.Hardware.load, {"path": "nowhere.json"}),
         "Hardware.preset": (ws.Hardware.preset, {"name": "dgx-h100"}),
         "whole": (_whole, {"model": model}),
-        "save": (ws.save, {"directory": "/proc/nowhere", "model": model, "number": 3, "keep": 2}),
-        "load": (ws.load, {"directory": "/proc/nowhere", "model": model}),
+        "save": (ws.save, {"directory": "run", "model": model, "number": 3, "keep": 2, "extra": {}, "stateful": {}}),
+        "load": (ws.load, {"directory": "/proc/nowhere", "model": model, "stateful": {}, "strict": False}),
+        "export": (ws.export, {"directory": "out", "model": model, "format": "dcp", "max_file_bytes": "1GB"}),
+        "MemoryCopies": (ws.MemoryCopies, {"folder": "copies", "every": 2}),
         "callback": (ws.callback, {"fn": print}),
     }
 

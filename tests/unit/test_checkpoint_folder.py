@@ -147,7 +147,6 @@ def test_beats_show_life_and_a_released_lease_is_free(tmp_path: Path, monkeypatc
 
 
 def test_of_several_contenders_one_takes_over(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"")
     won: list[int] = []
     gate = threading.Barrier(8)
 

@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph
 
 import wholestep as ws
+from tests.steps import mean_square as train_step
 from wholestep import _torch
 from wholestep.runtime import step as runtime_step
 from wholestep.runtime.program import Program
 from wholestep.tuning import TUNING
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def job() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -56,7 +49,7 @@ def meet(count: int) -> None:
     assert after[0]["Program"] == len(step.programs) == 4
     assert step.captures == len(sizes)
     assert [str(one.message) for one in caught if "max_programs" in str(one.message)] == [
-        "train_step met more than max_programs=4 kinds of calls, and keeps the latest programs. Why the last one was "
+        "mean_square met more than max_programs=4 kinds of calls, and keeps the latest programs. Why the last one was "
         "captured: argument x is a tensor (5, 3) torch.float32, it was (4, 3) torch.float32"
     ]
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from . import lease
 from .tensor_files import Piece
 
 _current: Future[Path] | None = None
-_host: dict[str, Tensor] = {}
-"""Host memory that pieces are copied to, by name; kept from one save to the next."""
+_host = WeakKeyDictionary[object, dict[str, Tensor]]()
+"""Host memory that pieces are copied to, by what is saved and by name: it lasts as long as that does."""
 
 
 def wait() -> None:
@@ -73,18 +74,18 @@ def start(work: Callable[[], Path]) -> Future[Path]:
     return saving
 
 
-def staged(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """The pieces, copied to host memory. Memory of the last save is used again."""
-    out: dict[str, Piece] = {}
+def staged(pieces: Mapping[str, Piece], owner: object) -> dict[str, Piece]:
+    """The pieces, copied to host memory. Memory of the last save of `owner` is used again."""
+    out, memory = dict[str, Piece](), _host.setdefault(owner, {})
     for name, piece in pieces.items():
-        values, copy = piece.values.detach(), _host.get(name)
+        values, copy = piece.values.detach(), memory.get(name)
         if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
             copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            _host[name] = copy
+            memory[name] = copy
         copy.copy_(values, non_blocking=True)
         out[name] = Piece(piece.offsets, copy)
-    for name in _host.keys() - pieces.keys():
-        del _host[name]
+    for name in memory.keys() - pieces.keys():
+        del memory[name]
     if any(piece.values.is_cuda for piece in pieces.values()):
         torch.cuda.current_stream().synchronize()
     return out

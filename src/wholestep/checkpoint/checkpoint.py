@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
+from ..typed_values import check_arguments
 from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
 from .first_call import at_first_call
@@ -130,7 +131,12 @@ def save(
         CheckpointError: on every rank, when it could not be saved on any, or another job saves there.
         NonFiniteError: on every rank: with `on_nonfinite="raise"`, the last call was not finite; nothing is saved.
     """
-    _check_numbers(number, keep, every)
+    _check_arguments("save", step, extra=extra, stateful=stateful)
+    check_arguments("save", CheckpointError, keep=(keep, int), wait=(wait, bool))
+    check_arguments("save", CheckpointError, number=(number, int | None), every=(every, int | None))
+    for name, value, least in (("number", number, 0), ("keep", keep, 1), ("every", every, 1)):
+        if value is not None and value < least:
+            raise CheckpointError(f"save({name}={value})", f"a whole number from {least}", "correct it")
     if step is None and (every is not None or grace is not None):
         found = f"save(every={every}, grace={grace}) without a step"
         raise CheckpointError(found, "a step whose calls it counts", "leave it out")
@@ -158,7 +164,8 @@ def save(
         raise SystemExit(0)
     if wait:
         return write.run()
-    return background.start(replace(write, pieces=background.staged(write.pieces)).run)
+    owner = step if step is not None else next(iter((*state.modules.values(), *state.optimizers.values())))
+    return background.start(replace(write, pieces=background.staged(write.pieces, owner)).run)
 
 
 _stop_request: StopRequest | None = None
@@ -174,12 +181,16 @@ def _stop_after(step: CompiledStep, grace: float | str) -> StopRequest | None:
     return _stop_request if _stop_request.agreed_at(step.calls) else None
 
 
-def _check_numbers(number: object, keep: object, every: object) -> None:
-    for name, value, least in (("number", number, 0), ("keep", keep, 1), ("every", every, 1)):
-        if value is None and name != "keep":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CheckpointError(f"save({name}={shown(value)})", f"a whole number from {least}", "correct it")
+def _check_arguments(call: str, step: object, **named: object) -> None:
+    check_arguments(call, CheckpointError, step=(step, CompiledStep | None))
+    for name, values in named.items():
+        check_arguments(call, CheckpointError, **{name: (values, Mapping[str, Any] | None)})
+    for name, one in cast(Mapping[str, Any], named.get("stateful") or {}).items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(one, method, None)):
+                raise CheckpointError(
+                    f"stateful {name!r} is {shown(one)}", f"an object with {method}()", "leave it out"
+                )
 
 
 def load(
@@ -217,6 +228,8 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, or it is damaged or does not fit; nothing was changed then.
     """
+    _check_arguments("load", step, stateful=stateful)
+    check_arguments("load", CheckpointError, strict=(strict, bool))
     flush_pending()
     background.wait()
     state, objects = _state_of(step, model, optimizer), dict(stateful or {})

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 
 BLOCK_BYTES = 1 << 20
 _REASONS = {
@@ -36,9 +36,15 @@ _REASONS = {
 
 
 def folder_at(directory: str | Path) -> Path:
-    """The folder, local or remote (`s3://bucket/run`). Raises CheckpointError: what remote folders need is missing."""
-    if not isinstance(directory, str) or "://" not in directory:
-        return Path(directory) if isinstance(directory, str) else directory
+    """The folder, local or remote (`s3://bucket/run`, or a `UPath`). Raises CheckpointError: it is none, or what remote
+    folders need is missing.
+    """
+    if not isinstance(directory, str):
+        if not hasattr(directory, "iterdir"):
+            raise CheckpointError(f"directory={shown(directory)}", "a path, as text or Path", "correct it")
+        return directory
+    if "://" not in directory:
+        return Path(directory)
     try:
         from upath import UPath
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.full_tensors import gather
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..runtime.between_steps import flush_pending
+from ..typed_values import check_arguments
 from ..units import parse_bytes
 from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
 from .manifest import CheckpointTensor, Chunk, Manifest
@@ -58,13 +59,11 @@ def export(
         CheckpointError: on every rank, when it could not be written on any; nothing is left in `directory` then.
         PlanError: `max_file_bytes` is no size.
     """
+    check_arguments("export", CheckpointError, format=(format, str), dtype=(dtype, torch.dtype | None))
     if format not in FORMATS:
-        raise CheckpointError(f"export(format={format!r})", f"one of {', '.join(FORMATS)}", "correct it")
-    most_bytes, target, ranks = (
-        parse_bytes(max_file_bytes, "max_file_bytes"),
-        durable.folder_at(directory),
-        Ranks.of_job(),
-    )
+        raise CheckpointError(f"export(format={shown(format)})", f"one of {', '.join(FORMATS)}", "correct it")
+    most_bytes = parse_bytes(max_file_bytes, "max_file_bytes")
+    target, ranks = durable.folder_at(directory), Ranks.of_job()
     flush_pending()
     if isinstance(model, nn.Module):
         found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))

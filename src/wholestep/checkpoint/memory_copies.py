@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ..capture.scheduled_numbers import to_save
 from ..distributed.launch import World, ensure_group
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
+from ..typed_values import check_arguments
 from . import snapshot, tensor_files
 from .checkpoint import Checkpoint
 from .first_call import at_first_call
@@ -35,6 +36,7 @@ from .stateful import to_bytes
 from .tensor_files import Piece
 
 _ALIGNED = 64
+_EXTRA = Mapping[str, Any] | None
 
 
 class MemoryCopies:
@@ -62,11 +64,16 @@ class MemoryCopies:
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
+        check_arguments("MemoryCopies", CheckpointError, folder=(folder, str | Path), every=(every, int))
         if every < 1:
             raise CheckpointError(f"MemoryCopies(every={every})", "a number from 1", "correct it")
         self.folder, self.every = Path(folder), every
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.folder.stat().st_uid != os.getuid():
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.folder.stat().st_uid
+        except (OSError, ValueError) as error:  # also a null in the name
+            raise CheckpointError(f"{shown(str(folder))} cannot be made: {error}", "a folder", "correct it") from error
+        if owner != os.getuid():
             raise CheckpointError(f"{folder} belongs to another user", "a folder of your own", "choose another name")
         self._start, self._count = 0, 0
         self._slots: list[_Slot] = []
@@ -81,6 +88,7 @@ class MemoryCopies:
             CheckpointError: on every rank: the step was not called, or the last copy of a rank failed, for want of
                 memory, say.
         """
+        check_arguments("MemoryCopies.save", CheckpointError, step=(step, CompiledStep), extra=(extra, _EXTRA))
         if step.state is None or step.world is None:
             raise CheckpointError("a copy of a step that was not called", "a step with a state", "call it first")
         if step.calls % self.every:
@@ -127,6 +135,7 @@ class MemoryCopies:
         Raises:
             CheckpointError: on every rank: the copies are of another model or optimizer.
         """
+        check_arguments("MemoryCopies.load", CheckpointError, step=(step, CompiledStep))
         flush_pending()
         ensure_group(step.options.given.device)
         restoring = Restoring.of(self.folder, Ranks.of_job())
