@@ -20,9 +20,9 @@ _POLLED = re.compile(r"tfd:\s*(\d+) events:\s*\w+ data:\s*(\w+)")
 def break_gloo_connections() -> int:
     """Shut this process's gloo connections down, so that waiting collectives raise. Returns how many there were.
 
-    gloo has no abort (`ProcessGroupGloo.abort` of 2.11 to 2.13 does nothing). Its sockets are those that an epoll of
-    this process watches with a pointer as its data: libuv (of the store) and Python's own loops keep the descriptor
-    there. Linux only; elsewhere 0.
+    gloo has no abort (`ProcessGroupGloo.abort` of 2.11 to 2.13 does nothing). gloo registers its sockets in an epoll
+    with a pointer as data; libuv (of the store) and Python's event loops register the descriptor. Linux only; elsewhere
+    0.
     """
     found = 0
     for fd, _ in _descriptors("anon_inode:[eventpoll]"):

@@ -66,8 +66,8 @@ def _with_subclasses(kind: type) -> list[type]:
 
 @contextlib.contextmanager
 def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
-    """Run `on_read` and `on_write` in place of `__getattribute__` and `__setattr__` of these classes. Yields those that
-    cannot be changed.
+    """Run `on_read` and `on_write` in place of `__getattribute__` and `__setattr__` of these classes. Yields the
+    classes that cannot be patched.
     """
     known, unobserved = set[type](), set[type]()
     with contextlib.ExitStack() as stack:

@@ -210,7 +210,7 @@ def load(
     between ranks come back into a step; those of a model that a step takes over later are the first rank's. A second
     copy of the state is held while it is read.
 
-    Nothing in the folder is run: files of a stranger can be loaded, and at worst are refused.
+    Loading executes no code from the folder. A malformed checkpoint raises CheckpointError.
 
     Args:
         directory: what `save` was given, or the folder of one checkpoint. Of several the newest one that is intact is

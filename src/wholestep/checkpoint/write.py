@@ -167,8 +167,8 @@ def to_write(
 
 
 def _remove_unfinished(root: Path, held: Lease) -> None:
-    """Remove folders without a manifest that nobody can finish: this process's own, those of processes that have ended,
-    and those that nobody has touched for a day.
+    """Remove folders without a manifest that nobody can finish. Their process is this one or has ended, or they have
+    not changed for a day.
     """
     for folder in manifest.folders(root):
         if (folder / manifest.NAME).exists():
