@@ -252,7 +252,7 @@ def test_a_model_on_another_device():
             ws.BackendError,
             [
                 "backend 'tvm' is unknown",
-                "  needed: one of 'eager', 'inductor', 'cudagraphs', or a Backend",
+                "  needed: one of 'eager', 'inductor', or a Backend",
                 "  next: correct the name",
             ],
         ),
