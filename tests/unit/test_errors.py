@@ -239,7 +239,7 @@ def test_a_torch_that_knows_no_cuda():
     with torch.device("meta"):
         model, x = nn.Linear(4, 2), torch.empty(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ws.CaptureError, match="device='cuda', with torch .*, which was built without CUDA"):
+    with pytest.raises(ws.CaptureError, match=r"device='cuda', with torch .*, which was built without CUDA"):
         ws.capture(plain, model, optimizer, x, options=ws.CaptureOptions(device="cuda"))
 
 
