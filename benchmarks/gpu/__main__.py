@@ -124,19 +124,18 @@ class Comparison:
 def compare(
     setting: Setting, names: Sequence[str], rounds: int, report: Report, limit_s: float, deadline: float
 ) -> None:
-    """All figures of one setting: in turns, or one runner after the other, the first one once more at the end."""
+    """All figures of one setting: of runners in turns, or one after the other where their memory asks for it."""
     comparison = Comparison(setting, report, limit_s, deadline)
-    if setting.size_name in ALONE:
-        for name in names:
-            comparison.start([name])
-            comparison.turns(rounds)
-            comparison.finish()
-        return
-    quick = [name for name in names if not RUNNERS[name].inductor]
+    alone = [name for name in names if RUNNERS[name].aside or setting.size_name in ALONE]
+    for name in alone:
+        comparison.start([name])
+        comparison.turns(rounds)
+        comparison.finish()
+    quick = [name for name in names if not RUNNERS[name].inductor and name not in alone]
     for at in range(0, len(quick), STARTED_TOGETHER):
         comparison.start(quick[at : at + STARTED_TOGETHER])
     comparison.turns(1)
-    comparison.start([name for name in names if RUNNERS[name].inductor])
+    comparison.start([name for name in names if RUNNERS[name].inductor and name not in alone])
     comparison.turns(rounds)
     comparison.finish()
 
@@ -155,7 +154,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runners", default=",".join(RUNNERS), help=f"of {', '.join(RUNNERS)}")
     parser.add_argument("--precision", choices=["bf16", "autocast", "float32"], default="bf16")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each runner, of 5 steps")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds for each thing that a runner is asked")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each thing that a runner is asked")
     parser.add_argument("--minutes", type=float, default=10.0, help="after that, no other runner begins")
     parser.add_argument("--no-tests", action="store_true", help="leave out tests/gpu")
     parser.add_argument(

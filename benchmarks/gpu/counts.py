@@ -28,7 +28,7 @@ def on_null_device(step: Callable[[], object]) -> str:
 
 def on_gpu(step: Callable[[], object]) -> str:
     """The calls of CUDA's runtime that torch's profiler sees in one step."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as found:
         for _ in range(COUNTED_STEPS):
             step()
         torch.cuda.synchronize()

@@ -27,11 +27,14 @@ class Built:
 
 @dataclass(frozen=True)
 class Runner:
-    """How a step is run. `inductor`: it compiles kernels, which takes long; `group`: it joins a process group first."""
+    """How a step is run. `inductor`: it compiles kernels, which takes long; `group`: it joins a process group first;
+    `aside`: its time is not compared with the others', which trade no time for memory.
+    """
 
     build: Callable[[Setting], Built]
     inductor: bool = False
     group: bool = False
+    aside: bool = False
     described: str = ""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -90,9 +93,9 @@ RUNNERS: dict[str, Runner] = {
         described="in an NCCL job of one rank",
     ),
     "wholestep:recompute": Runner(
-        with_less_memory, described=f"memory_bytes: {BUDGET_SHARE:.0%} of the predicted peak"
+        with_less_memory, aside=True, described=f"memory_bytes: {BUDGET_SHARE:.0%} of the predicted peak"
     ),
-    "wholestep:offload": Runner(lambda s: wholestep(s, offload="cpu")),
+    "wholestep:offload": Runner(lambda s: wholestep(s, offload="cpu"), aside=True),
     "compile": Runner(lambda s: torch_runner(s, None), inductor=True, described="torch.compile of model and loss"),
     "compile:reduce-overhead": Runner(lambda s: torch_runner(s, "reduce-overhead"), inductor=True),
     "wholestep:inductor": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),

@@ -37,7 +37,7 @@ SIZES = {
     # a step of a few milliseconds, which launches bound
     "small": Size(layers=6, width=512, heads=8, context=256, rows=8, vocabulary=32768),
     # GPT-2 124M, its 50,257 tokens padded to a multiple of 64 as nanoGPT does
-    "gpt2": Size(layers=12, width=768, heads=12, context=1024, rows=16, vocabulary=50304),
+    "gpt2": Size(layers=12, width=768, heads=12, context=1024, rows=8, vocabulary=50304),
     # the shapes of Llama-3.2-1B
     "llama1b": Size(layers=16, width=2048, heads=32, context=2048, rows=4, vocabulary=128256, key_heads=8, hidden=8192),
 }
