@@ -1,4 +1,4 @@
-"""`cuda_graphs=True` on several ranks, with a recorder that runs again: a collective is replayed by all ranks or none."""
+"""`cuda_graphs=True` on several ranks, with a recorder that runs again: all ranks replay a collective, or none."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,9 @@ def each_call(rank: int, world: int, rows: Sequence[Sequence[int]], fails: int) 
             assert torch.equal(found, expected), call
             recorded, replayed = again.recorded - before[0], again.replayed - before[1]
             did.append("record" if recorded else "replay" if replayed else "run")
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(*(m.state_dict().values() for m in models), strict=True))  # type: ignore[attr-defined]
+    assert all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(*(m.state_dict().values() for m in models), strict=True)
+    )  # type: ignore[attr-defined]
     return did, step.cuda_graph
 
 

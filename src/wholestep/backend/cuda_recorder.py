@@ -89,14 +89,17 @@ class CudaRecorder:
     def record(self, work: Work) -> Recording:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        where = torch.cuda.graph(graph, self._pool.id, self._stream, capture_error_mode="thread_local")
+        pool: Any = self._pool.id
+        where = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         try:
             with self._beside(), collector_paused(), where:
                 made = work()
         except Exception as error:
             _torch.end_failed_capture(self._pool)
             self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
-            raise error.__context__ or error  # what was not permitted, not that the capture failed
+            if error.__context__ is not None:  # what was not permitted, rather than that the capture failed
+                raise error.__context__ from None
+            raise
         return Recording(made, graph.replay, graph.reset, self._pool)
 
     @contextmanager

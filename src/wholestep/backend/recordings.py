@@ -63,7 +63,7 @@ class Recordings:
     replayed: WeakSet[Replayed] = field(default_factory=lambda: WeakSet[Replayed]())
 
     def compiled(self, graph: Graph, inputs: Sequence[Input], examples: Sequence[Any], compile: CompileFor) -> Run:
-        """What `compile` makes of a bound graph, replayed where it can be recorded. The graph is this function's own."""
+        """What `compile` makes of a bound graph, replayed where it can be recorded. The graph may be edited."""
         kind, fit = self.recorder.kind, copy_graph(graph)
         agree = self.agree if communicates(graph) else alone
         if why := obstacle(fit, inputs, examples, kind, transport(kind)):
@@ -99,7 +99,7 @@ class Recordings:
             number = "recorded" if self.recorded == 1 else f"{self.recorded} programs recorded"
             parts.insert(0, f"{number}, {pool} of memory ({before} before)")
         elif any(not one.gave_up for one in self.replayed):
-            parts.insert(0, f"recorded in call {WARM_CALLS + 1}")
+            parts.insert(0, f"recorded from call {WARM_CALLS + 1} on")
         return "; ".join(parts)
 
 
@@ -131,6 +131,7 @@ class Replayed:
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run, record or replay."""
         given = self.on_device(inputs)
         places = [cast(Tensor, given[i]).data_ptr() for i in self._stay]
         self.calls += 1
