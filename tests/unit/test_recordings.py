@@ -299,8 +299,7 @@ def test_addresses_that_keep_changing_end_it(again: Again) -> None:
     ]
 
 
-def test_a_step_on_the_cpu_runs_op_by_op_and_says_why(again: Again) -> None:
-    again.kind = "cuda"
+def test_a_step_on_the_cpu_runs_op_by_op_and_says_why() -> None:
     model = nn.Linear(3, 2)
     asked, auto = ws.compile(train, cuda_graphs=True), ws.compile(train)
     optimizer = adamw(model.parameters())
@@ -353,6 +352,21 @@ def _graph(target: Any, device: str) -> tuple[Graph, list[Input], list[Tensor]]:
 )
 def test_obstacles(target: Any, device: str, why: str) -> None:
     assert obstacle(*_graph(target, device), "cpu", "") == why
+
+
+def test_a_number_of_the_host_is_made_on_the_device_that_it_is_copied_to() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    made = meta.meta_of(torch.empty(3))
+    number = replace(made, shape=(), stride=(), device="elsewhere")
+    full = graph.call_function(aten.full.default, ([], 2.0), {"device": torch.device("meta")})
+    moved = graph.call_function(aten._to_copy.default, (full,), {"device": torch.device("cpu")})
+    out = graph.call_function(aten.mul.Tensor, (x, moved))
+    for node, about in ((x, made), (full, number), (moved, replace(number, device="cpu")), (out, made)):
+        meta.set_tensors(node, (about,))
+    graph.output((out,))
+    assert obstacle(graph, [Input("x", Role.PARAM, made)], [torch.empty(3)], "cpu", "") == ""
+    assert full.kwargs["device"] == torch.device("cpu")
 
 
 def test_an_expanded_batch_and_a_tensor_elsewhere() -> None:

@@ -72,43 +72,51 @@ class CudaRecorder:
     kind = "cuda"
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
+        self._made: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
+
+    def _where(self) -> tuple[torch.cuda.MemPool, torch.cuda.Stream]:
+        """The pool, and the stream that records."""
+        if self._made is None:
+            self._made = torch.cuda.MemPool(), torch.cuda.Stream()
+        return self._made
 
     @property
     def reserved_bytes(self) -> int:
         """See `Recorder`."""
-        segments = torch.cuda.memory_snapshot(self._pool.id, include_traces=False)
+        segments = torch.cuda.memory_snapshot(self._where()[0].id, include_traces=False)
         return sum(int(cast("dict[str, Any]", one)["total_size"]) for one in segments)
 
     def run(self, work: Work, copy: bool) -> Sequence[Tensor]:
         """See `Recorder`."""
-        with self._beside(), torch.cuda.use_mem_pool(self._pool):
+        pool, stream = self._where()
+        with _beside(stream), torch.cuda.use_mem_pool(pool):
             made = work()
         return [one.clone() for one in made] if copy else made
 
     def record(self, work: Work) -> Recording:
         """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
-        pool: Any = self._pool.id
-        where = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+        graph, (pool, stream) = torch.cuda.CUDAGraph(), self._where()
+        number: Any = pool.id
+        recording = torch.cuda.graph(graph, number, stream, capture_error_mode="thread_local")
         try:
-            with self._beside(), collector_paused(), where:
+            with _beside(stream), collector_paused(), recording:
                 made = work()
         except Exception as error:
-            _torch.end_failed_capture(self._pool)
-            self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
+            _torch.end_failed_capture(pool)
+            self._made = None
             if error.__context__ is not None:  # what was not permitted, rather than that the capture failed
                 raise error.__context__ from None
             raise
-        return Recording(made, graph.replay, graph.reset, self._pool)
+        return Recording(made, graph.replay, graph.reset, pool)
 
-    @contextmanager
-    def _beside(self) -> Generator[None]:
-        """On the recording stream, between what the current stream did before and does next."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
+
+@contextmanager
+def _beside(stream: torch.cuda.Stream) -> Generator[None]:
+    """On `stream`, between what the current stream did before and does next."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
