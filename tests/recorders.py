@@ -1,11 +1,11 @@
 """A recorder for devices that cannot record."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from wholestep.backend.cuda_recorder import Recording
+from wholestep.backend.cuda_recorder import Recording, Work
 
 
 @dataclass
@@ -19,17 +19,16 @@ class Again:
     released: int = 0
     error: Exception | None = None
 
-    def run(self, work: Callable[[], Sequence[Tensor]], copy: bool) -> Sequence[Tensor]:
+    def run(self, work: Work) -> Sequence[Tensor]:
         return work()
 
-    def record(self, work: Callable[[], Sequence[Tensor]]) -> Recording:
+    def record(self, work: Work) -> Recording:
         if self.error is not None:
             raise self.error
         self.recorded += 1
         made: list[Tensor] = []
 
-        def replay() -> None:
-            self.replayed += 1
+        def launch() -> None:
             out = work()
             if made:
                 for kept, new in zip(made, out, strict=True):
@@ -40,4 +39,9 @@ class Again:
         def release() -> None:
             self.released += 1
 
-        return Recording(made, replay, release)
+        return Recording(made, launch, release)
+
+    def replay(self, recording: Recording) -> Sequence[Tensor]:
+        self.replayed += 1
+        recording.launch()
+        return [one.clone() for one in recording.results]

@@ -27,7 +27,7 @@ def each_call(rank: int, world: int, rows: Sequence[Sequence[int]], fails: int) 
     """What this rank did in each call; `rows` of the batch by rank and call. Rank `fails` cannot record."""
     again = Again(error=RuntimeError("a library says no") if rank == fails else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(installer, "CudaRecorder", lambda: again)
+        patch.setattr(installer, "cuda_recorder", lambda device: again)
         for module in (installer, recordings, recordable):
             patch.setattr(module, "transport", lambda kind: "nccl")
         torch.manual_seed(0)

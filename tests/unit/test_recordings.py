@@ -37,7 +37,7 @@ aten = torch.ops.aten
 def again(monkeypatch: pytest.MonkeyPatch) -> Again:
     """Takes the place of the recorder."""
     made = Again()
-    monkeypatch.setattr(installer, "CudaRecorder", lambda: made)
+    monkeypatch.setattr(installer, "cuda_recorder", lambda device: made)
     return made
 
 

@@ -140,8 +140,7 @@ class Replayed:
             least = most = self._record(given, places)
         if least == most > _RECORD:
             assert self.recording is not None, "all ranks have the recording of this number"
-            self.recording.replay()
-            made = [one.clone() for one in self.recording.results]
+            made = self.owner.recorder.replay(self.recording)
         else:
             made = self._run(given)
         for i in self._return:
@@ -212,7 +211,7 @@ class Replayed:
         """Run it, in the memory of the recordings unless there are and will be none."""
         if self.gave_up and not self.owner.recorded:
             return self.run(given)
-        return self.owner.recorder.run(lambda: self.run(given), copy=self.owner.recorded > 0)
+        return self.owner.recorder.run(lambda: self.run(given))
 
     def _give_up(self, why: str) -> int:
         self.gave_up = True

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..backend.build import compiled
-from ..backend.cuda_recorder import CudaRecorder
+from ..backend.cuda_recorder import cuda_recorder
 from ..backend.eager import WaitClock
 from ..backend.protocol import NodeClock, Run
 from ..backend.recordable import transport
@@ -136,7 +136,7 @@ class Installer:
                 self.not_recorded = "ranks are on several nodes"
                 return
             agree = memory.extremes
-        self.recordings = Recordings(CudaRecorder(), asked, agree)
+        self.recordings = Recordings(cuda_recorder(world.device), asked, agree)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""
