@@ -159,6 +159,20 @@ def test_a_parameter_in_other_memory_is_recorded_again(again: Again) -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_addresses_may_change_now_and_then(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often, if a recording was replayed for a while before."""
+    monkeypatch.setattr(recordings, "MOST_RECORDINGS", 2)
+    twins = Twins(adamw)
+    for i in range(4):
+        twins.run(5 * i, 5)
+        for model in twins.models:
+            with torch.no_grad():
+                model[0].weight.data = model[0].weight.data.clone()
+    twins.check()
+    assert again.recorded == 4
+
+
+@pytest.mark.filterwarnings("error")
 def test_each_kind_of_batch_has_its_recording(again: Again) -> None:
     twins = Twins(adamw)
     for i in range(5):
