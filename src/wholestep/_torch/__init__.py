@@ -56,6 +56,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - optim._adafactor (2.5), nn.modules.batchnorm._BatchNorm (1.0), amp.GradScaler's _scale, _growth_tracker,
   _per_optimizer_states, _unscale_grads_ (2.3): methods that read values are replaced by traceable forms (`replaced`);
   traceable forms in torch, like capturable=True of its optimizers.
+- optim.optimizer._foreach_supported_types, utils._foreach_utils._foreach_supported_types (2.0): torch takes foreach
+  kernels for fake tensors too, as it would for real ones; a registry of types.
 - _dynamo.eval_frame.OptimizedModule (2.0): calls the module that torch.compile wraps; a stance for it.
 - tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
   optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks, and moves or copies them with a

@@ -99,7 +99,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
             for param in group["params"]:
                 name = state.param_name(param)
                 if (o, name) in wanted and not optimizer.state.get(param):
-                    held_state.prime(optimizer, param, group)
+                    held_state.prime(optimizer, param, group, world.device)
                 elif shared:
                     for value in optimizer.state.get(param, {}).values():
                         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -134,7 +134,7 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
         if layout is not None and layout != have:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             entry[key] = shard(whole, layout, world)
-        elif layout is not None and value.dim() and value.device.type != torch.device(world.home).type:
+        elif layout is not None and value.device.type != torch.device(world.home).type:
             entry[key] = value.to(world.home)
 
 
