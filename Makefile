@@ -9,7 +9,7 @@ PAIR := -n 2
 SMOKE = -q -m 'smoke or golden' tests/golden $(shell grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check smoke test test-all test-full test-other-torch test-one-process test-unit test-golden test-op-db test-dist test-gpu \
+.PHONY: help demo check smoke test test-all test-full test-other-torch test-one-process test-unit test-golden test-op-db test-dist test-gpu test-nullcuda \
     test-benchmarks docs site lint size wheel test-wheel bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
@@ -57,6 +57,13 @@ test-dist: $(STAMP) ## tests on gloo processes, two files at a time
 test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 	$(call tier,gpu)
 
+NULL_DEVICE := build/nullcuda
+test-nullcuda: $(NULL_DEVICE)/nullcuda ## launches, copies and streams of a step, counted on a CUDA device that computes nothing (downloads 530 MB)
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(NULL_DEVICE)/nullcuda python -m pytest tests/nullcuda $(ARGS)
+
+$(NULL_DEVICE)/nullcuda: $(wildcard tools/nullcuda/*)
+	PYTHON=$(PYTHON) tools/nullcuda/build.sh $(NULL_DEVICE)
+
 test-benchmarks: $(STAMP) ## tests of benchmarks/ and tools/
 	$(PYTEST) benchmarks/tests tools/tests $(ARGS)
 
@@ -95,8 +102,8 @@ bench: $(STAMP) ## measure the cost of calling a compiled step, then a step besi
 bench-peers: $(STAMP) ## the whole comparison (ARGS="--peers all --config M --rate 250mbit"; python -m benchmarks.peers list)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers run $(ARGS)
 
-bench-gpu: $(STAMP) ## a step on one CUDA device, by backend (ARGS="--sizes small --json runs/gpu.json"; --device cpu --sizes tiny)
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+bench-gpu: $(STAMP) ## a step on one CUDA device beside its peers, ten minutes (ARGS="--json runs/gpu.json"; --nullcuda; --device cpu --sizes tiny)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 venv: $(STAMP) ## create or update .venv from constraints.txt
 

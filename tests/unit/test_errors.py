@@ -234,6 +234,15 @@ def test_a_model_on_another_device():
     ]
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch can trace for CUDA")
+def test_a_torch_that_knows_no_cuda():
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 2), torch.empty(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ws.CaptureError, match=r"device='cuda', with torch .*, which was built without CUDA"):
+        ws.capture(plain, model, optimizer, x, options=ws.CaptureOptions(device="cuda"))
+
+
 @pytest.mark.parametrize(
     ("make_error", "kind", "lines"),
     [

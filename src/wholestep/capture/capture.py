@@ -240,3 +240,6 @@ def _check_devices(
             f"everything on {kind!r}, where this step runs",
             f"move it: .to({kind!r})",
         )
+    if kind == "cuda" and not torch.backends.cuda.is_built():  # autograd would end the process
+        found = f"device={device!r}, with torch {torch.__version__}, which was built without CUDA"
+        raise CaptureError(found, "a build of torch with CUDA; a GPU is not needed", "install it, or leave device= out")

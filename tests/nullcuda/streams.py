@@ -1,0 +1,44 @@
+"""One rank of a job on null devices: prints the collectives of a step that nothing orders with what reads them."""
+
+import os
+import sys
+
+import nullcuda
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import wholestep as ws
+
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def main(style: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    mesh = "node=2,rank=2" if style == "hybrid" else None
+    schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
+    step = ws.compile(
+        train_step, parallel=ws.DataParallel(style), mesh=mesh, backend="eager", schedule=schedule, timeout=None
+    )
+    x = torch.zeros(8, 256, device="cuda")
+    for _ in range(3):
+        step(model, optimizer, x)
+    with nullcuda.counting() as counted, nullcuda.tracing() as calls:
+        step(model, optimizer, x)
+        torch.cuda.synchronize()
+    print(
+        f"collectives {counted.counts.collectives} syncs {counted.counts.syncs} unordered {nullcuda.unordered(calls)}"
+    )
+    dist.destroy_process_group()
+
+
+main(sys.argv[1])
