@@ -47,14 +47,21 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
         if held.tensor.device.type != torch.device(world.device).type:
             held_state.put(held, held.tensor.to(world.device))
         if shared and _PLACED not in vars(held.tensor):
-            dist.broadcast(held.tensor, 0)
+            _from_first_rank(held.tensor.detach(), world)
         vars(held.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
 
 
 def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
-    """Fill `tensor` with the first rank's values, by way of the device of the process group."""
-    moved = tensor.to(world.device)
+    """Fill `tensor` with the first rank's values, by way of the device of the process group.
+
+    A process group writes as many bytes as there are elements, one after the other, whatever the strides are. So an
+    expanded tensor takes each element once, and one with gaps takes them from a copy.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    moved = tensor.to(world.device).contiguous()
     dist.broadcast(moved, 0)
     if moved is not tensor:
         tensor.copy_(moved)
