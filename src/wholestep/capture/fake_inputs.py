@@ -54,8 +54,8 @@ class FakeInputs:
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     def add(self, given: Input, requires_grad: bool = False) -> None:
-        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta`, offloaded or part of an
-        optimizer: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
+        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
+        optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
         """
         in_host = self.host_state and given.role in (Role.PARAM, Role.GRAD)
         if given.meta.device.startswith("meta") or in_host or given.role is Role.STATE:
