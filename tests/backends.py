@@ -13,6 +13,7 @@ class Interpreted:
 
     name = "interpreted"
     fused_optimizers, in_place_buffers, splits_steps, times_nodes = True, True, False, False
+    recordable = False
 
     def __init__(self) -> None:
         self.no_grad: list[bool] = []

@@ -50,7 +50,8 @@ def main() -> None:
     setting = Setting("deep", replace(SIZES["tiny-llama"], layers=chosen.layers), optimizer=chosen.optimizer)
     steps: dict[str, Callable[..., Any]] = {
         "FSDP2": fsdp2(setting).step,
-        "wholestep": wholestep_step(setting, {"backend": "eager"}),
+        "wholestep": wholestep_step(setting, {"cuda_graphs": False}),
+        "recorded": wholestep_step(setting, {}),
     }
     x, y = setting.batch(0)
     times: dict[str, list[float]] = {name: [] for name in steps}

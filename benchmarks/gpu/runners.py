@@ -85,8 +85,8 @@ def _device(setting: Setting) -> str:
 RUNNERS: dict[str, Runner] = {
     "eager": Runner(torch_runner),
     "fsdp2": Runner(fsdp2, group=True, described="FSDP2 on one rank"),
-    "wholestep:eager": Runner(lambda s: wholestep(s, backend="eager")),
-    "wholestep:cudagraphs": Runner(lambda s: wholestep(s, backend="cudagraphs")),
+    "wholestep:eager": Runner(lambda s: wholestep(s, cuda_graphs=False), described="op by op"),
+    "wholestep:cudagraphs": Runner(wholestep, described="recorded, as by default"),
     "wholestep:nccl": Runner(
         lambda s: wholestep(s, parallel=ws.DataParallel("fully_shard")),
         group=True,
@@ -98,7 +98,8 @@ RUNNERS: dict[str, Runner] = {
     "wholestep:offload": Runner(lambda s: wholestep(s, offload="cpu"), aside=True),
     "compile": Runner(lambda s: torch_runner(s, None), inductor=True, described="torch.compile of model and loss"),
     "compile:reduce-overhead": Runner(lambda s: torch_runner(s, "reduce-overhead"), inductor=True),
-    "wholestep:inductor": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),
+    "wholestep:inductor": Runner(lambda s: wholestep(s, backend="inductor", cuda_graphs=False), inductor=True),
+    "wholestep:inductor+cudagraphs": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),
 }
 
 

@@ -75,8 +75,8 @@ class Tuning:
     pooled_bytes: int = tuned(128 << 10, "bytes", "glibc keeps smaller memory itself (M_MMAP_THRESHOLD)", 27)
     pool_fit: float = tuned(1.25, "x size", "of the request that a buffer may have: a guess")
     pool_kept: float = tuned(2.0, "x use", "of the most bytes in use at once that a pool holds", 27)
-    warm_calls: int = tuned(2, "calls", "run before a CUDA graph is recorded: libraries are set up", 17)
-    most_recordings: int = tuned(8, "recordings", "then addresses are taken to change in every call", 17)
+    warm_calls: int = tuned(2, "calls", "run before a CUDA graph is recorded: libraries are set up", 52)
+    most_recordings: int = tuned(8, "recordings", "of a step at a time, and of a program whose addresses change", 52)
     # -- measuring
     compute_rounds: int = tuned(9, "rounds", "of each probe: the median counts, not the best", 25)
     link_few_bytes: int = tuned(4 << 10, "bytes", "of the collective whose start is timed: a guess")

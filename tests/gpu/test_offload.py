@@ -24,7 +24,7 @@ def train_step(model, optimizer, x, y):
 @pytest.mark.parametrize("options", [{"fused": True}, {}], ids=["fused", "plain"])
 def test_state_rests_in_host_memory(options, start):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(50, 33), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 8)).to(start)
+    model = nn.Sequential(nn.Linear(50, 33, bias=False), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 8)).to(start)
     other = copy.deepcopy(model).cuda()
     optimizer, another = (torch.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in (model, other))
     step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard"), offload="cpu", device="cuda:0")

@@ -11,7 +11,9 @@ from tests.backends import Interpreted, Plain
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.build import BACKENDS, CAPABILITIES, backend_of
 
-FLAGS = {"fused_optimizers": True, "in_place_buffers": True, "splits_steps": False, "times_nodes": False}
+FLAGS = dict.fromkeys(("in_place_buffers", "fused_optimizers"), True) | dict.fromkeys(
+    ("splits_steps", "times_nodes", "recordable"), False
+)
 
 
 def trained(name: str, recipe: str, backend: Any, steps: int = 3) -> list[torch.Tensor]:
@@ -74,9 +76,9 @@ def test_an_error_names_the_parts_that_an_object_lacks() -> None:
             return "<Bare>"
 
     assert refused(Bare()) == (
-        "backend=<Bare> lacks fused_optimizers, times_nodes, compile\n"
-        "  needed: a Backend: name (text), fused_optimizers, in_place_buffers, splits_steps, times_nodes (bool), "
-        "compile(graph, inputs, example_inputs, clock)\n"
+        "backend=<Bare> lacks fused_optimizers, times_nodes, recordable, compile\n"
+        "  needed: a Backend: name (text), fused_optimizers, in_place_buffers, splits_steps, times_nodes, recordable "
+        "(bool), compile(graph, inputs, example_inputs, clock)\n"
         "  next: add them; wholestep.Backend describes each"
     )
     assert "lacks name" in refused(SimpleNamespace(**FLAGS, compile=print))

@@ -261,7 +261,7 @@ def test_a_torch_that_knows_no_cuda():
             ws.BackendError,
             [
                 "backend 'tvm' is unknown",
-                "  needed: one of 'eager', 'inductor', 'cudagraphs', or a Backend",
+                "  needed: one of 'eager', 'inductor', or a Backend",
                 "  next: correct the name",
             ],
         ),

@@ -33,6 +33,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): lists ops and those with a CPU
   kernel, to check the rules of op families; a public list.
 - testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules; a public database.
+- _C._cuda_endAllocateToPool, _cuda_releasePool (2.2): a failed capture leaves the allocator recording; a capture that
+  cleans up. ProcessGroup.shutdown (2.4) is replaced by one that lets go of recordings first; a hook.
 - _C._storage_Use_Count (2.0): whether a storage has other users; a public count.
 - _C._distributed_c10d._resolve_process_group, _register_work (2.3): an all-to-all into existing memory, with the wait
   of a functional collective; an out variant of all_to_all_single.
@@ -68,6 +70,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 # ruff: noqa: F403  # the lists of names would be as long as the modules' own
 from .attributes import *
 from .connections import *
+from .cuda_graphs import *
 from .distributed import *
 from .dynamo import *
 from .held import *

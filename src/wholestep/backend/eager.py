@@ -51,6 +51,7 @@ class Eager:
     in_place_buffers = True
     splits_steps = True
     times_nodes = True
+    recordable = True
     buffers: Buffers = field(default_factory=Buffers)
 
     def compile(

@@ -39,6 +39,7 @@ class Inductor:
     in_place_buffers = False
     splits_steps = False
     times_nodes = True
+    recordable = True
 
     def compile(
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None

@@ -42,6 +42,7 @@ class Backend(Protocol):
         >>> class Interpreted:
         ...     name = "interpreted"
         ...     fused_optimizers, in_place_buffers, splits_steps, times_nodes = True, True, False, False
+        ...     recordable = False
         ...
         ...     def compile(self, graph, inputs, example_inputs, clock):
         ...         module = torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -76,6 +77,13 @@ class Backend(Protocol):
     @property
     def times_nodes(self) -> bool:
         """True: `compile` uses the clock, so that `compile(measure=True)` and `CompiledStep.profile` are possible."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """True: each call of what `compile` returns launches the same work on the device, and Python beside it does
+        nothing that counts. `compile(cuda_graphs=...)` may then record it as a CUDA graph, and not call it again.
+        """
         ...
 
     def compile(

@@ -12,7 +12,7 @@ def passes(
     hardware: HardwareName = None,
     across_steps: Annotated[bool, typer.Option(help="Leave the end of a step to the next call.")] = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, as 80GiB.")] = None,
-    backend: Annotated[str, typer.Option(help="eager, inductor or cudagraphs.")] = "eager",
+    backend: Annotated[str, typer.Option(help="eager or inductor.")] = "eager",
 ) -> None:
     """List the passes that a compiled step goes through after partitioning, in order, each with a description.
 

@@ -45,8 +45,11 @@ class CompileOptions:
             step must be those of the plan.
         mesh: the ranks, e.g. `"dp=8"`; one axis over the whole job by default.
         backend: runs the program of a rank. `"eager"` calls one op after the other; `"inductor"` compiles the
-            arithmetic between collectives; `"cudagraphs"` records a step on a GPU and replays it. An object of your
-            own follows the protocol `Backend`.
+            arithmetic between collectives. An object of your own follows the protocol `Backend`.
+        cuda_graphs: whether the whole step is recorded as one CUDA graph, whatever `backend` compiled it.
+            `"auto"` records on a GPU where the ranks are on one node and the step can be recorded: the first two calls
+            run op by op, the third is recorded, later ones replay. `step.cuda_graph` says what was recorded, or why
+            not. True warns of what cannot be recorded; False records nothing.
         model: modules that are not arguments of the step; modules in its closure are found without this.
         optimizer: optimizers that are not arguments of the step.
         module_overrides: submodules to replace during the trace, by path (globs allowed).
@@ -94,6 +97,7 @@ class CompileOptions:
     parallel: Strategy | Sequence[Strategy] | Auto | Plan | None = None
     mesh: Mesh | str | None = None
     backend: Backend | str = "eager"
+    cuda_graphs: bool | Literal["auto"] = "auto"
     model: nn.Module | Sequence[nn.Module] | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     module_overrides: Mapping[str, nn.Module] | None = None
@@ -118,6 +122,9 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
+        if isinstance(self.cuda_graphs, str) and self.cuda_graphs != "auto":
+            found = f"cuda_graphs={shown(self.cuda_graphs)}"
+            raise PlanError(found, "'auto', True or False", "correct it")
         if isinstance(self.on_nonfinite, str) and self.on_nonfinite not in ("skip", "raise"):
             found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")
@@ -222,9 +229,20 @@ def _check_backend(backend: Backend, given: CompileOptions) -> None:
         found = f"backend {backend.name!r} cannot leave collectives to the next call"
         needed = "one with splits_steps, as 'eager', for a schedule across steps"
         raise BackendError(found, needed, 'use schedule="auto", or backend="eager"')
+    if given.cuda_graphs is True and (why := not_recorded(backend, given)):
+        raise BackendError(f"cuda_graphs=True, but {why}", "one of them", 'leave out cuda_graphs=True: it is "auto"')
     if given.measure and not backend.times_nodes:
         found = f"measure=True with backend {backend.name!r}, which does not time nodes"
         raise BackendError(found, "one with times_nodes", 'leave out measure=True, or use backend="eager"')
+
+
+def not_recorded(backend: Backend, given: CompileOptions) -> str:
+    """Why these options leave nothing to record as a CUDA graph, or ''."""
+    if not backend.recordable:
+        return f"backend {backend.name!r} is not recordable"
+    if given.measure:
+        return "measure=True times the ops of each call"
+    return "a schedule across steps leaves collectives to the next call" if given.across_steps else ""
 
 
 def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strategies:

@@ -231,6 +231,7 @@ def step_lines(options: StepOptions) -> list[str]:
     given, schedule = options.given, options.given.schedule
     return [
         f"backend{SEPARATOR}{options.backend.name}",
+        f"cuda_graphs{SEPARATOR}{given.cuda_graphs}",
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
         f"on_nonfinite{SEPARATOR}{'a function' if callable(given.on_nonfinite) else given.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",

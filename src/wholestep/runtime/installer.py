@@ -7,17 +7,23 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch.optim import Optimizer
 
 from ..backend.build import compiled
+from ..backend.cuda_recorder import cuda_recorder
 from ..backend.eager import WaitClock
 from ..backend.protocol import NodeClock, Run
+from ..backend.recordable import transport
+from ..backend.recordings import Recordings, alone
 from ..capture.state import StepState
 from ..distributed.launch import World
+from ..distributed.lockstep import lockstep
+from ..distributed.rendezvous import Rendezvous
 from ..graph.graph import LocalGraph
 from ..plan.strategies import Strategies
 from .between_steps import CrossStepRunner, flush_before_use, gather_before_eager_call
-from .compile_options import StepOptions
+from .compile_options import StepOptions, not_recorded
 from .consistency import RankProgram
 from .finalize import bound_to_rank
 from .guards import Guards
@@ -34,6 +40,8 @@ class Installer:
 
     def __init__(self, options: StepOptions, stages: Stages, clock: WaitClock | None) -> None:
         self.state: StepState | None = None
+        self.recordings: Recordings | None = None
+        self.not_recorded = "cuda_graphs=False" if options.given.cuda_graphs is False else ""
         self._options, self._stages, self._clock = options, stages, clock
         self._optimizers = WeakSet[Optimizer]()
         self._flushes = False
@@ -62,14 +70,17 @@ class Installer:
         rng = self._shared_rng(made.local, world, strategies)
         return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared)
 
-    def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies) -> Program:
+    def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies, ranks: Rendezvous) -> Program:
         """Compile what the program runs; `leaves` are those of the call."""
         world = program.world
+        if self.recordings is None and not self.not_recorded:
+            self._prepare_recordings(world, ranks)
         with self._stages.stage("backend"):
             if program.local.across is not None:
                 program.run = self._across_steps(program, program.local.across, leaves)
             else:
-                program.run = self.compiled(program.local, world, program.gather_inputs(leaves), self._clock)
+                inputs = program.gather_inputs(leaves)
+                program.run = self.compiled(program.local, world, inputs, self._clock, self.recordings)
         every = self._options.given.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
             data = strategies.data
@@ -97,10 +108,35 @@ class Installer:
             program.gather_lasting,
         )
 
-    def compiled(self, local: LocalGraph, world: World, example_inputs: Sequence[Any], clock: NodeClock | None) -> Run:
+    def compiled(
+        self,
+        local: LocalGraph,
+        world: World,
+        example_inputs: Sequence[Any],
+        clock: NodeClock | None,
+        recordings: Recordings | None = None,
+    ) -> Run:
         """`local` as a function on this rank."""
         bound = bound_to_rank(local, world)
-        return compiled(self._options.backend, bound.graph, local.inputs, example_inputs, clock)
+        return compiled(self._options.backend, bound.graph, local.inputs, example_inputs, clock, recordings)
+
+    def _prepare_recordings(self, world: World, ranks: Rendezvous) -> None:
+        """Decide whether programs are recorded: the same on all ranks, at the first program (collective)."""
+        given = self._options.given
+        asked, kind = given.cuda_graphs is True, torch.device(world.device).type
+        self.not_recorded = not_recorded(self._options.backend, given)
+        if not self.not_recorded and not asked and kind != "cuda":
+            self.not_recorded = f"the step runs on {kind}"
+        if self.not_recorded:
+            return
+        agree = alone
+        if world.mesh.size > 1 and transport(kind) == "nccl":
+            memory = lockstep(ranks, ranks.next_label("lockstep"))
+            if memory is None:
+                self.not_recorded = "ranks are on several nodes"
+                return
+            agree = memory.extremes
+        self.recordings = Recordings(cuda_recorder(world.device), asked, agree)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""

@@ -121,6 +121,8 @@ class CompiledStep:
         calls = f"{self.calls} call" + ("" if self.calls == 1 else "s")
         captures = f"{self.captures} capture" + ("" if self.captures == 1 else "s")
         state = f"{calls}, {captures}" if plan is not None else "not compiled yet"
+        if self._installer.recordings is not None:
+            state = f"{state}; CUDA graph: {self.cuda_graph}"
         return f"<CompiledStep {self.__name__}: {how}; backend {options.backend.name}; {state}>"
 
     def _repr_html_(self) -> str:
@@ -199,6 +201,15 @@ class CompiledStep:
     def state(self) -> StepState | None:
         """The modules and optimizers of the program that was compiled last; None before the first call."""
         return self._installer.state
+
+    @property
+    def cuda_graph(self) -> str:
+        """What is recorded as CUDA graphs and the memory that it takes, or why nothing is; empty before the first call.
+
+        `recorded, 1.2 GiB of memory (1.1 GiB before)`: what the step computes, besides what rests, takes that much;
+        op by op, it took the second number.
+        """
+        return str(self._installer.recordings or self._installer.not_recorded)
 
     @property
     def skipped(self) -> int:
@@ -298,7 +309,7 @@ class CompiledStep:
             if miss is not None:
                 self._note_miss(miss)
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes))
-        self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies))
+        self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous))
         self._evict()
         return self.programs[-1]
 

@@ -1,55 +1,44 @@
-"""`backend="cudagraphs"` without a GPU: a recorder that replays by running again, on what it was given at the time."""
+"""`cuda_graphs=True` without a GPU: a recorder that replays by running again, on what it was given at the time."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Graph
 
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
-from wholestep.backend.cudagraphs import MOST_RECORDINGS, WARM_CALLS, CudaGraphs, obstacle
+from tests.recorders import Again
+from wholestep.backend import recordings
+from wholestep.backend.build import compiled
+from wholestep.backend.eager import Eager
 from wholestep.backend.rank_binding import bind
+from wholestep.backend.recordable import obstacle
+from wholestep.backend.recordings import MOST_RECORDINGS, WARM_CALLS, Recordings, release_recordings
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 from wholestep.graph.graph import Input, Role
 from wholestep.partition.rank_ops import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
+from wholestep.runtime import installer
 
 aten = torch.ops.aten
 
 
-@dataclass
-class Again:
-    """As a CUDA graph does, runs nothing while it records, and gives its results in the same memory at each replay."""
-
-    kind: str = "cpu"
-    recorded: int = 0
-    replayed: int = 0
-    error: Exception | None = None
-
-    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        if self.error is not None:
-            raise self.error
-        self.recorded += 1
-        made: list[Tensor] = []
-
-        def replay() -> None:
-            self.replayed += 1
-            out = run()
-            if made:
-                for kept, new in zip(made, out, strict=True):
-                    kept.copy_(new)
-            else:
-                made.extend(out)
-
-        return made, replay
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Again:
+    """Takes the place of the recorder."""
+    made = Again()
+    monkeypatch.setattr(installer, "cuda_recorder", lambda device: made)
+    return made
 
 
 class Net(nn.Sequential):
@@ -67,26 +56,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     return loss.detach(), out.detach()
 
 
-def recorded_by(again: Again, fn: Callable[..., Any], **options: Any) -> ws.CompiledStep:
-    """`fn` under `cudagraphs`, with another recorder."""
-    return ws.compile(fn, backend=CudaGraphs(again.kind, again.record), **options)
-
-
 @dataclass
 class Twins:
-    """The same training twice: under `eager`, and under `cudagraphs` with the recorder `again`."""
+    """The same training twice: op by op, and recorded."""
 
     make: Callable[[Any], torch.optim.Optimizer]
-    again: Again = field(default_factory=Again)
     keep_grads: bool = False
+    backend: str = "eager"
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.models = [Net(), Net()]
         self.models[1].load_state_dict(self.models[0].state_dict())
         self.optimizers = [self.make(m.parameters()) for m in self.models]
-        self.plain = ws.compile(train, keep_grads=self.keep_grads)
-        self.step = recorded_by(self.again, train, keep_grads=self.keep_grads)
+        self.plain = ws.compile(train, keep_grads=self.keep_grads, backend=self.backend)
+        self.step = ws.compile(train, keep_grads=self.keep_grads, backend=self.backend, cuda_graphs=True)
         self.results: list[tuple[Any, Any]] = []
 
     def run(self, first: int, count: int, rows: int = 6) -> None:
@@ -114,7 +98,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings("error")
-def test_ten_steps_are_those_of_eager() -> None:
+def test_ten_steps_are_those_of_eager(again: Again) -> None:
     """Dropout, a schedule, and results that are looked at only in the end."""
     twins = Twins(adamw)
     for i in range(10):
@@ -122,11 +106,18 @@ def test_ten_steps_are_those_of_eager() -> None:
         for optimizer in twins.optimizers:
             optimizer.param_groups[0]["lr"] = 0.01 / (i + 2)
     twins.check()
-    assert (twins.step.captures, twins.again.recorded, twins.again.replayed) == (1, 1, 10 - WARM_CALLS)
+    assert (twins.step.captures, again.recorded, again.replayed) == (1, 1, 10 - WARM_CALLS)
+
+
+def test_what_inductor_compiled_is_recorded(again: Again) -> None:
+    twins = Twins(adamw, backend="inductor")
+    twins.run(0, 5)
+    twins.check()
+    assert again.recorded == 1
 
 
 @pytest.mark.filterwarnings("error")
-def test_gradients_that_are_kept_are_not_those_of_the_next_step() -> None:
+def test_gradients_that_are_kept_are_not_those_of_the_next_step(again: Again) -> None:
     twins = Twins(adamw, keep_grads=True)
     twins.run(0, 6)
     grads = [p.grad for p in twins.models[1].parameters()]
@@ -136,11 +127,11 @@ def test_gradients_that_are_kept_are_not_those_of_the_next_step() -> None:
     twins.check()
     grads = [[p.grad for p in m.parameters()] for m in twins.models]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert (twins.again.recorded, twins.again.replayed) == (1, 7 - WARM_CALLS)
+    assert (again.recorded, again.replayed) == (1, 7 - WARM_CALLS)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_checkpoint_is_loaded_in_the_middle() -> None:
+def test_a_checkpoint_is_loaded_in_the_middle(again: Again) -> None:
     """Parameters are loaded in place, the optimizer's state comes in other tensors: it is recorded again."""
     twins = Twins(adamw)
     twins.run(0, 3)
@@ -152,11 +143,11 @@ def test_a_checkpoint_is_loaded_in_the_middle() -> None:
         optimizer.load_state_dict(theirs)
     twins.run(6, 3)
     twins.check()
-    assert twins.again.recorded == 2
+    assert again.recorded == 2
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_parameter_in_other_memory_is_recorded_again() -> None:
+def test_a_parameter_in_other_memory_is_recorded_again(again: Again) -> None:
     twins = Twins(adamw)
     twins.run(0, 4)
     for model in twins.models:
@@ -164,26 +155,108 @@ def test_a_parameter_in_other_memory_is_recorded_again() -> None:
             model[0].weight.data = model[0].weight.data * 2
     twins.run(4, 2)
     twins.check()
-    assert twins.again.recorded == 2
+    assert again.recorded == 2
 
 
 @pytest.mark.filterwarnings("error")
-def test_each_kind_of_batch_has_its_recording() -> None:
+def test_each_kind_of_batch_has_its_recording(again: Again) -> None:
     twins = Twins(adamw)
     for i in range(5):
         twins.run(10 * i, 1, rows=6)
         twins.run(10 * i + 1, 1, rows=4)
     twins.check()
-    assert twins.again.recorded == 2
+    assert again.recorded == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_recordings_that_were_let_go_of_are_made_anew(again: Again) -> None:
+    twins = Twins(adamw)
+    twins.run(0, 4)
+    release_recordings()
+    assert again.released == 1
+    assert twins.step.cuda_graph == f"recorded from call {WARM_CALLS + 1} on"
+    twins.run(4, 2)
+    twins.check()
+    assert again.recorded == 2
+    del twins
+    gc.collect()
+    assert again.released == 2, "with the step"
+
+
+def test_only_so_many_kinds_of_call_are_recorded(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "MOST_RECORDINGS", 2)
+    twins = Twins(adamw)
+    with warnings.catch_warnings(record=True) as said:
+        for rows in (4, 5, 6, 4, 6):
+            twins.run(rows, 4, rows)
+    twins.check()
+    assert again.recorded == 2
+    assert [str(w.message) for w in said] == [
+        "this step is not recorded as a CUDA graph: 2 kinds of call are recorded, and this is another one"
+    ]
+    assert twins.step.cuda_graph.startswith("2 programs recorded, 0 B of memory (0 B before); not recorded: ")
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_step_changes_in_its_arguments(again: Again) -> None:
+    """A batch is copied into a buffer: what changes there reaches the caller's tensor."""
+
+    def step(model: nn.Module, x: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return model(x).sum().detach()
+
+    model, x, count = nn.Linear(3, 2), torch.randn(4, 3), torch.zeros(())
+    run = ws.compile(step, cuda_graphs=True)
+    for _ in range(5):
+        run(model, x, count)
+    assert (count.item(), again.recorded) == (5, 1)
+    count.zero_()
+    run(model, x, count)
+    assert count.item() == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_add_up_in_place(again: Again) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    run, grad = ws.compile(step, cuda_graphs=True), models[1].weight.grad
+    for i in range(5):
+        x = torch.full((4, 3), float(i))
+        step(models[0], x)
+        run(models[1], x)
+    assert models[1].weight.grad is grad
+    assert again.recorded == 1
+    torch.testing.assert_close(grad, models[0].weight.grad)
+
+
+@pytest.mark.filterwarnings("error")
+def test_recordings_go_before_their_process_group(again: Again) -> None:
+    """NCCL waits for recordings of its collectives when a group ends."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        twins = Twins(adamw)
+        twins.run(0, 4)
+        assert (again.recorded, again.released) == (1, 0)
+    finally:
+        dist.destroy_process_group()
+    assert again.released == 1
 
 
 @pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-foreach", "Adagrad-plain", "AdamW-fused", "AdamW-foreach"])
-def test_scheduled_numbers_reach_a_recording(recipe: str) -> None:
+def test_scheduled_numbers_reach_a_recording(recipe: str, again: Again) -> None:
     """Numbers that eager mode reads into Python: multiplied before they are added, one more rounding."""
-    case, again = CASES["mlp-mean"], Again()
+    case = CASES["mlp-mean"]
     models = [case.build(torch.float32) for _ in range(2)]
     optimizers = [OPTIMIZERS[recipe].make(m.parameters()) for m in models]
-    step = recorded_by(again, case.step)
+    step = ws.compile(case.step, cuda_graphs=True)
     for i in range(8):
         batch = case.batches(i, torch.float32)
         found, expected = step(models[0], optimizers[0], batch), case.step(models[1], optimizers[1], batch)
@@ -196,18 +269,19 @@ def test_scheduled_numbers_reach_a_recording(recipe: str) -> None:
 
 
 # -- where it cannot ---------------------------------------------------------------------
-def test_what_cannot_be_recorded_runs_as_it_did_and_says_so_once() -> None:
-    twins = Twins(adamw, Again(error=RuntimeError("operation not permitted when stream is capturing")))
+def test_what_cannot_be_recorded_runs_as_it_did_and_says_so_once(again: Again) -> None:
+    again.error = RuntimeError("operation not permitted when stream is capturing")
+    twins = Twins(adamw)
     with warnings.catch_warnings(record=True) as said:
         twins.run(0, 6)
     twins.check()
     assert [str(w.message) for w in said] == [
-        "backend='cudagraphs' runs this step as 'eager' does from here on: it cannot be recorded: operation not "
-        "permitted when stream is capturing"
+        "this step is not recorded as a CUDA graph: it cannot be recorded: operation not permitted when stream is "
+        "capturing"
     ]
 
 
-def test_addresses_that_keep_changing_end_it() -> None:
+def test_addresses_that_keep_changing_end_it(again: Again) -> None:
     twins = Twins(adamw)
     kept = []
     with warnings.catch_warnings(record=True) as said:
@@ -218,23 +292,24 @@ def test_addresses_that_keep_changing_end_it() -> None:
                 with torch.no_grad():
                     model[0].weight.data = model[0].weight.data.clone()
     twins.check()
-    assert twins.again.recorded == MOST_RECORDINGS
+    assert again.recorded == MOST_RECORDINGS
     assert [str(w.message) for w in said] == [
-        "backend='cudagraphs' runs this step as 'eager' does from here on: parameters, state or gradients have other "
-        f"addresses again and again ({MOST_RECORDINGS} recordings so far): change them in place"
+        "this step is not recorded as a CUDA graph: parameters, state or gradients have other addresses again and "
+        f"again ({MOST_RECORDINGS} recordings so far): change them in place"
     ]
 
 
-def test_a_step_on_the_cpu_runs_as_eager_and_says_why() -> None:
+def test_a_step_on_the_cpu_runs_op_by_op_and_says_why() -> None:
     model = nn.Linear(3, 2)
-    step = ws.compile(train, backend="cudagraphs")
+    asked, auto = ws.compile(train, cuda_graphs=True), ws.compile(train)
     optimizer = adamw(model.parameters())
     with warnings.catch_warnings(record=True) as said:
         for _ in range(4):
-            step(model, optimizer, torch.randn(4, 3), torch.randn(4, 2))
-    assert [str(w.message) for w in said] == [
-        "backend='cudagraphs' runs this step as 'eager' does: 'weight' is on cpu, and a graph is recorded on cuda"
-    ]
+            for step in (asked, auto):
+                step(model, optimizer, torch.randn(4, 3), torch.randn(4, 2))
+    why = "'weight' is on cpu, and a graph is recorded on cuda"
+    assert [str(w.message) for w in said] == [f"this step is not recorded as a CUDA graph: {why}"]
+    assert (asked.cuda_graph, auto.cuda_graph) == (f"not recorded: {why}", "the step runs on cpu")
 
 
 def _bound() -> tuple[Graph, tuple[Input, ...], list[Any]]:
@@ -279,6 +354,21 @@ def test_obstacles(target: Any, device: str, why: str) -> None:
     assert obstacle(*_graph(target, device), "cpu", "") == why
 
 
+def test_a_number_of_the_host_is_made_on_the_device_that_it_is_copied_to() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    made = meta.meta_of(torch.empty(3))
+    number = replace(made, shape=(), stride=(), device="elsewhere")
+    full = graph.call_function(aten.full.default, ([], 2.0), {"device": torch.device("meta")})
+    moved = graph.call_function(aten._to_copy.default, (full,), {"device": torch.device("cpu")})
+    out = graph.call_function(aten.mul.Tensor, (x, moved))
+    for node, about in ((x, made), (full, number), (moved, replace(number, device="cpu")), (out, made)):
+        meta.set_tensors(node, (about,))
+    graph.output((out,))
+    assert obstacle(graph, [Input("x", Role.PARAM, made)], [torch.empty(3)], "cpu", "") == ""
+    assert full.kwargs["device"] == torch.device("cpu")
+
+
 def test_an_expanded_batch_and_a_tensor_elsewhere() -> None:
     graph, (given,), _ = _graph(aten.neg.default, "cpu")
     batch = replace(given, role=Role.BATCH)
@@ -303,11 +393,9 @@ def test_a_number_that_an_op_takes_in_python() -> None:
     graph.output((out,))
     assert as_tensors(graph) == ["%leaky_relu_default (aten.leaky_relu.default)"]
     inputs = [Input("x", Role.PARAM, made), Input("lr", Role.HYPER, number)]
-    backend = CudaGraphs("cpu", Again().record)
-    with pytest.warns(UserWarning, match="takes a scheduled number"):
-        run = backend.compile(graph, inputs, [torch.ones(3), torch.tensor(0.5)], None)
+    made_of = Recordings(Again(), asked=False)
+    run = compiled(Eager(), graph, inputs, [torch.ones(3), torch.tensor(0.5)], recordings=made_of)
     assert torch.equal(run([-torch.ones(3), torch.tensor(0.5)])[0], torch.full((3,), -0.5))
-    assert list(backend.warned) == [
-        "backend='cudagraphs' runs this step as 'eager' does: %leaky_relu_default (aten.leaky_relu.default) takes a "
-        "scheduled number as a Python number"
-    ]
+    assert str(made_of) == (
+        "not recorded: %leaky_relu_default (aten.leaky_relu.default) takes a scheduled number as a Python number"
+    )

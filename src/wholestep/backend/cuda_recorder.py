@@ -1,0 +1,164 @@
+"""Records work on a GPU as CUDA graphs, all of them in one pool of memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, cast
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..graph.gc_control import collector_paused
+
+Work = Callable[[], Sequence[Tensor]]
+"""Launches work; returns its results."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """Recorded work. After `launch`, `results` hold what it makes, until other work of the same recorder runs.
+    `release` gives it back, also when this object or the process ends; `held` is what must outlive it.
+    """
+
+    results: Sequence[Tensor]
+    launch: Callable[[], None]
+    undo: Callable[[], None]
+    held: Any = None
+    release: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.release = weakref.finalize(self, self.undo)
+
+
+class Recorder(Protocol):
+    """Runs and records work on devices of one `kind`, in one pool of memory."""
+
+    @property
+    def kind(self) -> str:
+        """The type of the devices."""
+        ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of the pool."""
+        ...
+
+    def run(self, work: Work) -> Sequence[Tensor]:
+        """Run `work`."""
+        ...
+
+    def record(self, work: Work) -> Recording:
+        """Record what `work` launches, without running it. Raises whatever a library says that cannot be recorded; no
+        recording of this process is to be used after that.
+        """
+        ...
+
+    def replay(self, recording: Recording) -> Sequence[Tensor]:
+        """Run recorded work; returns copies of its results."""
+        ...
+
+
+class CudaRecorder:
+    """Records on one GPU, for all steps of the process (`cuda_recorder`).
+
+    Work that is only run takes its memory from the pool as well, on the stream that records: a recording then finds
+    the memory that the calls before it used. Recordings share it, since one runs at a time and its results are copied
+    out before the next. Other threads may use CUDA meanwhile (data loaders that pin memory, NCCL's watchdog). Draws of
+    the device's default generator follow that generator's state at each replay, and advance it.
+    """
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._made: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
+        self._recordings = WeakSet[Recording]()
+        self._lock = threading.Lock()
+        self._last: torch.cuda.Stream | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `Recorder`."""
+        segments = torch.cuda.memory_snapshot(self._where()[0].id, include_traces=False)
+        return sum(int(cast("dict[str, Any]", one)["total_size"]) for one in segments)
+
+    def run(self, work: Work) -> Sequence[Tensor]:
+        """See `Recorder`. Results are copied where a recording may overwrite them."""
+        pool, stream = self._where()
+        with self._lock:
+            with self._beside(stream), torch.cuda.use_mem_pool(pool):
+                made = work()
+            return [one.clone() for one in made] if self._recordings else made
+
+    def record(self, work: Work) -> Recording:
+        """See `Recorder`."""
+        graph, (pool, stream) = torch.cuda.CUDAGraph(), self._where()
+        number: Any = pool.id
+        recording = torch.cuda.graph(graph, number, stream, capture_error_mode="thread_local")
+        try:
+            with self._lock, self._beside(stream), collector_paused(), recording:
+                results = work()
+        except Exception as error:
+            _torch.end_failed_capture(pool)
+            self._made = None
+            _recording_stream.cache_clear()
+            if error.__context__ is not None:  # what was not permitted, rather than that the capture failed
+                raise error.__context__ from None
+            raise
+        made = Recording(results, graph.replay, graph.reset, pool)
+        self._recordings.add(made)
+        return made
+
+    def replay(self, recording: Recording) -> Sequence[Tensor]:
+        """See `Recorder`."""
+        with self._lock:
+            self._follow()
+            recording.launch()
+            return [one.clone() for one in recording.results]
+
+    def _where(self) -> tuple[torch.cuda.MemPool, torch.cuda.Stream]:
+        """The pool, and the stream that records."""
+        if self._made is None:
+            self._made = torch.cuda.MemPool(), _recording_stream(torch.cuda.current_device())
+        return self._made
+
+    def _follow(self) -> torch.cuda.Stream:
+        """The current stream, which waits for what ran before if that was on another one."""
+        current = torch.cuda.current_stream()
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+        return current
+
+    @contextmanager
+    def _beside(self, stream: torch.cuda.Stream) -> Generator[None]:
+        """On `stream`, between what the current stream did before and does next."""
+        current = self._follow()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+@cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all recordings on a device: libraries keep work space for each stream that they saw."""
+    return torch.cuda.Stream(device)
+
+
+def cuda_recorder(device: str) -> CudaRecorder:
+    """The recorder of a device: its memory is shared by all steps there."""
+    made = _recorders.get(device) or CudaRecorder()
+    _recorders[device] = made
+    return made
+
+
+_recorders = WeakValueDictionary[str, CudaRecorder]()

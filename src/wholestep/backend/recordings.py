@@ -1,0 +1,240 @@
+"""Replays the compiled function of a step as one CUDA graph: one launch in place of thousands.
+
+The first calls of a program run it, and leave every library set up. The next one is recorded and replayed, and so is
+each after it. A graph reads and writes at fixed addresses. Parameters, buffers and state are updated where they are;
+when one has moved, the program is recorded again. What a call brings is copied into buffers, and what it returns is
+copied out.
+
+Ranks that communicate do all of this together: NCCL wants each collective to be replayed by all ranks from the same
+recording, or by none. Before each call they agree on what they do, as one of them may have a batch of another size.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph
+
+from .. import _torch
+from ..errors import first_line
+from ..graph.graph import Input, Role
+from ..graph.nodes import copy_graph, is_mutating, node_at
+from ..graph.text import human
+from ..tuning import TUNING
+from .cuda_recorder import Recorder, Recording
+from .protocol import Run
+from .recordable import communicates, is_brought, obstacle, transport
+from .tensorize_numbers import in_single_precision
+
+WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
+_RUN, _RECORD = 0, 1
+"""What a rank would do in a call; greater numbers are those of recordings that it would replay."""
+
+Agree = Callable[[int], tuple[int, int]]
+"""The least and the greatest of the numbers that the ranks of a job give at the same point."""
+CompileFor = Callable[[Graph, Sequence[Any]], Run]
+"""Compiles a graph for inputs like these."""
+log = logging.getLogger("wholestep")
+
+
+def alone(number: int) -> tuple[int, int]:
+    """The ranks of a job of one."""
+    return number, number
+
+
+@dataclass(eq=False)
+class Recordings:
+    """The recordings of one step, on this rank. `asked`: what cannot be recorded is worth a warning."""
+
+    recorder: Recorder
+    asked: bool
+    agree: Agree = alone
+    count: int = 0
+    run_bytes: int = 0
+    obstacles: list[str] = field(default_factory=list[str])
+    replayed: WeakSet[Replayed] = field(default_factory=lambda: WeakSet[Replayed]())
+
+    def compiled(self, graph: Graph, inputs: Sequence[Input], examples: Sequence[Any], compile: CompileFor) -> Run:
+        """What `compile` makes of a bound graph, replayed where it can be recorded. The graph may be edited."""
+        kind, fit = self.recorder.kind, copy_graph(graph)
+        agree = self.agree if communicates(graph) else alone
+        if why := obstacle(fit, inputs, examples, kind, transport(kind)):
+            self.say(why)
+            return _agreeing(compile(graph, examples), agree)
+        placeholders = [n for n in fit.nodes if n.op == "placeholder"]
+        in_single_precision(fit, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
+        brought = [is_brought(one, example, kind) for one, example in zip(inputs, examples, strict=True)]
+        written = [any(is_mutating(user) and node_at(user, 0) is node for user in node.users) for node in placeholders]
+        made = Replayed(self, agree, brought, written)
+        made.run = compile(fit, made.on_device(examples))
+        return made
+
+    def say(self, why: str) -> None:
+        """A program is not recorded."""
+        if why not in self.obstacles:
+            self.obstacles.append(why)
+            text = f"this step is not recorded as a CUDA graph: {why}"
+            if self.asked:
+                warnings.warn(text, stacklevel=2)
+            else:
+                log.info(text)
+
+    @property
+    def recorded(self) -> int:
+        """How many programs are recorded now."""
+        return sum(one.recording is not None for one in self.replayed)
+
+    def __str__(self) -> str:
+        parts = [f"not recorded: {why}" for why in self.obstacles]
+        if self.recorded:
+            pool, before = human(self.recorder.reserved_bytes), human(self.run_bytes)
+            number = "recorded" if self.recorded == 1 else f"{self.recorded} programs recorded"
+            parts.insert(0, f"{number}, {pool} of memory ({before} before)")
+        elif any(not one.gave_up for one in self.replayed):
+            parts.insert(0, f"recorded from call {WARM_CALLS + 1} on")
+        return "; ".join(parts)
+
+
+@dataclass(eq=False)
+class Replayed:
+    """A run function that turns itself into a recording. `brought` says of each input whether a call brings it,
+    `written` whether the program changes it.
+    """
+
+    owner: Recordings
+    agree: Agree
+    brought: Sequence[bool]
+    written: Sequence[bool]
+    run: Run = field(init=False)
+    calls: int = 0
+    attempts: int = 0
+    gave_up: bool = False
+    number: int = _RECORD
+    places: list[int] = field(default_factory=list[int])
+    recording: Recording | None = None
+    buffers: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    numbers: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def __post_init__(self) -> None:
+        self._bring = [i for i, brought in enumerate(self.brought) if brought]
+        self._return = [i for i in self._bring if self.written[i]]
+        self._stay = [i for i, brought in enumerate(self.brought) if not brought]
+        self.owner.replayed.add(self)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run, record or replay."""
+        given = self.on_device(inputs)
+        places = [cast(Tensor, given[i]).data_ptr() for i in self._stay]
+        self.calls += 1
+        least, most = self.agree(self._wish(places))
+        if least == _RECORD:
+            least = most = self._record(given, places)
+        if least == most > _RECORD:
+            assert self.recording is not None, "all ranks have the recording of this number"
+            made = self.owner.recorder.replay(self.recording)
+        else:
+            made = self._run(given)
+        for i in self._return:
+            cast(Tensor, inputs[i]).copy_(given[i])
+            self.numbers.pop(i, None)
+        return list(made)
+
+    def on_device(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with buffers that hold what this call brings."""
+        given = list(inputs)
+        for i in self._bring:
+            new = cast(Tensor, given[i])
+            held = self.buffers.get(i)
+            if held is None:
+                kind = self.owner.recorder.kind
+                held = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=kind)
+                self.buffers[i] = held
+            if new.dim() or new.device.type != "cpu":
+                held.copy_(new, non_blocking=new.device == held.device)
+            elif (value := new.item()) != self.numbers.get(i):
+                self.numbers[i] = value
+                held.fill_(value)
+            given[i] = held
+        return given
+
+    def drop(self) -> None:
+        """Let go of the recording, if there is one."""
+        if self.recording is not None:
+            self.recording.release()
+            self.recording, self.number = None, _RECORD
+
+    def _wish(self, places: list[int]) -> int:
+        """What this rank would do."""
+        if self.calls <= WARM_CALLS or self.gave_up:
+            return _RUN
+        if self.recording is not None and self.places == places:
+            return self.number
+        if self.attempts == MOST_RECORDINGS:
+            often = f"other addresses again and again ({MOST_RECORDINGS} recordings so far)"
+            return self._give_up(f"parameters, state or gradients have {often}: change them in place")
+        if self.recording is None and self.owner.recorded >= MOST_RECORDINGS:
+            return self._give_up(f"{MOST_RECORDINGS} kinds of call are recorded, and this is another one")
+        return _RECORD
+
+    def _record(self, given: list[Any], places: list[int]) -> int:
+        """Record; returns the number of the recording, or _RUN where a rank could not."""
+        self.drop()  # its memory is there for the new one
+        owner, why = self.owner, ""
+        owner.count += 1
+        self.attempts += 1
+        owner.run_bytes = max(owner.run_bytes, owner.recorder.reserved_bytes)
+        if dist.is_initialized():
+            _torch.before_groups_end(release_recordings)
+        try:
+            self.recording = owner.recorder.record(lambda: self.run(given))
+        except Exception as error:  # whatever a library says when it cannot be recorded
+            why = f"it cannot be recorded: {first_line(error)}"
+            release_recordings()
+        if not self.agree(int(not why))[0]:
+            self.drop()
+            return self._give_up(why or "another rank cannot record it")
+        self.places, self.number = places, _RECORD + owner.count
+        _replayed.add(self)
+        log.info("a step is %s", owner)
+        return self.number
+
+    def _run(self, given: list[Any]) -> Sequence[Any]:
+        """Run it, in the memory of the recordings unless there are and will be none."""
+        if self.gave_up and not self.owner.recorded:
+            return self.run(given)
+        return self.owner.recorder.run(lambda: self.run(given))
+
+    def _give_up(self, why: str) -> int:
+        self.gave_up = True
+        self.owner.say(why)
+        return _RUN
+
+
+def _agreeing(run: Run, agree: Agree) -> Run:
+    """`run`, which is not recorded, on a rank of a job whose others may want to record."""
+    if agree is alone:
+        return run
+
+    def agreed(inputs: Sequence[Any]) -> list[Any]:
+        agree(_RUN)
+        return run(inputs)
+
+    return agreed
+
+
+def release_recordings() -> None:
+    """Let go of every recording of this process; a step that is called again records anew."""
+    for one in list(_replayed):
+        one.drop()
+
+
+_replayed = WeakSet[Replayed]()

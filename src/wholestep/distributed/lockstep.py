@@ -1,0 +1,90 @@
+"""Numbers that the ranks of one node give each other before a call, in memory that they share: some microseconds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .activity import ACTIVITY
+from .rendezvous import Rendezvous
+
+_WORD, _SECRET = 8, 16
+_NUMBER_BITS = 20
+_SPIN_S, _NAP_S = 1e-3, 1e-4  # a rank that is a little late is waited for without a pause
+
+
+@dataclass(eq=False)
+class Lockstep:
+    """This rank's side of the memory: two rows of words, one word a rank. A word has the number of the exchange and
+    the number that the rank gave, so both change at once. A rank is at most one exchange ahead: hence two rows.
+    """
+
+    words: memoryview[int]
+    rank: int
+    size: int
+    exchanges: int = 0
+
+    def extremes(self, number: int) -> tuple[int, int]:
+        """The least and the greatest number that the ranks give in this exchange (collective).
+
+        Raises RankFailedError: a rank failed.
+        """
+        self.exchanges += 1
+        row = self.exchanges % 2 * self.size
+        self.words[row + self.rank] = self.exchanges << _NUMBER_BITS | number
+        found = [self._read(row + other) for other in range(self.size)]
+        return min(found), max(found)
+
+    def _read(self, at: int) -> int:
+        words, now = self.words, self.exchanges
+        if words[at] >> _NUMBER_BITS != now:
+            _wait(lambda: words[at] >> _NUMBER_BITS == now)
+        return words[at] & (1 << _NUMBER_BITS) - 1
+
+
+def _wait(is_there: Callable[[], bool]) -> None:
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _SPIN_S:
+        if is_there():
+            return
+    with ACTIVITY.waiting("the same call of the step"):
+        while not is_there():
+            ACTIVITY.raise_failure()
+            time.sleep(_NAP_S)
+
+
+def lockstep(ranks: Rendezvous, label: str) -> Lockstep | None:
+    """Memory that all ranks share; None where they are on several nodes (collective)."""
+    secret, path = secrets.token_bytes(_SECRET), Path()  # the same file has the same secret
+    if ranks.rank == 0:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, name = tempfile.mkstemp(prefix="wholestep-", dir=folder)
+        path = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secret + bytes(2 * ranks.size * _WORD))
+    try:
+        name, secret = ranks.broadcast(f"{label}/memory", (str(path), secret), "which memory ranks share")
+        shared = _opened(Path(name), secret)
+        everywhere = all(ranks.gather(f"{label}/shared", shared is not None, "whether they share memory"))
+    finally:
+        if ranks.rank == 0:
+            path.unlink()
+    if shared is None or not everywhere:
+        return None
+    return Lockstep(memoryview(shared)[_SECRET:].cast("Q"), ranks.rank, ranks.size)
+
+
+def _opened(path: Path, secret: bytes) -> mmap.mmap | None:
+    """The file as memory; None where there is no such file."""
+    try:
+        with path.open("r+b") as file:
+            shared = mmap.mmap(file.fileno(), 0)
+    except OSError:
+        return None
+    return shared if shared[:_SECRET] == secret else None

@@ -1,0 +1,39 @@
+"""One rank of a job on null devices: prints what it did in each call of a step that is recorded."""
+
+import os
+
+import nullcuda
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import wholestep as ws
+
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
+    step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard"), schedule=schedule, timeout=None)
+    did = []
+    for rows in (8, 8, 8, 8, 8 + rank, 8):
+        with nullcuda.counting() as counted:
+            step(model, optimizer, torch.zeros(rows, 256, device="cuda"))
+        counts = counted.counts
+        did.append("record" if counts.captured else "replay" if counts.graphs else "run")
+    dist.destroy_process_group()  # lets go of the recording
+    print(f"calls {' '.join(did)}; {step.cuda_graph}")
+
+
+main()
