@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -28,10 +29,13 @@ def viewed(node: Node) -> Node | None:
     return operands(node)[0] if marked or node.target in UNMARKED_VIEWS else None
 
 
-def without_aliases(graph: Graph) -> None:
-    """Undo what `Reinplace` did to temporaries; what reads an input after it was written reads the input by its name."""
+def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
+    """Undo what `Reinplace` did to temporaries; what reads an input after it was written reads the input by its name.
+
+    Nodes for which `apart` holds stay as they are.
+    """
     for node in graph.nodes:
-        if node.op != "call_function" or not is_mutating(node):
+        if node.op != "call_function" or not is_mutating(node) or apart(node):
             continue
         given = node.kwargs.get("out", node.args[0])
         if not isinstance(given, Node) or len(_torch.schema_of(node.target).returns) != 1:
@@ -47,7 +51,8 @@ def without_aliases(graph: Graph) -> None:
 
 
 def _functional_form(target: Any) -> Any:
-    packet = getattr(torch.ops.aten, target.overloadpacket.__name__.rstrip("_"), None)
+    namespace = getattr(torch.ops, target.namespace)
+    packet = getattr(namespace, target.overloadpacket.__name__.rstrip("_"), None)
     overload = getattr(packet, cast(str, target._overloadname), None)
     same = overload is not None and _names(overload) == _names(target)
     return overload if same else None

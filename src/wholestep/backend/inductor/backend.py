@@ -49,7 +49,11 @@ class Inductor:
     fused_optimizers = True
     in_place_buffers = False
     splits_steps = False
-    times_nodes = True
+
+    @property
+    def times_nodes(self) -> bool:
+        """See `Backend`: a function that is compiled with its collectives has no nodes to time."""
+        return self.scope == "region"
 
     def compile(
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
@@ -61,7 +65,7 @@ class Inductor:
         """
         _find_compilers(example_inputs)
         as_tensors(graph, written_out=True)
-        without_aliases(graph)
+        without_aliases(graph, self._apart)
         try:
             values = _fakes(graph, example_inputs)
             _insert_shapes(graph, values)
