@@ -1,6 +1,5 @@
 """`backend="inductor"` on one device."""
 
-import operator
 import shutil
 from typing import Any
 
@@ -12,10 +11,7 @@ from torch.fx import Graph
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.eager import eager
-from wholestep.backend.inductor.aliases import without_aliases
 from wholestep.backend.inductor.backend import Inductor
-from wholestep.backend.inductor.regions import Regions, in_regions
-from wholestep.backend.inductor.repeats import Repeat, find_repeats
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 
@@ -102,5 +98,3 @@ def test_numbers_become_tensors(kind: str) -> None:
         graph.erase_node(node)
     found = eager(graph)([*flat, torch.tensor(0.3, dtype=torch.float64)])[0]
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
-
-

@@ -3,7 +3,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ def inductor_compile(
 
 
 @contextmanager
-def kernels_built_together() -> Iterator[None]:
+def kernels_built_together() -> Generator[None]:
     """Functions that Inductor compiles inside wait for their kernels at the end: compilers run while it goes on."""
     from torch._inductor.async_compile import AsyncCompile
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import _torch
-from ...errors import BackendError, first_line
+from ...errors import BackendError, first_line, shown
 from ...graph.graph import Input
 from ...graph.nodes import function_of, is_collective, is_wait, node_at, operands
 from ...partition.rank_ops import drawn, to_device, to_host
@@ -49,6 +49,10 @@ class Inductor:
     fused_optimizers = True
     in_place_buffers = False
     splits_steps = False
+
+    def __post_init__(self) -> None:
+        if self.scope not in get_args(Scope):
+            raise BackendError(f"Inductor(scope={shown(self.scope)})", "'region' or 'whole'", "correct the name")
 
     @property
     def times_nodes(self) -> bool:
@@ -94,7 +98,8 @@ def _find_compilers(example_inputs: Sequence[Any]) -> None:
         raise BackendError(found, "g++ or clang++ on the PATH", 'install one, or use backend="eager"')
     if "cuda" in devices and not _torch.has_triton():
         found = "backend 'inductor' needs Triton on a GPU and found none"
-        raise BackendError(found, "the package triton, for a GPU of compute capability 7.0 or later", 'install it, or use backend="eager"')
+        needed = "the package triton, and a GPU that it supports"
+        raise BackendError(found, needed, 'install it, or use backend="eager"')
 
 
 def _compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ... import _torch
+from ...errors import BackendError, first_line
 from ...graph import meta
 from ...graph.nodes import operands
 from ...graph.op_kinds import FREE, arithmetic
@@ -69,7 +71,11 @@ def in_regions(
                 known(node)
             continue
         made = [node for node in part.nodes if node in read and viewed(node) is None]
-        run = regions.function(_module(part, made), [values[node] for node in part.taken])
+        try:
+            run = regions.function(_module(part, made), [values[node] for node in part.taken])
+        except Exception as error:
+            found = f"Inductor cannot compile %{part.nodes[0].name} to %{part.nodes[-1].name}: {first_line(error)}"
+            raise BackendError(found, next_step='use backend="eager"') from error
         call = whole.create_node("call_function", run, tuple(known(node) for node in part.taken), name="region")
         for i, node in enumerate(made):
             seen[node] = whole.call_function(operator.getitem, (call, i))
@@ -87,9 +93,7 @@ class _Part:
     taken: list[Node]
 
 
-def _parts(
-    graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool
-) -> Iterator[_Part]:
+def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
     for alone, stretch in _stretches(graph, apart):
         for piece in [stretch] if alone or not by_layer else _cut(stretch, values):
             nodes = [node for group in piece for node in group]
@@ -149,12 +153,12 @@ def _cut(stretch: list[Group], values: dict[Node, Any]) -> list[list[Group]]:
         )
         marks += range(first, repeat.stop + 1, repeat.period)
     marks.append(len(stretch))
-    return [stretch[a:b] for a, b in zip(marks, marks[1:], strict=False) if a < b]
+    return [stretch[a:b] for a, b in pairwise(marks) if a < b]
 
 
 def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: int) -> tuple[int, int]:
-    """What is lost by cutting `repeat` in front of `first` and every period after it: elements that a fused kernel would
-    not have written and read again; then, equal layers.
+    """What is lost by cutting `repeat` in front of `first` and every period after it: elements that a fused kernel
+    would not have written and read again; then, equal layers.
     """
     at = first + repeat.period if first + repeat.period < repeat.stop else first
     crossing, position = 0, at - 1
@@ -176,7 +180,8 @@ def _label(group: Group, values: dict[Node, Any]) -> Hashable:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [one for item in value for one in _tensors(item)] if isinstance(value, (list, tuple)) else []  # pyright: ignore[reportUnknownVariableType]
+    items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else ()
+    return [one for item in items for one in _tensors(item)]
 
 
 def _plain(value: Any, numbers: dict[Node, int]) -> Hashable:
@@ -184,25 +189,31 @@ def _plain(value: Any, numbers: dict[Node, int]) -> Hashable:
     if isinstance(value, Node):
         return "node", numbers.get(value)
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *(_plain(item, numbers) for item in cast(Sequence[Any], value))
+        items = cast(Sequence[Any], value)
+        return type(items).__name__, *(_plain(item, numbers) for item in items)
     if isinstance(value, dict):
         return tuple((name, _plain(item, numbers)) for name, item in cast(dict[str, Any], value).items())
     if isinstance(value, slice):
-        return "slice", *(_plain(item, numbers) for item in (value.start, value.stop, value.step))
+        ends = cast("slice[Any, Any, Any]", value)
+        return "slice", *(_plain(item, numbers) for item in (ends.start, ends.stop, ends.step))
     simple = value is None or isinstance(value, (bool, int, float, complex, str))
-    return (type(value), repr(value)) if simple else value
+    return (type(value).__name__, repr(value)) if simple else cast(Hashable, value)
 
 
 def _key(graph: Graph, inputs: Sequence[Any]) -> Hashable:
     """Equal for graphs that one compiled function can run."""
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    calls = tuple((n.target, _plain(n.args, numbers), _plain(n.kwargs, numbers)) for n in graph.nodes if n.op != "placeholder")
+    calls = tuple(
+        (n.target, _plain(n.args, numbers), _plain(n.kwargs, numbers)) for n in graph.nodes if n.op != "placeholder"
+    )
     storages = dict[int, int]()
     given: list[Hashable] = []
     for value in inputs:
         if isinstance(value, torch.Tensor):
             storage = storages.setdefault(_torch.storage_key(value), len(storages))
-            given.append((tuple(value.shape), value.stride(), value.dtype, value.device, storage, value.storage_offset()))
+            given.append(
+                (tuple(value.shape), value.stride(), value.dtype, value.device, storage, value.storage_offset())
+            )
         else:
             given.append(_plain(value, {}))
     return calls, tuple(given)
