@@ -11,7 +11,7 @@ from torch.fx import Graph
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.eager import eager
-from wholestep.backend.inductor.backend import Inductor
+from wholestep.backend.inductor.inductor_backend import Inductor
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 

@@ -13,10 +13,10 @@ from torch.fx import Graph, GraphModule
 
 import wholestep as ws
 from wholestep.backend.eager import eager
-from wholestep.backend.inductor import backend
+from wholestep.backend.inductor import inductor_backend as backend
 from wholestep.backend.inductor.aliases import without_aliases
-from wholestep.backend.inductor.regions import Regions, in_regions
-from wholestep.backend.inductor.repeats import Repeat, find_repeats
+from wholestep.backend.inductor.periods import Repeat, find_repeats
+from wholestep.backend.inductor.regions import CompiledRegions, in_regions
 from wholestep.graph import meta
 
 aten = torch.ops.aten
@@ -115,13 +115,13 @@ def _graph(build: Callable[..., Sequence[Any]], given: Sequence[Tensor]) -> tupl
 
 def _cut(
     graph: Graph, values: dict[Any, Any], apart: Sequence[Any] = (), by_layer: bool = False
-) -> tuple[Graph, Regions]:
-    regions = Regions(lambda module, inputs: module)
+) -> tuple[Graph, CompiledRegions]:
+    regions = CompiledRegions(lambda module, inputs: module)
     without_aliases(graph, lambda node: node.target in apart)
     return in_regions(graph, lambda node: node.target in apart, values, regions, by_layer), regions
 
 
-def _names(regions: Regions) -> list[list[str]]:
+def _names(regions: CompiledRegions) -> list[list[str]]:
     return [[n.name for n in m.graph.nodes if n.op == "call_function"] for m in regions.compiled.values()]  # type: ignore[attr-defined]
 
 

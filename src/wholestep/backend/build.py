@@ -12,7 +12,7 @@ from ..errors import BackendError, shown
 from ..graph.graph import Input
 from .cudagraphs import CudaGraphs
 from .eager import Eager
-from .inductor.backend import Inductor
+from .inductor.inductor_backend import Inductor
 from .protocol import Backend, NodeClock, Run
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Inductor, "cudagraphs": CudaGraphs}

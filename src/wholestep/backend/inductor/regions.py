@@ -23,7 +23,7 @@ from ...graph.nodes import operands
 from ...graph.op_kinds import FREE, arithmetic
 from ...tuning import TUNING
 from .aliases import viewed
-from .repeats import Repeat, find_repeats
+from .periods import Repeat, find_repeats
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 Group = list[Node]
@@ -31,7 +31,7 @@ Group = list[Node]
 
 
 @dataclass
-class Regions:
+class CompiledRegions:
     """Compiled regions by what they compute. `calls` counts the regions of the graph, `compiled` the distinct ones."""
 
     compile: Compile
@@ -48,7 +48,7 @@ class Regions:
 
 
 def in_regions(
-    graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], regions: Regions, by_layer: bool
+    graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], regions: CompiledRegions, by_layer: bool
 ) -> Graph:
     """A graph that calls each region of `graph` as one compiled function, in the order of `graph`.
 

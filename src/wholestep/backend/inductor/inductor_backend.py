@@ -23,7 +23,7 @@ from ..gloo.exchange import gather, swap
 from ..protocol import NodeClock, Run
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
-from .regions import Regions, in_regions
+from .regions import CompiledRegions, in_regions
 
 Scope = Literal["region", "whole"]
 _COMMUNICATES = (gather, swap)
@@ -74,7 +74,7 @@ class Inductor:
             values = _fakes(graph, example_inputs)
             _insert_shapes(graph, values)
             with _torch.kernels_built_together():
-                compiled = in_regions(graph, self._apart, values, Regions(_compile), self.scope == "region")
+                compiled = in_regions(graph, self._apart, values, CompiledRegions(_compile), self.scope == "region")
             return eager(compiled, clock)
         except BackendError:
             raise
