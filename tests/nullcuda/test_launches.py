@@ -32,7 +32,7 @@ def test_no_more_launches_than_eager_torch(optimizer: str) -> None:
     setting = Setting("tiny", SIX_LAYERS, precision="float32", optimizer=optimizer)
     step = train_step_of(setting)
     eager = counts(step, *setting.build())
-    ours = counts(ws.compile(step, device="cuda:0", backend="eager"), *setting.build())
+    ours = counts(ws.compile(step, device="cuda:0", cuda_graphs=False), *setting.build())
     assert ours.blas == eager.blas
     assert ours.launches <= eager.launches
     assert (ours.memcpys, ours.syncs, ours.mallocs) == (0, 0, 0)
@@ -42,6 +42,6 @@ def test_no_more_launches_than_eager_torch(optimizer: str) -> None:
 def test_a_recorded_step_is_one_launch(optimizer: str) -> None:
     """And a copy for the batch and for each number that changed."""
     setting = Setting("tiny", SIX_LAYERS, precision="float32", optimizer=optimizer)
-    found = counts(ws.compile(train_step_of(setting), device="cuda:0", backend="cudagraphs"), *setting.build())
+    found = counts(ws.compile(train_step_of(setting), device="cuda:0", cuda_graphs=True), *setting.build())
     assert (found.graphs, found.launches, found.blas, found.syncs) == (1, 0, 0, 0)
     assert found.memcpys <= 3
