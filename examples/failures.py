@@ -53,6 +53,8 @@ def fail(how: str) -> None:
 def batches(rows: int, fails: str) -> Iterator[Tensor]:
     """This rank's own data; its loader may hang."""
     for number in range(20):
+        if number == FAILS_AT and fails:
+            print(f"fails now: {fails}", flush=True)
         if number == FAILS_AT and fails == "hang in the loader":
             time.sleep(3600)
         yield torch.randn(rows, 16)

@@ -85,7 +85,7 @@ class Simulation:
         group = next(g for g in optimizer.param_groups if any(p is owner for p in g["params"]))
         kept = optimizer.state.get(owner)
         if not kept:
-            held_state.prime(optimizer, owner, group)
+            held_state.prime(optimizer, owner, group, "cpu")
         value = optimizer.state[owner][given.key]
         if not kept:
             del optimizer.state[owner]

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="play this case alone, and keep nothing")
     parser.add_argument("--ranks", type=int, nargs=2, default=(2, 1), help="two-jobs: of each")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="save-blocking, restart: of state")
-    parser.add_argument("--rounds", type=int, default=7, help="save-blocking, restart: how often")
+    parser.add_argument("--rounds", type=int, default=7, help="save-blocking, restart, rank-failures: how often")
     parser.add_argument("--dir", type=Path, default=Path("runs/faults"), help="where results are kept")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     given = parser.parse_args(argv)
@@ -91,4 +91,13 @@ def _restart(given: argparse.Namespace) -> tuple[str, bool]:
     return run(int(given.gigabytes * 1e9), given.rounds)
 
 
-MODES = {"kills": _kills, "two-jobs": _two_jobs, "save-blocking": _save_blocking, "restart": _restart}
+def _rank_failures(given: argparse.Namespace) -> tuple[str, bool]:
+    from .rank_failures import run
+
+    return run(given.rounds)
+
+
+MODES = {
+    "kills": _kills, "two-jobs": _two_jobs, "save-blocking": _save_blocking, "restart": _restart,
+    "rank-failures": _rank_failures,
+}  # fmt: skip

@@ -14,6 +14,7 @@ matrix product in bfloat16, and a copy within the device.
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,8 @@ from .worker import Worker, WorkerError, settle
 from .workload import SIZES, Setting
 
 BYTES_OF_A_COPY, SIDE_OF_A_PRODUCT = {"cuda": 2 << 30, "cpu": 64 << 20}, {"cuda": 8192, "cpu": 512}
-NULL_DEVICE = Path(__file__).parents[2] / "build" / "nullcuda" / "nullcuda"
+ROOT = Path(__file__).parents[2]
+NULL_DEVICE = ROOT / "build" / "nullcuda" / "nullcuda"
 TESTS_LIMIT_S = 150.0
 STARTED_TOGETHER = 3  # processes that import and build their model while others do
 COMPARISONS = ("small/fused", "gpt2/fused", "llama1b/fused", "gpt2/default")
@@ -190,7 +192,9 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = arguments(words)
     if chosen.nullcuda:
         passed = [word for word in (sys.argv[1:] if words is None else words) if word != "--nullcuda"]
-        return subprocess.call([str(NULL_DEVICE), "python", "-m", "benchmarks.gpu", "--counts", *passed])
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # the null device has an environment of its own
+        words = [str(NULL_DEVICE), "python", "-m", "benchmarks.gpu", "--counts", *passed]
+        return subprocess.call(words, env={**os.environ, "PYTHONPATH": path})
     settings = settings_of(chosen)
     if chosen.counts:
         print(counts_table(settings, chosen.runners))

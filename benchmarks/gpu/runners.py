@@ -13,7 +13,7 @@ import wholestep as ws
 from .workload import Setting, train_step_of
 
 Step = Callable[[Tensor, Tensor], Tensor]
-BUDGET_SHARE = 0.7  # of the peak without a bound: the recomputation that it asks for is of a usual size
+BUDGET_SHARE = 0.85  # of the peak without a bound: the recomputation that it asks for is of a usual size
 
 
 @dataclass

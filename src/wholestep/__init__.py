@@ -1,6 +1,7 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
 from . import collectives
+from .backend.inductor.inductor_backend import Inductor
 from .backend.pipeline import pipeline
 from .backend.protocol import Backend
 from .capture import CaptureOptions
@@ -70,6 +71,7 @@ __all__ = [
     "DataParallel",
     "GraphError",
     "Hardware",
+    "Inductor",
     "Layout",
     "LayoutError",
     "LiveTensor",

@@ -253,3 +253,36 @@ def by_hand(model: nn.Module, number: int) -> None:
 def test_eager_step_between(style: str, optimizer: str) -> None:
     """`optimizer.step()` with gradients set by hand, between compiled steps, does what it does for DDP."""
     run_ranks(_eager_between, 2, style, optimizer)
+
+
+class Views(nn.Linear):
+    """Buffers that are views of 16 numbers: one expanded from three, one of every other."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+        self.memory = torch.arange(32.0).view(2, 16) + 100 * rank
+        self.register_buffer("expanded", self.memory[0, :3].view(3, 1).expand(3, 4))
+        self.register_buffer("spaced", self.memory[1, ::2])
+
+
+def first_ranks_views(rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    model = Views(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (model(x) * model.expanded.sum() + model.spaced.sum()).sum().backward()
+        optimizer.step()
+
+    ws.compile(train)(model, optimizer, torch.ones(2, 4))
+    return model.expanded, model.spaced, model.memory
+
+
+def test_buffers_that_are_views_take_the_first_ranks_values_and_no_memory_beside_them() -> None:
+    (expanded, spaced, _), (found, every_other, memory) = run_ranks(first_ranks_views, 2)
+    assert torch.equal(found, expanded)
+    assert torch.equal(every_other, spaced)
+    own = Views(1).memory
+    assert torch.equal(memory[0, 3:], own[0, 3:])
+    assert torch.equal(memory[1, 1::2], own[1, 1::2])

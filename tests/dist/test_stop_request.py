@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -126,4 +128,41 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
         time.sleep(0.2)
         ask(ranks, 1)
         assert ranks.wait([0, 1], LIMIT_S) == {0: 0, 1: 0}, [ranks.output(rank) for rank in (0, 1)]
+    assert ws.load(tmp_path / "saved").number > 1
+
+
+CODES = """
+import os, runpy
+code = 1
+try:
+    runpy.run_path(SCRIPT, run_name="__main__")
+except SystemExit as error:
+    code = error.code or 0
+finally:
+    print(f"rank {os.environ['RANK']} ended with {code}", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_torchrun_hands_the_signal_on_and_all_ranks_save_and_end_with_0(tmp_path: Path) -> None:
+    """The agent of torchrun sends SIGTERM to its ranks, and SIGKILL after --shutdown-timeout."""
+    script, outer, log = tmp_path / "script.py", tmp_path / "outer.py", tmp_path / "log.txt"
+    script.write_text(SAVES.replace("SAVED", str(tmp_path / "saved")))
+    outer.write_text(CODES.replace("SCRIPT", repr(str(script))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(outer), "0", "0", "collectives"]
+    with log.open("wb") as out:
+        agent = subprocess.Popen(command, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}, stdout=out, stderr=out)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while log.read_text().count("ready") < 2:
+            assert agent.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        agent.terminate()
+        agent.wait(LIMIT_S)
+    finally:
+        agent.kill()
+    for rank in range(2):
+        assert f"rank {rank} ended with 0" in log.read_text(), log.read_text()
     assert ws.load(tmp_path / "saved").number > 1

@@ -1,6 +1,9 @@
 """ws.export of a checkpoint folder and of a plain model, and the files of the safetensors format."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import wholestep as ws
 from tests.hf_models import entries
 from tests.steps import mean_square as train_step
 from wholestep.checkpoint import safetensors_file
+from wholestep.checkpoint.lease import Owner
 
 
 @pytest.fixture
@@ -146,3 +150,26 @@ def test_a_model_without_a_step(tmp_path: Path, name: str) -> None:
     assert_same(found.state_dict(), model.state_dict())
     assert model.config.to_dict() == before
     assert found.config.architectures == [type(model).__name__]
+
+
+def test_what_a_killed_export_leaves_is_removed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    """Another export of the same name may still be at work in a process that lives, or on another host."""
+    code = (
+        "import os, sys, torch, wholestep as ws\n"
+        "from wholestep.checkpoint import new_folder\n"
+        "new_folder._publish = lambda *_: os.kill(os.getpid(), 9)\n"
+        "ws.export(sys.argv[1], torch.nn.Linear(2, 2))\n"
+    )
+    target = tmp_path / "out[1]"
+    ended = subprocess.run([sys.executable, "-c", code, str(target)], timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 2
+    at_work = tmp_path / ".out[1]-000000000000.tmp"
+    at_work.mkdir()
+    at_work.with_suffix(".json").write_bytes(Owner.this_process().to_json())
+    unknown = tmp_path / ".out[1]-111111111111.tmp"
+    unknown.mkdir()
+    ws.export(target, nn.Linear(2, 2))
+    kept = {at_work.name, at_work.with_suffix(".json").name, unknown.name, target.name}
+    assert {path.name for path in tmp_path.iterdir()} == kept

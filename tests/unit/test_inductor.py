@@ -1,6 +1,5 @@
-"""`backend="inductor"` on one device, and how a graph is cut for it."""
+"""`backend="inductor"` on one device."""
 
-import operator
 import shutil
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.fx import Graph
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS
 from wholestep.backend.eager import eager
-from wholestep.backend.inductor import Inductor, in_segments
+from wholestep.backend.inductor.inductor_backend import Inductor
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 
@@ -60,12 +59,10 @@ def _reads_a_number() -> Graph:
 
 @needs_compiler
 def test_a_number_that_an_op_takes_in_python() -> None:
-    with pytest.raises(ws.BackendError) as raised:
-        Inductor().compile(_reads_a_number(), [], [torch.ones(3), torch.tensor(0.5)], None)
-    assert str(raised.value) == (
-        "Inductor cannot compile this graph: %leaky_relu_default (aten.leaky_relu.default) takes a scheduled number "
-        'as a Python number\n  needed: an optimizer that computes with tensors\n  next: use backend="eager"'
-    )
+    """The op runs by itself, with the number of each call."""
+    run = Inductor().compile(_reads_a_number(), [], [torch.ones(3), torch.tensor(0.5)], None)
+    for slope in (0.5, 0.25):
+        assert torch.equal(run([-torch.ones(3), torch.tensor(slope)])[0], torch.full((3,), -slope))
 
 
 @pytest.mark.parametrize("kind", ["add", "sub", "addcdiv", "addcmul", "lists", "in place"])
@@ -101,39 +98,3 @@ def test_numbers_become_tensors(kind: str) -> None:
         graph.erase_node(node)
     found = eager(graph)([*flat, torch.tensor(0.3, dtype=torch.float64)])[0]
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
-
-
-def test_a_graph_is_cut_where_it_communicates() -> None:
-    """In the order of the graph; what picks from a result goes with what made it, however late it stands."""
-    graph = Graph()
-    x = graph.placeholder("x")
-    pair = graph.call_function(aten.max.dim, (x, 0))
-    first = graph.call_function(operator.getitem, (pair, 0))
-    sent = graph.call_function(aten.neg.default, (first,))
-    summed = graph.call_function(aten.add.Tensor, (first, 1))
-    twice = graph.call_function(aten.mul.Tensor, (summed, 2))
-    arrived = graph.call_function(aten.abs.default, (sent,))
-    late = graph.call_function(operator.getitem, (pair, 1))
-    graph.call_function(aten.add_.Tensor, (x, 1))
-    graph.output((graph.call_function(aten.add.Tensor, (twice, arrived)), late))
-    apart = (aten.neg.default, aten.abs.default)
-    compiled: list[list[str]] = []
-    given = torch.tensor([[1.0, 5.0], [2.0, 3.0]])
-
-    def compile(module: Any, inputs: Any) -> Any:
-        compiled.append([n.name for n in module.graph.nodes if n.op == "call_function"])
-        return module
-
-    cut = in_segments(graph, lambda n: n.target in apart, dict.fromkeys(graph.nodes), compile)
-    assert compiled == [
-        ["max_dim", "getitem", "getitem_1"],
-        ["add_tensor", "mul_tensor"],
-        ["add__tensor", "add_tensor_1"],
-    ]
-    assert [n.target for n in cut.nodes if n.target in apart] == list(apart)
-    calls = [n.target for n in cut.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    assert [c in apart for c in calls] == [False, True, False, True, False]
-    ours, theirs = given.clone(), given.clone()
-    for a, b in zip(eager(cut)([ours]), eager(graph)([theirs]), strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(ours, theirs)

@@ -349,6 +349,63 @@ def test_fused_updates_stay_in_place() -> None:
     assert text.count("aten.where") == 3  # the three buffers of batch norm
 
 
+def test_norms_with_which_gradients_are_clipped_are_taken() -> None:
+    for style in ("replicate", "fully_shard"):
+        targets = [str(node.target) for node in local(style, True).graph.nodes]
+        assert targets.count("aten.linalg_vector_norm.default") == len(ALL) + 2  # of all norms, and of the loss
+        assert "aten._foreach_norm.Scalar" not in targets
+
+
+def test_counts_grow_by_nothing_in_a_skipped_call() -> None:
+    text = str(local("replicate", True))
+    assert "_foreach_add_.Tensor" in text
+    assert "copy_" not in text
+
+
+class Twice(nn.Module):
+    """A square matrix, with which updates can read it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+        self.register_buffer("mean", torch.arange(9.0).view(3, 3))
+
+
+UPDATES: list[Callable[[Any], object]] = [
+    lambda model: model.mean.copy_(model.mean + model.mean.t()),
+    lambda model: model.weight.add_(model.weight, alpha=0.5),
+    lambda model: model.mean.lerp_(model.weight.t(), 0.1),
+    lambda model: model.mean.copy_(model.weight.double() @ model.weight.double()),
+    lambda model: model.mean.copy_(model.mean.t() + 1),
+]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_that_are_left_out_on_the_host_are_those_of_eager(update: Callable[[Any], object]) -> None:
+    def train(model: Twice, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (x @ model.weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            update(model)
+        return loss.detach()
+
+    ours, eager, step = Twice(), Twice(), ws.compile(train, on_nonfinite=Told())
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in (ours, eager)]
+    for i in range(6):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(i))
+        before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+        step(ours, optimizers[0], x * torch.nan if i % 3 == 1 else x)
+        if i % 3 == 1:
+            assert same(dict(ours.state_dict()), before)
+        else:
+            train(eager, optimizers[1], x)
+            torch.testing.assert_close(dict(ours.state_dict()), dict(eager.state_dict()), rtol=1e-6, atol=1e-6)
+    step.flush()
+    assert step.skipped == 2
+
+
 class OnDevice:
     """A flag in the memory of a device."""
 

@@ -26,6 +26,9 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - utils._pytree (1.8): flattens arguments and results of a step, serializes their structure; torch.utils.pytree.
 - _C.DisableTorchFunction (1.13): reads values during a trace; a public switch for torch function modes.
 - _inductor.compile (2.0): compiles the arithmetic of a local graph; a public graph compiler.
+- _inductor.async_compile.AsyncCompile.wait (2.0): called once for all functions of a step, so that their kernels are
+  built in parallel; a way to compile several graphs together.
+- utils._triton.has_triton (2.1): whether Triton is there; a public function.
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
 - distributed.distributed_c10d._abort_process_group (2.6), _set_pg_timeout (2.3): ends NCCL collectives that wait for a
   rank that failed, and sets when NCCL's watchdog does; public forms of both.
@@ -58,6 +61,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - optim._adafactor (2.5), nn.modules.batchnorm._BatchNorm (1.0), amp.GradScaler's _scale, _growth_tracker,
   _per_optimizer_states, _unscale_grads_ (2.3): methods that read values are replaced by traceable forms (`replaced`);
   traceable forms in torch, like capturable=True of its optimizers.
+- optim.optimizer._foreach_supported_types, utils._foreach_utils._foreach_supported_types (2.0): torch takes foreach
+  kernels for fake tensors too, as it would for real ones; a registry of types.
 - _dynamo.eval_frame.OptimizedModule (2.0): calls the module that torch.compile wraps; a stance for it.
 - tensors' _backward_hooks (0.4), _post_accumulate_grad_hooks (2.1), modules' _forward_hooks and their like (0.1),
   optimizers' _optimizer_step_pre_hooks (2.0): detects the user's hooks, and moves or copies them with a
@@ -72,6 +77,7 @@ from .cuda_graphs import *
 from .distributed import *
 from .dynamo import *
 from .held import *
+from .inductor import *
 from .op_schemas import *
 from .python_hooks import *
 from .replaced import *

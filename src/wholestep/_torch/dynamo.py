@@ -1,37 +1,20 @@
-"""Private names of Dynamo and TorchInductor."""
+"""Private names of Dynamo."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import _guards
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import BackendError
 from .attributes import attributes_set
-from .tracing import fake_mode
 
 Part = TypeVar("Part", bound=Callable[..., Any])
-
-
-def inductor_compile(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Compile a graph of tensors with TorchInductor; `options` are names of `torch._inductor.config`."""
-    try:
-        from torch._inductor import compile as compile_graph
-    except ImportError as error:
-        raise BackendError(
-            f"backend 'inductor' is not in torch {torch.__version__}: {error}", next_step='use backend="eager"'
-        ) from error
-    mode = next((t.fake_mode for t in example_inputs if isinstance(t, FakeTensor)), None) or fake_mode()
-    with _guards.tracing(TracingContext(mode)):  # Inductor caches graphs on disk only in such a context
-        return cast(Callable[..., Any], compile_graph(module, list(example_inputs), dict(options)))
 
 
 def dynamo_backend(name: str) -> Callable[..., Any]:
@@ -44,14 +27,6 @@ def dynamo_backend(name: str) -> Callable[..., Any]:
     except InvalidBackend as error:
         known = ", ".join(dynamo.list_backends())
         raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {known}, or a callable") from error
-
-
-def inductor_settings(mode: str | None = None, options: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
-    """Return the arguments of the "inductor" backend for the `mode` and `options` of `torch.compile`."""
-    from torch._inductor import list_mode_options
-
-    settings = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-    return {"config_patches": settings} if settings else {}
 
 
 def disable_torch_splitter() -> bool:

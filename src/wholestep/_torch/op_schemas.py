@@ -70,6 +70,11 @@ def is_fused_optimizer(target: OpOverload[..., Any]) -> bool:
     return f"{target._schema.name.removeprefix('aten::')}_" in FUSED
 
 
+def runs_fused_optimizer(target: object) -> bool:
+    """Return whether a target is a fused optimizer, functional or in place."""
+    return is_op(target) and target._schema.name.removeprefix("aten::").rstrip("_") + "_" in FUSED
+
+
 GETITEM = operator.getitem
 
 

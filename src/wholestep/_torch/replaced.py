@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.optim._adafactor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .attributes import Form, attributes_set, forms_set
@@ -37,10 +39,11 @@ def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None]) -> Generator[None]:
+def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], device: str) -> Generator[None]:
     """Call `on_backward` with the tensors that a backward starts from, and annotate its nodes with `backward`.
 
-    Validation in torch.distributions, which reads values, is disabled.
+    Validation in torch.distributions, which reads values, is disabled. For a GPU, torch takes its foreach kernels by
+    default, as for tensors that are not fake.
     """
 
     def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +60,12 @@ def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None]) -> Generat
         (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),
     ]
-    with attributes_set([(torch.distributions.Distribution, "_validate_args", False)]), forms_set(forms):
+    changes: list[tuple[Any, str, Any]] = [(torch.distributions.Distribution, "_validate_args", False)]
+    if not device.startswith("cpu"):
+        modules: tuple[Any, ...] = sys.modules[torch.optim.Optimizer.__module__], _foreach_utils
+        lists = [(module, module._foreach_supported_types) for module in modules]
+        changes += [(module, "_foreach_supported_types", [*types, FakeTensor]) for module, types in lists]
+    with attributes_set(changes), forms_set(forms):
         yield
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph
 from ..errors import BackendError, shown
 from ..graph.graph import Input
 from .eager import Eager
-from .inductor import Inductor
+from .inductor.inductor_backend import Inductor
 from .protocol import Backend, NodeClock, Run
 from .recordings import Recordings
 

@@ -16,6 +16,7 @@ from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
 from .gloo.buffers import Buffers, with_buffers
+from .host_choices import with_host_choices
 from .protocol import NodeClock, Run
 
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
@@ -57,7 +58,7 @@ class Eager:
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
     ) -> Run:
         """See `Backend`."""
-        return eager(with_buffers(graph, self.buffers), clock)
+        return eager(with_host_choices(with_buffers(graph, self.buffers)), clock)
 
 
 def eager(graph: Graph, clock: NodeClock | None = None) -> Run:

@@ -24,7 +24,7 @@ class CaptureOptions:
         mixed_precision: dtypes in which modules compute and gradients are reduced.
         offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
             are copied to the device to be gathered. On a CPU device this changes the program only.
-        fused: keep fused and foreach optimizer kernels; False decomposes them, as the inductor backend needs.
+        fused: keep fused and foreach optimizer kernels; False decomposes them.
         keep_grads: keep gradients in `param.grad` even if the step resets them at its start.
         skip_nonfinite: the step leaves its state as it was if its loss or a gradient is not finite.
         module_overrides: replacements for submodules during the trace, by path (globs allowed).

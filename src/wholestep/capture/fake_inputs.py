@@ -54,9 +54,11 @@ class FakeInputs:
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     def add(self, given: Input, requires_grad: bool = False) -> None:
-        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded."""
-        in_host = self.host_state and given.role in (Role.PARAM, Role.STATE, Role.GRAD)
-        if given.meta.device.startswith("meta") or in_host:
+        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
+        optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
+        """
+        in_host = self.host_state and given.role in (Role.PARAM, Role.GRAD)
+        if given.meta.device.startswith("meta") or in_host or given.role is Role.STATE:
             given = replace(given, meta=replace(given.meta, device=self.device))
         meta = given.meta
         with self.mode:
@@ -108,7 +110,7 @@ def _add_primed(out: FakeInputs, state: StepState) -> None:
                     continue
                 name = names[id(param)]
                 with out.mode, _torch.tensor_only_optimizers():
-                    held_state.prime(optimizer, fakes[name], group)
+                    held_state.prime(optimizer, fakes[name], group, out.device)
                 for key, value in optimizer.state.pop(fakes[name], {}).items():
                     if isinstance(value, torch.Tensor):
                         out.put(held_state.state_input(name, key, value, o, label), value)

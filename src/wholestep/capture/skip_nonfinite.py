@@ -40,9 +40,7 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
     checked = _checked(graph)
     if all(name == LOSS for name, _ in checked):
         return graph, ()
-    order = {node: i for i, node in enumerate(graph.graph.nodes)}
-    last = max((node for _, node in checked), key=order.__getitem__)
-    flags = _flags(_After(last), checked, foreach)
+    flags = _flags(checked, foreach)
     updates = _Updates(flags[0])
     inputs = {given.name: (given.role, node) for given, node in graph.placeholders()}
     kept: list[tuple[Output, Node]] = []
@@ -104,32 +102,57 @@ def _checked(graph: TrainGraph) -> list[tuple[str, Node]]:
     return losses + sorted(((name, node) for node, name in ends.items()), key=lambda one: params.index(one[0]))
 
 
-def _flags(place: _After, checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, Node]:
-    """Return whether any value is not finite, and whether each is not, from their 1-norms."""
+def _flags(checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, Node]:
+    """Return whether any value is not finite, and whether each is not, from their norms.
+
+    Norms with which the step clips gradients are taken; others are computed after the last value.
+    """
+    order = {node: i for i, node in enumerate(checked[0][1].graph.nodes)}
     dtypes = {meta.one_tensor(node).dtype for _, node in checked}
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
-    sizes = [place.size(node, wide) for name, node in checked if name == LOSS]
     grads = [node for name, node in checked if name != LOSS]
-    alike = len({meta.one_tensor(node).dtype for node in grads}) == 1
-    sizes += place.sizes(grads, wide) if foreach and alike else [place.size(node, wide) for node in grads]
+    known = _known_norms(grads, wide)
+    place = _After(max([*(node for _, node in checked), *known.values()], key=order.__getitem__))
+    sizes = [place.size(node, 1, wide) for name, node in checked if name == LOSS]
+    others = [node for node in grads if node not in known]
+    if foreach and len({meta.one_tensor(node).dtype for node in others}) == 1:
+        known |= dict(zip(others, place.sizes(others, wide), strict=True))
+    sizes += [known.get(node) or place.size(node, 2, wide) for node in grads]
     stacked = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
     flags = place.call(aten.ne.Scalar, place.call(aten.sub.Tensor, stacked, stacked), 0)
     return place.call(aten.any.default, flags), flags
 
 
+def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
+    """Return 2-norms that the step itself computes of gradients, in the dtype `wide`."""
+    found: dict[Node, Node] = {}
+    for grad in grads:
+        for user in grad.users:
+            norm: Node | None = None
+            if user.target is aten.linalg_vector_norm.default and user.args[1:] in ((), (2,)):
+                norm = user
+            elif user.target is aten._foreach_norm.Scalar and user.args[1:] in ((), (2,)):
+                number = cast("list[Node]", user.args[0]).index(grad)
+                norm = next((item for item in user.users if item.args[1] == number), None)
+            if norm is not None and meta.one_tensor(norm).dtype == wide:
+                found[grad] = norm
+    return found
+
+
 class _Updates:
     """Updates that keep the old value by themselves, without a copy: by fused optimizers, which a flag can stop, and of
-    counts, from which the flag is subtracted again.
+    counts, which grow by 0 in a skipped step.
     """
 
     def __init__(self, skipped: Node) -> None:
-        self._skipped, self._number = skipped, _After(skipped).call(aten._to_copy.default, skipped, dtype=torch.float32)
+        place = _After(skipped)
+        self._number = place.call(aten._to_copy.default, skipped, dtype=torch.float32)
+        self._one = place.call(aten.rsub.Scalar, self._number, 1)
         self._order = {node: i for i, node in enumerate(skipped.graph.nodes)}
-        self._counts: dict[Node, dict[int, Node]] = {}
 
     def last(self, node: Node) -> Node:
         """Return the later one of `node` and the flag."""
-        return max(node, self._number, key=self._order.__getitem__)
+        return max(node, self._one, key=self._order.__getitem__)
 
     def kept(self, made: Node, old: Node) -> Node | None:
         """Return `made`, or a new value, that is `old` in a skipped step; None if neither is possible."""
@@ -137,8 +160,10 @@ class _Updates:
             return None
         whole, index = node_at(made, 0), cast(int, made.args[1])
         given: Any = whole.args[0]
-        if whole.target is aten._foreach_add.Scalar and whole.args[1] == 1 and given[index] is old:
-            return self._counted(whole).get(index)
+        if whole.target is aten._foreach_add.Scalar and whole.args[1] == 1 and self._counts(whole):
+            whole.target, whole.args = aten._foreach_add.Tensor, (given, self._one)
+        if whole.target is aten._foreach_add.Tensor and whole.args[1] is self._one:
+            return made if given[index] is old else None
         if not _torch.is_getitem(whole.target) or not _torch.is_fused_optimizer(given.target):
             return None
         kernel, entries = cast(Node, given), given.args[whole.args[1]]
@@ -147,18 +172,9 @@ class _Updates:
         kernel.kwargs = {**kernel.kwargs, "found_inf": self._number}
         return made
 
-    def _counted(self, whole: Node) -> dict[int, Node]:
-        """Return counts, to all of which `whole` adds 1, less 1 in a skipped step, by their index in the list."""
-        if whole not in self._counts:
-            items = {cast(int, item.args[1]): item for item in whole.users if _torch.is_getitem(item.target)}
-            floats = all(meta.one_tensor(item).dtype.is_floating_point for item in items.values())
-            self._counts[whole] = {}
-            if floats and len(items) == len(cast("list[Node]", whole.args[0])):
-                place = _After(max(map(self.last, items.values()), key=self._order.__getitem__))
-                ones = [self._number] * len(items)
-                less = place.call(aten._foreach_sub.List, [items[i] for i in sorted(items)], ones)
-                self._counts[whole] = {i: place.call(_torch.GETITEM, less, i) for i in sorted(items)}
-        return self._counts[whole]
+    def _counts(self, whole: Node) -> bool:
+        """Return whether `whole`, which adds 1 to a list, can add a number that is known by then."""
+        return self.last(whole) is whole and all(item.dtype.is_floating_point for item in meta.tensors(whole) if item)
 
 
 @dataclass
@@ -175,13 +191,13 @@ class _After:
         meta.recompute_value(self.node)
         return self.node
 
-    def size(self, node: Node, wide: torch.dtype) -> Node:
-        """The 1-norm of a tensor, in a dtype that does not overflow."""
-        return self._cast(self.call(aten.linalg_vector_norm.default, node, 1, **_dtype(node)), wide)
+    def size(self, node: Node, order: int, wide: torch.dtype) -> Node:
+        """A norm of a tensor, in float32 or wider."""
+        return self._cast(self.call(aten.linalg_vector_norm.default, node, order, **_dtype(node)), wide)
 
     def sizes(self, nodes: Sequence[Node], wide: torch.dtype) -> list[Node]:
-        """The 1-norms of tensors of one dtype."""
-        whole = self.call(aten._foreach_norm.Scalar, list(nodes), 1, **_dtype(nodes[0]))
+        """The 2-norms of tensors of one dtype."""
+        whole = self.call(aten._foreach_norm.Scalar, list(nodes), 2, **_dtype(nodes[0]))
         return [self._cast(self.call(_torch.GETITEM, whole, i), wide) for i in range(len(nodes))]
 
     def _cast(self, node: Node, wide: torch.dtype) -> Node:

@@ -245,8 +245,24 @@ def _lost(optimizer: Optimizer, what: str) -> CaptureError:
     )
 
 
-def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Create the optimizer state that the first step would create; return whether state was created.
+def implementation(optimizer: Optimizer, group: Mapping[str, Any], device: str, fused: bool = True) -> dict[str, Any]:
+    """Return the options of `group` that choose kernels on `device`; without `fused`, neither fused nor foreach ones.
+
+    On a GPU, Adam and AdamW take their fused form unless the user chose otherwise: the foreach form that torch takes by
+    default computes bias corrections on the host, and with counts on the device takes several kernels a parameter.
+    """
+    if not fused:
+        return {key: False for key in ("fused", "foreach") if key in group}
+    params: list[torch.Tensor] = group["params"]
+    known = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["differentiable"]
+    free = group.get("fused", False) is None and group["foreach"] is not False
+    if known and free and torch.device(device).type == "cuda" and all(p.is_floating_point() for p in params):
+        return {"fused": True, "foreach": False}
+    return {}
+
+
+def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], device: str) -> bool:
+    """Create the optimizer state that the first step on `device` would create; return whether state was created.
 
     Done only for torch.optim (by `_init_group`), where the first update stays exact. A first step that differs from
     later ones (SGD with dampening), and any other optimizer, is captured twice instead.
@@ -262,7 +278,7 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]) -
     lists = [list[Any]() for _ in inspect.signature(init).parameters][1:]
     before, param.grad = param.grad, param.detach()
     try:
-        init({**group, "params": [param]}, *lists)
+        init({**group, **implementation(optimizer, group, device), "params": [param]}, *lists)
     finally:
         param.grad = before
     return True

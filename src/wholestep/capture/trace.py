@@ -113,7 +113,11 @@ class Traced:
             zero_grads = [(owner, "zero_grad", self._zero_grad) for owner in (torch.optim.Optimizer, torch.nn.Module)]
             rng = [(torch, "get_rng_state", self.draws.saved), (torch, "set_rng_state", self.draws.restored)]
             forms = _torch.replaced([*methods(), *zero_grads, *rng])
-            with _torch.tensor_only_optimizers(), _torch.patched_for_tracing(self._saw_backward), forms:
+            with (
+                _torch.tensor_only_optimizers(),
+                _torch.patched_for_tracing(self._saw_backward, self.request.device),
+                forms,
+            ):
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
         finally:
             optimizer_hook.remove()
@@ -133,7 +137,7 @@ class Traced:
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
-            _set_numbers(state, request.hypers, given, request.fused)
+            _set_options(state, request.hypers, given, request)
             self._fill_state(given, plain)
             self._mark_gradients(given)
             pairs = zip(request.names, request.leaves, strict=True)
@@ -351,12 +355,13 @@ def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[tuple[
     ]
 
 
-def _set_numbers(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], fused: bool) -> None:
-    """Set hypers in the groups as tensors, and `capturable` (and without `fused`, no fused and foreach kernels)."""
+def _set_options(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], request: Request) -> None:
+    """Set hypers in the groups as tensors, the implementation, and `capturable`."""
     optimizers = list(state.optimizers.values())
-    for group in (g for o in optimizers for g in o.param_groups):
-        group.update({"capturable": True} if "capturable" in group else {})
-        group.update({} if fused else {key: False for key in ("fused", "foreach") if key in group})
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(held_state.implementation(optimizer, group, request.device, request.fused))
+            group.update({"capturable": True} if "capturable" in group else {})
     for hyper in hypers:
         group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], given[hyper.name]
         old = group[hyper.key]

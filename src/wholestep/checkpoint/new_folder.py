@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Generator
@@ -11,13 +12,15 @@ from uuid import uuid4
 
 from ..errors import CheckpointError
 from . import durable
+from .lease import Owner, owner_of
 from .ranks import Ranks
 
 
 @contextmanager
 def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
     """A folder beside `target` to write to. At the end it is synced to disk and gets the name `target`; after an
-    exception it is removed. Raises CheckpointError, on every rank: `target` is there and not empty.
+    exception it is removed, and after a kill by the next call. Raises CheckpointError, on every rank: `target` is there
+    and not empty.
     """
     aside = ranks.on_first_rank(lambda: _aside(target))
     try:
@@ -25,7 +28,7 @@ def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
         ranks.on_first_rank(lambda: _publish(aside, target))
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
         raise
 
 
@@ -38,9 +41,24 @@ def _aside(target: Path) -> Path:
         raise CheckpointError(f"{target} is there already", "a new folder, or an empty one", "name another")
     with durable.explained(target):
         durable.make_folder(target.parent)
+        for left in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
+            owner = owner_of(_owner_file(left))
+            if owner is not None and owner.is_dead:
+                _remove(left)
         aside = target.with_name(f".{target.name}-{uuid4().hex[:12]}.tmp")
+        _owner_file(aside).write_bytes(Owner.this_process().to_json())
         aside.mkdir()
     return aside
+
+
+def _owner_file(aside: Path) -> Path:
+    """The file that says which process publishes the folder: only one that has ended leaves it for ever."""
+    return aside.with_suffix(".json")
+
+
+def _remove(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    _owner_file(aside).unlink(missing_ok=True)
 
 
 def _publish(aside: Path, target: Path) -> None:
@@ -48,4 +66,5 @@ def _publish(aside: Path, target: Path) -> None:
         for path in (*aside.iterdir(), aside):
             durable.sync(path)
         os.replace(aside, target)
+        _owner_file(aside).unlink(missing_ok=True)
         durable.sync(target.parent)

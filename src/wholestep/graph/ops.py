@@ -39,7 +39,7 @@ LOSS = torch.ops.wholestep.loss.default
 
 @torch.library.custom_op("wholestep::over_ranks", mutates_args=())
 def over_ranks(size: Tensor) -> Tensor:
-    """Return the sum of 1-norms over ranks, finite if all are. Runs in an unpartitioned graph only."""
+    """Return the sum of norms over ranks, finite if all are. Runs in an unpartitioned graph only."""
     return size.clone()
 
 

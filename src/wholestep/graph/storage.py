@@ -42,6 +42,11 @@ def shares(how: Sharing) -> Callable[[F], F]:
     return note
 
 
+def always_shares(target: object) -> bool:
+    """Return whether a function of local graphs always returns a view of its first operand."""
+    return _SHARING.get(target) == "view"
+
+
 @dataclass
 class Storage:
     """One storage: created as output `index` of `node`; `members` are the nodes that share it.

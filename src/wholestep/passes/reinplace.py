@@ -66,7 +66,7 @@ class _Work:
                 self._use(given, _END if node.op == "output" else self._until(node))
 
     def _join(self, node: Node) -> None:
-        source = _aliased(node)
+        source = aliased(node)
         root = self.root[source] if source is not None else node
         self.root[node] = root
         self.members.setdefault(root, []).append(node)
@@ -244,7 +244,7 @@ def _index(getitem: Node) -> int:
     return cast(int, getitem.args[1])
 
 
-def _aliased(node: Node) -> Node | None:
+def aliased(node: Node) -> Node | None:
     """The operand whose storage `node` may share."""
     given = operands(node)
     if node.op != "call_function" or not given:
@@ -252,7 +252,7 @@ def _aliased(node: Node) -> Node | None:
     if node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node):
         return given[0]
     if _torch.is_getitem(node.target):
-        return given[0] if _aliased(given[0]) is not None else None
+        return given[0] if aliased(given[0]) is not None else None
     if _torch.is_op(node.target):
         schema = _torch.schema_of(node.target)
         return given[0] if any(r.alias_info is not None for r in schema.returns) else None

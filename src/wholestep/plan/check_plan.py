@@ -129,8 +129,9 @@ class _Check:
     def _check_over_ranks(self, node: Node, decision: Decision) -> None:
         """Every rank is heard."""
         (read,), (made,) = decision.operands, decision.outputs
-        part = AxisState("P", op="norm1")
-        heard = all(made.state(axis) == part and read.state(axis) in (REPLICATED, VARIES, part) for axis in self.axes)
+        part, other = AxisState("P", op="norm1"), AxisState("P", op="norm2")
+        takes = (REPLICATED, VARIES, part, other)
+        heard = all(made.state(axis) == part and read.state(axis) in takes for axis in self.axes)
         if not heard or read.dims != made.dims:
             raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 

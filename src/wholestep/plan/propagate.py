@@ -104,7 +104,7 @@ class _Propagation:
         return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=param)
 
     def _over_ranks(self, node: Node) -> Decision:
-        """Turn a 1-norm into a partial one along every axis: also ranks that should hold the same are heard."""
+        """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard."""
         layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
             partial = partial.put(axis, AxisState("P", op="norm1"))
@@ -197,7 +197,8 @@ class _Propagation:
 
     def _reduced(self, node: Node, decision: Decision) -> Decision:
         """Reduce a partial value with several readers once, at `node`, unless the readers shrink it."""
-        users = [u for u in node.users if not _torch.is_getitem(u.target) and reads(u, node)]
+        readers = (u for u in node.users if not _torch.is_getitem(u.target) and reads(u, node))
+        users = [u for u in readers if u.target is not OVER_RANKS]  # which takes partial norms as they are
         at_once = self.situation.scatter and node.target is GRAD_READY
         made = decision.outputs[0]
         if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):

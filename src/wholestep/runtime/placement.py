@@ -47,14 +47,21 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
         if held.tensor.device.type != torch.device(world.device).type:
             held_state.put(held, held.tensor.to(world.device))
         if shared and _PLACED not in vars(held.tensor):
-            dist.broadcast(held.tensor, 0)
+            _from_first_rank(held.tensor.detach(), world)
         vars(held.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
 
 
 def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
-    """Fill `tensor` with the first rank's values, by way of the device of the process group."""
-    moved = tensor.to(world.device)
+    """Fill `tensor` with the first rank's values, by way of the device of the process group.
+
+    A process group writes as many bytes as there are elements, one after the other, whatever the strides are. So an
+    expanded tensor takes each element once, and one with gaps takes them from a copy.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    moved = tensor.to(world.device).contiguous()
     dist.broadcast(moved, 0)
     if moved is not tensor:
         tensor.copy_(moved)
@@ -99,7 +106,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
             for param in group["params"]:
                 name = state.param_name(param)
                 if (o, name) in wanted and not optimizer.state.get(param):
-                    held_state.prime(optimizer, param, group)
+                    held_state.prime(optimizer, param, group, world.device)
                 elif shared:
                     for value in optimizer.state.get(param, {}).values():
                         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -134,7 +141,7 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
         if layout is not None and layout != have:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             entry[key] = shard(whole, layout, world)
-        elif layout is not None and value.dim() and value.device.type != torch.device(world.home).type:
+        elif layout is not None and value.device.type != torch.device(world.home).type:
             entry[key] = value.to(world.home)
 
 

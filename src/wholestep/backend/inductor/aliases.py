@@ -1,0 +1,62 @@
+"""Takes aliases out of a bound graph, so that no two inputs of a compiled region share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from ... import _torch
+from ...graph.nodes import is_mutating, is_wait, operands
+from ...graph.storage import UNMARKED_VIEWS, always_shares
+
+aten = torch.ops.aten
+_COPIES_AT_NEED = (aten.reshape.default, aten.contiguous.default)
+
+
+def viewed(node: Node) -> Node | None:
+    """The operand that `node` is a view of; None for everything that computes or writes."""
+    if node.op != "call_function" or is_mutating(node) or is_wait(node) or node.target in _COPIES_AT_NEED:
+        return None
+    if _torch.is_getitem(node.target):
+        source = operands(node)[0]
+        return source if viewed(source) is not None else None
+    if not _torch.is_op(node.target):
+        return operands(node)[0] if always_shares(node.target) else None
+    marked = any(result.alias_info is not None for result in _torch.schema_of(node.target).returns)
+    return operands(node)[0] if marked or node.target in UNMARKED_VIEWS else None
+
+
+def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
+    """Undo what `Reinplace` did to temporaries; what reads an input after it was written reads the input by its name.
+
+    Nodes for which `apart` holds stay as they are.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_mutating(node) or apart(node):
+            continue
+        given = node.kwargs.get("out", node.args[0])
+        if not isinstance(given, Node) or len(_torch.schema_of(node.target).returns) != 1:
+            continue
+        root = given
+        while (source := viewed(root)) is not None:
+            root = source
+        functional = None if root.op == "placeholder" or "out" in node.kwargs else _functional_form(node.target)
+        if functional is not None:
+            node.target = functional
+        else:
+            node.replace_all_uses_with(given)
+
+
+def _functional_form(target: Any) -> Any:
+    namespace = getattr(torch.ops, target.namespace)
+    packet = getattr(namespace, target.overloadpacket.__name__.rstrip("_"), None)
+    overload = getattr(packet, cast(str, target._overloadname), None)
+    same = overload is not None and _names(overload) == _names(target)
+    return overload if same else None
+
+
+def _names(target: Any) -> list[str]:
+    return [argument.name for argument in _torch.schema_of(target).arguments]

@@ -1,0 +1,229 @@
+"""Cuts a bound graph into regions that are compiled, each distinct one once.
+
+Nodes that have to run by themselves end a stretch. A stretch is cut where its nodes repeat, layer by layer, so that one
+compiled function serves all equal layers. Cutting decides speed alone: two regions share a function only if their
+graphs, their inputs and the way these alias are equal.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ... import _torch
+from ...errors import BackendError, first_line
+from ...graph import meta
+from ...graph.nodes import operands
+from ...graph.op_kinds import FREE, arithmetic
+from ...tuning import TUNING
+from .aliases import viewed
+from .periods import Repeat, find_repeats
+
+Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+Group = list[Node]
+"""A call and the getitems of its results."""
+
+
+@dataclass
+class CompiledRegions:
+    """Compiled regions by what they compute. `calls` counts the regions of the graph, `compiled` the distinct ones."""
+
+    compile: Compile
+    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict[Hashable, Callable[..., Any]])
+    calls: int = 0
+
+    def function(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled form of `module` for fakes of its inputs."""
+        self.calls += 1
+        key = _key(module.graph, inputs)
+        if key not in self.compiled:
+            self.compiled[key] = self.compile(module, inputs)
+        return self.compiled[key]
+
+
+def in_regions(
+    graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], regions: CompiledRegions, by_layer: bool
+) -> Graph:
+    """A graph that calls each region of `graph` as one compiled function, in the order of `graph`.
+
+    Nodes for which `apart` holds run by themselves, where they stand, and so do regions with little to fuse. `values`
+    has a fake of what each node makes. `by_layer`: equal neighbours are regions of their own. Views are made where they
+    are read, so that regions take and return no aliases.
+    """
+    parts = list(_parts(graph, apart, values, by_layer))
+    read = {given for part in parts for given in part.taken}
+    whole, seen = Graph(), dict[Node, Node]()
+
+    def known(node: Node) -> Node:
+        if node not in seen:
+            seen[node] = whole.node_copy(node, known)
+        return seen[node]
+
+    for part in parts:
+        if not part.compiled:
+            for node in part.nodes:
+                known(node)
+            continue
+        made = [node for node in part.nodes if node in read and viewed(node) is None]
+        try:
+            run = regions.function(_module(part, made), [values[node] for node in part.taken])
+        except Exception as error:
+            found = f"Inductor cannot compile %{part.nodes[0].name} to %{part.nodes[-1].name}: {first_line(error)}"
+            raise BackendError(found, next_step='use backend="eager"') from error
+        call = whole.create_node("call_function", run, tuple(known(node) for node in part.taken), name="region")
+        for i, node in enumerate(made):
+            seen[node] = whole.call_function(operator.getitem, (call, i))
+            meta.copy_origin(node, seen[node])
+    return whole
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Neighbours, and what they read of others, which is no view; `views` are made anew from it."""
+
+    compiled: bool
+    nodes: list[Node]
+    views: list[Node]
+    taken: list[Node]
+
+
+def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
+    for alone, stretch in _stretches(graph, apart):
+        for piece in [stretch] if alone or not by_layer else _cut(stretch, values):
+            nodes = [node for group in piece for node in group]
+            compiled = not alone and sum(_fusible(node) for node in nodes) >= TUNING.fewest_fused
+            yield _Part(compiled, nodes, *_read(nodes))
+
+
+def _read(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Views and other values of other parts that `nodes` read, in the order of their first use."""
+    known, views, taken = set(nodes), list[Node](), list[Node]()
+
+    def read(given: Node) -> None:
+        if given in known:
+            return
+        known.add(given)
+        if viewed(given) is None:
+            taken.append(given)
+            return
+        for source in operands(given):
+            read(source)
+        views.append(given)
+
+    for node in nodes:
+        for given in operands(node):
+            read(given)
+    return views, taken
+
+
+def _stretches(graph: Graph, apart: Callable[[Node], bool]) -> list[tuple[bool, list[Group]]]:
+    """Neighbours that run alike; True for those that run by themselves."""
+    found: list[tuple[bool, list[Group]]] = []
+    for node in graph.nodes:
+        if _torch.is_getitem(node.target):
+            continue
+        alone = node.op != "call_function" or apart(node)
+        if not found or found[-1][0] is not alone:
+            found.append((alone, []))
+        found[-1][1].append(_with_items(node))
+    return found
+
+
+def _with_items(node: Node) -> Group:
+    items = [user for user in node.users if _torch.is_getitem(user.target)]
+    return [node, *(found for item in items for found in _with_items(item))]
+
+
+def _fusible(node: Node) -> bool:
+    return not (_torch.is_getitem(node.target) or node.target in FREE or arithmetic(node.target))
+
+
+def _cut(stretch: list[Group], values: dict[Node, Any]) -> list[list[Group]]:
+    """A stretch in pieces, equal neighbours each in one of their own."""
+    marks = [0]
+    for repeat in find_repeats([_label(group, values) for group in stretch], TUNING.fewest_nodes_of_layer):
+        first = min(
+            range(repeat.start, repeat.start + repeat.period), key=lambda at: _loss(stretch, values, repeat, at)
+        )
+        marks += range(first, repeat.stop + 1, repeat.period)
+    marks.append(len(stretch))
+    return [stretch[a:b] for a, b in pairwise(marks) if a < b]
+
+
+def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: int) -> tuple[int, int]:
+    """What is lost by cutting `repeat` in front of `first` and every period after it: elements that a fused kernel
+    would not have written and read again; then, equal layers.
+    """
+    at = first + repeat.period if first + repeat.period < repeat.stop else first
+    crossing, position = 0, at - 1
+    behind = {group[0] for group in stretch[at : at + repeat.period]}
+    while position >= max(repeat.start, at - repeat.period) and not arithmetic(stretch[position][0].target):
+        for node in stretch[position]:
+            if node.target not in FREE and any(user in behind for user in node.users):
+                crossing += sum(one.numel() for one in _tensors(values[node]))
+        position -= 1
+    return crossing, -((repeat.stop - first) // repeat.period)
+
+
+def _label(group: Group, values: dict[Node, Any]) -> Hashable:
+    node = group[0]
+    shapes = tuple((tuple(one.shape), one.dtype) for one in _tensors(values[node]))
+    return node.target, _plain(node.args, {}), _plain(node.kwargs, {}), shapes
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else ()
+    return [one for item in items for one in _tensors(item)]
+
+
+def _plain(value: Any, numbers: dict[Node, int]) -> Hashable:
+    """Arguments as a key: 1, 1.0 and True are different, and nodes are what `numbers` calls them."""
+    if isinstance(value, Node):
+        return "node", numbers.get(value)
+    if isinstance(value, (list, tuple)):
+        items = cast(Sequence[Any], value)
+        return type(items).__name__, *(_plain(item, numbers) for item in items)
+    if isinstance(value, dict):
+        return tuple((name, _plain(item, numbers)) for name, item in cast(dict[str, Any], value).items())
+    if isinstance(value, slice):
+        ends = cast("slice[Any, Any, Any]", value)
+        return "slice", *(_plain(item, numbers) for item in (ends.start, ends.stop, ends.step))
+    simple = value is None or isinstance(value, (bool, int, float, complex, str))
+    return (type(value).__name__, repr(value)) if simple else cast(Hashable, value)
+
+
+def _key(graph: Graph, inputs: Sequence[Any]) -> Hashable:
+    """Equal for graphs that one compiled function can run."""
+    numbers = {node: i for i, node in enumerate(graph.nodes)}
+    calls = tuple(
+        (n.target, _plain(n.args, numbers), _plain(n.kwargs, numbers)) for n in graph.nodes if n.op != "placeholder"
+    )
+    storages = dict[int, int]()
+    given: list[Hashable] = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            storage = storages.setdefault(_torch.storage_key(value), len(storages))
+            given.append(
+                (tuple(value.shape), value.stride(), value.dtype, value.device, storage, value.storage_offset())
+            )
+        else:
+            given.append(_plain(value, {}))
+    return calls, tuple(given)
+
+
+def _module(part: _Part, made: Sequence[Node]) -> GraphModule:
+    graph, seen = Graph(), dict[Node, Node]()
+    for i, node in enumerate(part.taken):
+        seen[node] = graph.placeholder(f"input_{i}")
+    for node in (*part.views, *part.nodes):
+        seen[node] = graph.node_copy(node, seen.__getitem__)
+    graph.output(tuple(seen[node] for node in made))
+    return GraphModule({}, graph)

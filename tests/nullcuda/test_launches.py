@@ -1,0 +1,47 @@
+"""What a step asks of a CUDA device, counted on one that computes nothing (tools/nullcuda). Skipped elsewhere."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import wholestep as ws
+from benchmarks.gpu.workload import SIZES, Setting, train_step_of
+
+nullcuda: Any = pytest.importorskip(
+    "nullcuda", reason="needs the null CUDA device: make test-nullcuda", exc_type=ImportError
+)
+
+UNCOUNTED = 5  # a recording is made in one of them
+SIX_LAYERS = dataclasses.replace(SIZES["tiny"], layers=6)
+
+
+def counts(step: Any, *state: Any) -> Any:
+    x = torch.zeros(SIX_LAYERS.rows, SIX_LAYERS.context, dtype=torch.long, device="cuda")
+    for _ in range(UNCOUNTED):
+        step(*state, x, x)
+    with nullcuda.counting() as counted:
+        step(*state, x, x)
+    return counted.counts
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "default", "foreach"])
+def test_no_more_launches_than_eager_torch(optimizer: str) -> None:
+    """A GPT of 6 layers with clipping: the same products, no copy and no sync."""
+    setting = Setting("tiny", SIX_LAYERS, precision="float32", optimizer=optimizer)
+    step = train_step_of(setting)
+    eager = counts(step, *setting.build())
+    ours = counts(ws.compile(step, device="cuda:0", cuda_graphs=False), *setting.build())
+    assert ours.blas == eager.blas
+    assert ours.launches <= eager.launches
+    assert (ours.memcpys, ours.syncs, ours.mallocs) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "default", "foreach"])
+def test_a_recorded_step_is_one_launch(optimizer: str) -> None:
+    """And a copy for the batch and for each number that changed."""
+    setting = Setting("tiny", SIX_LAYERS, precision="float32", optimizer=optimizer)
+    found = counts(ws.compile(train_step_of(setting), device="cuda:0", cuda_graphs=True), *setting.build())
+    assert (found.graphs, found.launches, found.blas, found.syncs) == (1, 0, 0, 0)
+    assert found.memcpys <= 3
