@@ -264,6 +264,20 @@ def test_recordings_go_before_their_process_group(again: Again) -> None:
     assert again.released == 1
 
 
+def test_state_that_was_moved_to_the_device_after_the_capture() -> None:
+    graph = Graph()
+    step = graph.placeholder("step")
+    number = replace(meta.meta_of(torch.empty(())), device="elsewhere")
+    made = graph.call_function(aten.add.Tensor, (step, 1))
+    out = graph.call_function(aten._to_copy.default, (made,), {"device": torch.device("cpu")})
+    for node, about in ((step, number), (made, number), (out, replace(number, device="cpu"))):
+        meta.set_tensors(node, (about,))
+    graph.output((out,))
+    assert obstacle(graph, [Input("step", Role.STATE, number)], [torch.empty(())], "cpu", "") == ""
+    away = obstacle(graph, [Input("step", Role.STATE, number)], [torch.empty((), device="meta")], "cpu", "")
+    assert away == "'step' is on meta, and a graph is recorded on cpu"
+
+
 @pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-foreach", "Adagrad-plain", "AdamW-fused", "AdamW-foreach"])
 def test_scheduled_numbers_reach_a_recording(recipe: str, again: Again) -> None:
     """Numbers that eager mode reads into Python: multiplied before they are added, one more rounding."""
