@@ -19,7 +19,7 @@ class Again:
     released: int = 0
     error: Exception | None = None
 
-    def run(self, work: Work) -> Sequence[Tensor]:
+    def run(self, work: Work, make_room: bool) -> Sequence[Tensor]:
         return work()
 
     def record(self, work: Work) -> Recording:

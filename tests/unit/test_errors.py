@@ -266,6 +266,15 @@ def test_a_torch_that_knows_no_cuda():
             ],
         ),
         (
+            lambda: ws.compile(plain, cuda_graphs=True, measure=True),
+            ws.BackendError,
+            [
+                "cuda_graphs=True, but measure=True times the ops of each call",
+                "  needed: one of them",
+                '  next: leave out cuda_graphs=True: it is "auto"',
+            ],
+        ),
+        (
             lambda: ws.compile(plain, parallel=cast(Any, "zero1")),
             ws.PlanError,
             [

@@ -50,8 +50,8 @@ class Recorder(Protocol):
         """Memory of the pool."""
         ...
 
-    def run(self, work: Work) -> Sequence[Tensor]:
-        """Run `work`."""
+    def run(self, work: Work, make_room: bool) -> Sequence[Tensor]:
+        """Run `work`. `make_room`: the pool may have to grow for it."""
         ...
 
     def record(self, work: Work) -> Recording:
@@ -69,7 +69,7 @@ class CudaRecorder:
     """Records on one GPU, for all steps of the process (`cuda_recorder`).
 
     Work that is only run takes its memory from the pool as well, on the stream that records: a recording then finds
-    the memory that the calls before it used. Recordings share it, since one runs at a time and its results are copied
+    the memory that the call before it used. Recordings share it, since one runs at a time and its results are copied
     out before the next. Other threads may use CUDA meanwhile (data loaders that pin memory, NCCL's watchdog). Draws of
     the device's default generator follow that generator's state at each replay, and advance it.
     """
@@ -88,9 +88,14 @@ class CudaRecorder:
         segments = torch.cuda.memory_snapshot(self._where()[0].id, include_traces=False)
         return sum(int(cast("dict[str, Any]", one)["total_size"]) for one in segments)
 
-    def run(self, work: Work) -> Sequence[Tensor]:
-        """See `Recorder`. Results are copied where a recording may overwrite them."""
+    def run(self, work: Work, make_room: bool) -> Sequence[Tensor]:
+        """See `Recorder`. Results are copied where a recording may overwrite them.
+
+        The allocator does not free what it has cached elsewhere while it serves a pool, not even where memory ends.
+        """
         pool, stream = self._where()
+        if make_room:
+            torch.cuda.empty_cache()
         with self._lock:
             with self._beside(stream), torch.cuda.use_mem_pool(pool):
                 made = work()

@@ -1,9 +1,9 @@
 """Replays the compiled function of a step as one CUDA graph: one launch in place of thousands.
 
-The first calls of a program run it, and leave every library set up. The next one is recorded and replayed, and so is
-each after it. A graph reads and writes at fixed addresses. Parameters, buffers and state are updated where they are;
-when one has moved, the program is recorded again. What a call brings is copied into buffers, and what it returns is
-copied out.
+The first calls of a program run it, the last of them in the memory of the recordings, and leave every library set up.
+The next one is recorded and replayed, and so is each after it. A graph reads and writes at fixed addresses. Parameters,
+buffers and state are updated where they are; when one has moved, the program is recorded again. What a call brings is
+copied into buffers, and what it returns is copied out.
 
 Ranks that communicate do all of this together: NCCL wants each collective to be replayed by all ranks from the same
 recording, or by none. Before each call they agree on what they do, as one of them may have a batch of another size.
@@ -134,7 +134,7 @@ class Replayed:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run, record or replay."""
         given = self.on_device(inputs)
-        places = [cast(Tensor, given[i]).data_ptr() for i in self._stay]
+        places = [given[i].data_ptr() for i in self._stay]
         self.calls += 1
         least, most = self.agree(self._wish(places))
         if least == _RECORD:
@@ -211,10 +211,10 @@ class Replayed:
         return self.number
 
     def _run(self, given: list[Any]) -> Sequence[Any]:
-        """Run it, in the memory of the recordings unless there are and will be none."""
-        if self.gave_up and not self.owner.recorded:
+        """Run it; what is or will be recorded, in the memory of the recordings from the last call before that on."""
+        if self.gave_up or self.calls < WARM_CALLS:
             return self.run(given)
-        return self.owner.recorder.run(lambda: self.run(given))
+        return self.owner.recorder.run(lambda: self.run(given), make_room=self.calls == WARM_CALLS)
 
     def _give_up(self, why: str) -> int:
         self.gave_up = True

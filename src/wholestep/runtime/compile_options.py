@@ -122,9 +122,6 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
-        if isinstance(self.cuda_graphs, str) and self.cuda_graphs != "auto":
-            found = f"cuda_graphs={shown(self.cuda_graphs)}"
-            raise PlanError(found, "'auto', True or False", "correct it")
         if isinstance(self.on_nonfinite, str) and self.on_nonfinite not in ("skip", "raise"):
             found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")

@@ -127,6 +127,8 @@ class Installer:
         self.not_recorded = not_recorded(self._options.backend, given)
         if not self.not_recorded and not asked and kind != "cuda":
             self.not_recorded = f"the step runs on {kind}"
+        if kind == "cuda" and torch.cuda.get_allocator_backend() != "native":
+            self.not_recorded = self.not_recorded or "the allocator cudaMallocAsync has no pools of memory"
         if self.not_recorded:
             return
         agree = alone
