@@ -12,7 +12,7 @@ from wholestep.backend.cuda_recorder import Recording, Work
 class Again:
     """As a CUDA graph does, runs nothing while it records, and gives its results in the same memory at each replay."""
 
-    kind: str = "cpu"
+    device: str = "cpu"
     reserved_bytes: int = 0
     recorded: int = 0
     replayed: int = 0

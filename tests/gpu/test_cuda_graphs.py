@@ -39,7 +39,7 @@ class Counting(CudaRecorder):
     """Counts what it records and replays."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("cuda:0")
         self.recorded, self.replayed = 0, 0
 
     def record(self, work: Work) -> Recording:

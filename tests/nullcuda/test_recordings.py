@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("recorded.py")
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad()
-    scaled = F.dropout(model(x), 0.1) * torch.tensor(0.5) * torch.full((), 2.0).cuda()
+    scaled = F.dropout(model(x), 0.1) * torch.tensor(0.5) * torch.full((), 2.0).to(x.device)
     loss = scaled.square().mean()
     loss.backward()
     optimizer.step()
@@ -86,6 +86,19 @@ def test_steps_share_one_pool_also_on_other_streams() -> None:
             other[0](*other[1:], x)
     first, second = (call for call in calls if call.kind == "graph")
     assert first.before(second)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs NULLCUDA_DEVICES=2")
+def test_a_step_on_another_device_than_the_current_one() -> None:
+    """Nothing of a replay happens outside of the recording."""
+    model = nn.Linear(256, 256).to("cuda:1")
+    step, optimizer = ws.compile(train_step, device="cuda:1"), torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.zeros(8, 256, device="cuda:1")
+    for _ in range(4):
+        with nullcuda.counting() as counted:
+            step(model, optimizer, x)
+    assert (counted.counts.graphs, counted.counts.blas) == (1, 0)
+    assert torch.cuda.current_device() == 0
 
 
 class Waiting(Interpreted):

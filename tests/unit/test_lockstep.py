@@ -3,11 +3,14 @@
 import random
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from wholestep.distributed.activity import ACTIVITY
-from wholestep.distributed.lockstep import Lockstep
+from wholestep.distributed.lockstep import Lockstep, lockstep
 from wholestep.errors import RankFailedError
 
 
@@ -37,3 +40,27 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ACTIVITY, "failure", RankFailedError("rank 1 died"))
     with pytest.raises(RankFailedError, match="rank 1 died"):
         Lockstep(memoryview(bytearray(32)).cast("Q"), 0, 2).extremes(3)
+
+
+@dataclass
+class SecondRank:
+    """A rendezvous of two ranks, seen by the second one: the first says where its memory is, and has it."""
+
+    memory: tuple[str, bytes]
+    rank: int = 1
+    size: int = 2
+
+    def broadcast(self, label: str, value: Any, what: str) -> Any:
+        return self.memory
+
+    def gather(self, label: str, value: Any, what: str) -> list[Any]:
+        return [True, value]
+
+
+def test_ranks_on_another_node_do_not_share_memory(tmp_path: Path) -> None:
+    """No file of that name, or another file."""
+    secret, file = b"s" * 16, tmp_path / "memory"
+    file.write_bytes(secret + bytes(32))
+    assert lockstep(cast(Any, SecondRank((str(file), secret))), "label") is not None
+    assert lockstep(cast(Any, SecondRank((str(file), b"t" * 16))), "label") is None
+    assert lockstep(cast(Any, SecondRank((str(tmp_path / "other"), secret))), "label") is None

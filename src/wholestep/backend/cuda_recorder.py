@@ -38,11 +38,11 @@ class Recording:
 
 
 class Recorder(Protocol):
-    """Runs and records work on devices of one `kind`, in one pool of memory."""
+    """Runs and records work on one device, in one pool of memory."""
 
     @property
-    def kind(self) -> str:
-        """The type of the devices."""
+    def device(self) -> str:
+        """The device, as `cuda:0`."""
         ...
 
     @property
@@ -74,9 +74,8 @@ class CudaRecorder:
     the device's default generator follow that generator's state at each replay, and advance it.
     """
 
-    kind = "cuda"
-
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self._made: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
         self._recordings = WeakSet[Recording]()
         self._lock = threading.Lock()
@@ -96,21 +95,23 @@ class CudaRecorder:
         pool, stream = self._where()
         if make_room:
             torch.cuda.empty_cache()
-        with self._lock:
+        with self._lock, torch.cuda.device(self.device):
             with self._beside(stream), torch.cuda.use_mem_pool(pool):
                 made = work()
             return [one.clone() for one in made] if self._recordings else made
 
     def record(self, work: Work) -> Recording:
         """See `Recorder`."""
-        graph, (pool, stream) = torch.cuda.CUDAGraph(), self._where()
+        pool, stream = self._where()
+        graph = torch.cuda.CUDAGraph()
         number: Any = pool.id
         recording = torch.cuda.graph(graph, number, stream, capture_error_mode="thread_local")
         try:
-            with self._lock, self._beside(stream), collector_paused(), recording:
+            with self._lock, torch.cuda.device(self.device), self._beside(stream), collector_paused(), recording:
                 results = work()
         except Exception as error:
-            _torch.end_failed_capture(pool)
+            with torch.cuda.device(self.device):
+                _torch.end_failed_capture(pool)
             self._made = None
             _recording_stream.cache_clear()
             if error.__context__ is not None:  # what was not permitted, rather than that the capture failed
@@ -122,7 +123,7 @@ class CudaRecorder:
 
     def replay(self, recording: Recording) -> Sequence[Tensor]:
         """See `Recorder`."""
-        with self._lock:
+        with self._lock, torch.cuda.device(self.device):
             self._follow()
             recording.launch()
             return [one.clone() for one in recording.results]
@@ -130,7 +131,8 @@ class CudaRecorder:
     def _where(self) -> tuple[torch.cuda.MemPool, torch.cuda.Stream]:
         """The pool, and the stream that records."""
         if self._made is None:
-            self._made = torch.cuda.MemPool(), _recording_stream(torch.cuda.current_device())
+            with torch.cuda.device(self.device):
+                self._made = torch.cuda.MemPool(), _recording_stream(self.device)
         return self._made
 
     def _follow(self) -> torch.cuda.Stream:
@@ -154,14 +156,16 @@ class CudaRecorder:
 
 
 @cache
-def _recording_stream(device: int) -> torch.cuda.Stream:
+def _recording_stream(device: str) -> torch.cuda.Stream:
     """The stream of all recordings on a device: libraries keep work space for each stream that they saw."""
     return torch.cuda.Stream(device)
 
 
 def cuda_recorder(device: str) -> CudaRecorder:
     """The recorder of a device: its memory is shared by all steps there."""
-    made = _recorders.get(device) or CudaRecorder()
+    if device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"
+    made = _recorders.get(device) or CudaRecorder(device)
     _recorders[device] = made
     return made
 

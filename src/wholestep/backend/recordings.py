@@ -64,7 +64,7 @@ class Recordings:
 
     def compiled(self, graph: Graph, inputs: Sequence[Input], examples: Sequence[Any], compile: CompileFor) -> Run:
         """What `compile` makes of a bound graph, replayed where it can be recorded. The graph may be edited."""
-        kind, fit = self.recorder.kind, copy_graph(graph)
+        kind, fit = torch.device(self.recorder.device).type, copy_graph(graph)
         agree = self.agree if communicates(graph) else alone
         if why := obstacle(fit, inputs, examples, kind, transport(kind)):
             self.say(why)
@@ -157,8 +157,8 @@ class Replayed:
             new = cast(Tensor, given[i])
             held = self.buffers.get(i)
             if held is None:
-                kind = self.owner.recorder.kind
-                held = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=kind)
+                device = self.owner.recorder.device
+                held = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=device)
                 self.buffers[i] = held
             if new.dim() or new.device.type != "cpu":
                 held.copy_(new, non_blocking=new.device == held.device)

@@ -138,7 +138,7 @@ class Installer:
                 self.not_recorded = "ranks are on several nodes"
                 return
             agree = memory.extremes
-        self.recordings = Recordings(cuda_recorder(world.device), asked, agree)
+        self.recordings = Recordings(cuda_recorder(world.device if kind == "cuda" else "cuda:0"), asked, agree)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""
