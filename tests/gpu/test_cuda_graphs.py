@@ -120,7 +120,7 @@ def test_ten_steps_equal_those_of_eager(recipe: str, counting: Counting) -> None
 def test_batches_of_several_sizes_share_the_memory_of_the_largest(counting: Counting) -> None:
     """Each size has its recording. What a call returned stays what it was while others are replayed."""
     twins = Twins("AdamW-fused")
-    for number, rows in enumerate([4096, 4096, 4096, 16, 16, 16, 4096, 16, 4096, 16]):
+    for number, rows in enumerate([65536] * 3 + [16] * 3 + [65536, 16] * 2):
         twins.run(number, rows)
         if number == 2:
             largest = counting.reserved_bytes

@@ -31,9 +31,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     return loss.detach()
 
 
-def job(**options: Any) -> tuple[ws.CompiledStep, nn.Module, torch.optim.Optimizer]:
+def job(fused: bool | None = True, foreach: bool | None = None, **options: Any) -> tuple[Any, ...]:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).cuda()
-    return ws.compile(train_step, **options), model, torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=foreach)
+    return ws.compile(train_step, **options), model, optimizer
 
 
 def did(step: ws.CompiledStep, *state: Any, rows: int = 4096) -> str:
@@ -62,6 +63,12 @@ def test_sizes_of_batches_share_one_pool() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < (before + reserved) / 2, "the pool goes with the step"
+
+
+@pytest.mark.parametrize(("fused", "foreach"), [(True, None), (None, None), (None, False)])
+def test_optimizers_whose_numbers_start_on_the_host_are_recorded(fused: bool | None, foreach: bool | None) -> None:
+    step = job(fused, foreach)
+    assert [did(*step) for _ in range(4)] == ["run", "run", "record", "replay"]
 
 
 def test_steps_share_one_pool_also_on_other_streams() -> None:

@@ -159,6 +159,20 @@ def test_a_parameter_in_other_memory_is_recorded_again(again: Again) -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_addresses_may_change_now_and_then(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often, if a recording was replayed for a while before."""
+    monkeypatch.setattr(recordings, "MOST_RECORDINGS", 2)
+    twins = Twins(adamw)
+    for i in range(4):
+        twins.run(5 * i, 5)
+        for model in twins.models:
+            with torch.no_grad():
+                model[0].weight.data = model[0].weight.data.clone()
+    twins.check()
+    assert again.recorded == 4
+
+
+@pytest.mark.filterwarnings("error")
 def test_each_kind_of_batch_has_its_recording(again: Again) -> None:
     twins = Twins(adamw)
     for i in range(5):
@@ -248,6 +262,20 @@ def test_recordings_go_before_their_process_group(again: Again) -> None:
     finally:
         dist.destroy_process_group()
     assert again.released == 1
+
+
+def test_state_that_was_moved_to_the_device_after_the_capture() -> None:
+    graph = Graph()
+    step = graph.placeholder("step")
+    number = replace(meta.meta_of(torch.empty(())), device="elsewhere")
+    made = graph.call_function(aten.add.Tensor, (step, 1))
+    out = graph.call_function(aten._to_copy.default, (made,), {"device": torch.device("cpu")})
+    for node, about in ((step, number), (made, number), (out, replace(number, device="cpu"))):
+        meta.set_tensors(node, (about,))
+    graph.output((out,))
+    assert obstacle(graph, [Input("step", Role.STATE, number)], [torch.empty(())], "cpu", "") == ""
+    away = obstacle(graph, [Input("step", Role.STATE, number)], [torch.empty((), device="meta")], "cpu", "")
+    assert away == "'step' is on meta, and a graph is recorded on cpu"
 
 
 @pytest.mark.parametrize("recipe", ["SGD-plain", "SGD-foreach", "Adagrad-plain", "AdamW-fused", "AdamW-foreach"])

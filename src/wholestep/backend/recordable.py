@@ -57,7 +57,7 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
         return f"{readers[0]} takes a scheduled number as a Python number"
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     given = zip(placeholders, inputs, example_inputs, strict=True)
-    brought = {n for n, i, example in given if is_brought(i, example, kind) and _is_number(n)}
+    brought = {n for n, i, example in given if _is_number(n) and _comes_to(kind, i, example)}
     constants = _constants(graph, kind)
     numbers = following(graph, brought | constants) - constants
     for node in graph.nodes:
@@ -67,6 +67,11 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
         if node.op == "call_function" and node in numbers | constants and _elsewhere(node, kind):
             return f"%{node.name} is a result that is computed on the host"
     return ""
+
+
+def _comes_to(kind: str, given: Input, example: Any) -> bool:
+    """True for an input that is on the device in each call, wherever it was when the step was captured."""
+    return is_brought(given, example, kind) or example.device.type == kind
 
 
 def _constants(graph: Graph, kind: str) -> set[Node]:

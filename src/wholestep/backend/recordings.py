@@ -116,6 +116,7 @@ class Replayed:
     run: Run = field(init=False)
     calls: int = 0
     attempts: int = 0
+    replays: int = 0
     gave_up: bool = False
     number: int = _RECORD
     places: list[int] = field(default_factory=list[int])
@@ -140,6 +141,7 @@ class Replayed:
             least = most = self._record(given, places)
         if least == most > _RECORD:
             assert self.recording is not None, "all ranks have the recording of this number"
+            self.replays += 1
             made = self.owner.recorder.replay(self.recording)
         else:
             made = self._run(given)
@@ -190,7 +192,8 @@ class Replayed:
         self.drop()  # its memory is there for the new one
         owner, why = self.owner, ""
         owner.count += 1
-        self.attempts += 1
+        self.attempts = 1 if self.replays > MOST_RECORDINGS else self.attempts + 1  # it was worth its time
+        self.replays = 0
         owner.run_bytes = max(owner.run_bytes, owner.recorder.reserved_bytes)
         if dist.is_initialized():
             _torch.before_groups_end(release_recordings)

@@ -83,6 +83,7 @@ def join(
         raise MeshError(found, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
+    _check_library(device)
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     if timeout_s is not None and device.startswith("cuda"):
         for group in (dist.group.WORLD, *devices.get_all_groups()):
@@ -90,6 +91,15 @@ def join(
     watch_peers(timeout_s)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device)
+
+
+def _check_library(device: str) -> None:
+    """Gloo reads the memory of a GPU as if it were the host's."""
+    backends = dist.get_backend_config().split(",")
+    if device.startswith("cuda") and f"{torch.device(device).type}:gloo" in backends:
+        found = f"the step runs on {device}, and the process group communicates over gloo there"
+        next_step = 'call init_process_group("nccl"), or none: wholestep makes the group'
+        raise MeshError(found, "NCCL, with a GPU for each rank", next_step)
 
 
 def _let_go() -> None:
