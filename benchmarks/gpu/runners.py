@@ -86,7 +86,7 @@ RUNNERS: dict[str, Runner] = {
     "eager": Runner(torch_runner),
     "fsdp2": Runner(fsdp2, group=True, described="FSDP2 on one rank"),
     "wholestep:eager": Runner(lambda s: wholestep(s, cuda_graphs=False), described="op by op"),
-    "wholestep:cudagraphs": Runner(wholestep, described="recorded, as by default"),
+    "wholestep": Runner(wholestep, described="recorded, as by default"),
     "wholestep:nccl": Runner(
         lambda s: wholestep(s, parallel=ws.DataParallel("fully_shard")),
         group=True,
@@ -99,7 +99,8 @@ RUNNERS: dict[str, Runner] = {
     "compile": Runner(lambda s: torch_runner(s, None), inductor=True, described="torch.compile of model and loss"),
     "compile:reduce-overhead": Runner(lambda s: torch_runner(s, "reduce-overhead"), inductor=True),
     "wholestep:inductor": Runner(lambda s: wholestep(s, backend="inductor", cuda_graphs=False), inductor=True),
-    "wholestep:inductor+cudagraphs": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),
+    "wholestep:inductor+graph": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),
+    "wholestep:whole+graph": Runner(lambda s: wholestep(s, backend=ws.Inductor(scope="whole")), inductor=True),
 }
 
 

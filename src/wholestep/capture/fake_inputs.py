@@ -57,7 +57,7 @@ class FakeInputs:
         """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
         optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
         """
-        in_host = self.host_state and given.role in (Role.PARAM, Role.GRAD)
+        in_host = self.host_state and given.role in (Role.PARAM, Role.BUFFER, Role.GRAD)
         if given.meta.device.startswith("meta") or in_host or given.role is Role.STATE:
             given = replace(given, meta=replace(given.meta, device=self.device))
         meta = given.meta

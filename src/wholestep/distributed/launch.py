@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,11 +58,14 @@ def ensure_group(device: str | None) -> None:
     """
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         gpus = torch.cuda.is_available() if device is None else device.startswith("cuda")
+        options: dict[str, Any] = {}
         if gpus:
             for name, value in _FLIGHT_RECORDER.items():
                 os.environ.setdefault(name, value)
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("gloo" if not gpus else "nccl" if device else "cpu:gloo,cuda:nccl")
+            options["device_id"] = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            _check_gpu(device)
+            torch.cuda.set_device(options["device_id"])
+        dist.init_process_group("gloo" if not gpus else "nccl" if device else "cpu:gloo,cuda:nccl", **options)
     if dist.is_initialized():
         atexit.unregister(_let_go)
         atexit.register(_let_go)  # the group's threads must end before the interpreter does
@@ -83,6 +87,8 @@ def join(
         raise MeshError(found, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
+    _check_gpu(device)
+    _check_library(device)
     devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
     if timeout_s is not None and device.startswith("cuda"):
         for group in (dist.group.WORLD, *devices.get_all_groups()):
@@ -90,6 +96,25 @@ def join(
     watch_peers(timeout_s)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device)
+
+
+def _check_gpu(device: str | None) -> None:
+    """Each rank of a host has a GPU of its own, by LOCAL_RANK."""
+    index = torch.device(device).index if device is not None and device.startswith("cuda") else None
+    rank, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if index is not None and index != rank and 1 < ranks <= torch.cuda.device_count():
+        found = f"the model of local rank {rank} is on {device}"
+        next_step = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the model is made'
+        raise MeshError(found, f"cuda:{rank}: ranks take GPUs in order (CUDA_VISIBLE_DEVICES sets another)", next_step)
+
+
+def _check_library(device: str) -> None:
+    """Gloo reads the memory of a GPU as if it were the host's."""
+    backends = dist.get_backend_config().split(",")
+    if device.startswith("cuda") and f"{torch.device(device).type}:gloo" in backends:
+        found = f"the step runs on {device}, and the process group communicates over gloo there"
+        next_step = 'call init_process_group("nccl"), or none: wholestep makes the group'
+        raise MeshError(found, "NCCL, with a GPU for each rank", next_step)
 
 
 def _let_go() -> None:
