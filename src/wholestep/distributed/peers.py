@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -338,7 +338,7 @@ def _shorter_timeout(store: Any, timeout_s: float) -> Generator[None]:
     if getattr(store, "port", None) is None:
         yield
         return
-    before: timedelta = cast(Any, store).timeout  # torch's stub lacks it
+    before: timedelta = store.timeout  # torch's stub lacks it
     store.set_timeout(timedelta(seconds=timeout_s))
     try:
         yield
