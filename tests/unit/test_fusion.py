@@ -141,7 +141,7 @@ class Block(nn.Module):
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
 def test_kernels_and_bytes_are_near_those_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor counts what its scheduler makes. For a CPU it counts passes over rows apart, where a GPU has one kernel."""
+    """Inductor counts what its scheduler makes; for a CPU it counts passes over rows apart."""
     from torch._inductor import compile_fx, config, metrics
 
     def train(model: nn.Module, optimizer: SGD, x: Tensor) -> Tensor:
