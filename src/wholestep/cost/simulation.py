@@ -15,7 +15,7 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
 from ..typed_values import check_arguments
-from .compute import node_us, peak_us
+from .compute import node_us, peak_us, work
 
 
 @dataclass
@@ -123,6 +123,9 @@ class Clock:
 class SimulationResult:
     """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives.
 
+    `step_us` is the device's. `host_us` is what the host of a GPU needs to start the step op by op: a step that is not
+    recorded as a CUDA graph takes at least that. It is 0 where the host computes.
+
     `mfu` is the model FLOPs utilization: the operations of a rank's products, convolutions and attention (two for each
     multiplication and addition; recomputed ones left out), over the step's time and the hardware's peak for their
     dtypes.
@@ -135,6 +138,7 @@ class SimulationResult:
     step_us: float
     exposed_us: float
     mfu: float = 0.0
+    host_us: float = 0.0
 
 
 def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
@@ -153,7 +157,13 @@ def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
 def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
     """The result of a clock that has run `local`."""
     mfu = peak_us(local.graph, clock.hardware) / clock.now if clock.now else 0.0
-    return SimulationResult(clock.now, clock.waited, mfu)
+    return SimulationResult(clock.now, clock.waited, mfu, clock.hardware.start_us * _started_by_host(local))
+
+
+def _started_by_host(local: LocalGraph) -> int:
+    """The number of kernels and collectives."""
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    return sum(is_collective(node) or (not is_wait(node) and work(node) is not None) for node in calls)
 
 
 def start(local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float]) -> Clock:

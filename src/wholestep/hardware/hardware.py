@@ -210,6 +210,11 @@ class Hardware:
         return self.device.launch_us
 
     @property
+    def start_us(self) -> float:
+        """Time of the host to start one op; 0 where the host computes."""
+        return self.device.host_us if isinstance(self.device, Device) else 0.0
+
+    @property
     def view_us(self) -> float:
         """Time of a view; 0 where a host calls ops ahead of the device."""
         return self.device.view_us
