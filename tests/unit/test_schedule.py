@@ -24,7 +24,7 @@ from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, join_rows
-from wholestep.passes.bucket_sizes import SizeBuckets, even_bytes, resized
+from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
@@ -263,9 +263,8 @@ def test_few_bytes_go_in_smaller_buckets() -> None:
     even, large = Schedule(hardware)(local), Schedule(hardware, bucket_bytes=most)(local)
     assert count(large)["all_reduce"] < count(even)["all_reduce"] < count(local)["all_reduce"]
     assert simulate(even, hardware).step_us <= 1.05 * simulate(large, hardware).step_us
-    unknown, *late = (
-        even_bytes(hardware, local.mesh, reduced, most) for reduced in (0, MB, 14 * MB, 100 * MB, 1 << 40)
-    )
+    routes, sent = [Route("all_reduce", "dp")], (0, MB, 14 * MB, 100 * MB, 1 << 40)
+    unknown, *late = (even_bytes(hardware, local.mesh, reduced, most, routes) for reduced in sent)
     assert late == sorted(late), "the more there is to send, the larger"
     assert unknown == late[-1] == most
     assert 0 < late[0] < MB

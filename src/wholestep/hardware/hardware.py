@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..mesh import Mesh
+from ..tuning import TUNING
 from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
@@ -197,6 +198,11 @@ class Hardware:
     def memory_bytes(self) -> int | None:
         """Memory of one device; None for measured hardware."""
         return self.device.memory_bytes if isinstance(self.device, Device) else None
+
+    @property
+    def spare_bytes(self) -> int:
+        """The part of a device's memory that buckets in flight may take to start fewer collectives; 0 if unknown."""
+        return int((self.memory_bytes or 0) * TUNING.bucket_memory_share)
 
     @property
     def launch_us(self) -> float:
