@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..graph.graph import BucketSizes, LocalGraph
-from ..hardware.device import Work
+from ..graph.graph import BucketSizes, LocalGraph, Role
+from ..hardware.device import Device, Work
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
@@ -22,6 +22,7 @@ class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
     `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
+    Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -29,6 +30,7 @@ class SizeBuckets:
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     whole: CollectiveTraffic | None = None
+    may_coalesce: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -40,7 +42,8 @@ class SizeBuckets:
         summed = summed_bytes(self.hardware, local.mesh, size) if self.bucket_bytes is None else size
         in_flight = (TUNING.buckets_in_flight * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
         alone = min(alone_bytes(self.hardware, local.mesh), size)
-        return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
+        first, apart = min(self.first_bucket_bytes, size), self.may_coalesce and on_gpus(local, self.hardware)
+        return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
         """As given, or best for the link; where parameters are re-gathered to save memory, the buckets in flight hold
@@ -74,6 +77,12 @@ def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
         if smaller not in found:
             found.append(smaller)
     return found
+
+
+def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
+    """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
+    kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
+    return kinds == {"cuda"} or (isinstance(hardware.device, Device) and hardware.device.processors > 1)
 
 
 def alone_bytes(hardware: Hardware, mesh: Mesh) -> int:
