@@ -54,6 +54,10 @@ class SizeBuckets:
         carried, most = self.whole or collective_traffic(local), self.hardware.bucket_bytes
         if carried.regathered_bytes:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
+            if self.may_coalesce and on_gpus(local, self.hardware):
+                return min(
+                    max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), TUNING.coalesced_bytes
+                )
             most = min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most)
 
