@@ -123,9 +123,10 @@ class Session:
         if compiled is None or compiled.local_graph is None or compiled.world is None:
             return {}
         measure: Any = importlib.import_module("wholestep.profiling.measure_hardware").measure_hardware
-        hardware = measure(compiled.world)
+        found = ws.simulate(compiled.local_graph, measure(compiled.world))
+        recorded = compiled.cuda_graph.startswith("recorded")
         return {
-            "predicted_ms": ws.simulate(compiled.local_graph, hardware).step_us / 1e3,
+            "predicted_ms": max(found.step_us, 0.0 if recorded else found.host_us) / 1e3,
             "predicted_bytes": ws.peak_memory(compiled.local_graph).size_bytes,
         }
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import wholestep as ws
 from tests.dist.launch import RankError, run_ranks
+from tests.steps import mean_square
+from wholestep.distributed import host_exchange
 
 ROWS = (8, 8, 7, 9, 5, 8)
 PARTS = {
@@ -85,6 +87,39 @@ def test_same_as_one_device(style: str, inputs: str, world: int) -> None:
         assert captures[0] == 1
         met = inputs == "global" or world == 2  # the last batch is cut as the first was
         assert (captures[-1] == captures[-2]) == met
+
+
+SIZES = [(4, 4), (4, 4), (4, 3), (4, 3), (4, 4), (3, 4), (4, 4), (4, 4)]
+
+
+def _exchanges(rank: int, world: int, several_nodes: bool) -> list[int]:
+    """In which calls ranks exchange their sizes, while losses are those of one device."""
+    if several_nodes:
+        host_exchange.lockstep = lambda ranks, label: None  # pyright: ignore[reportPrivateUsage]
+    usual, found = host_exchange.HostExchange.rows, [0]
+
+    def counted(self: Any, row: Any) -> Any:
+        found[-1] += 1
+        return usual(self, row)
+
+    host_exchange.HostExchange.rows = counted
+    torch.manual_seed(0)
+    model = nn.Linear(12, 1).double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    step = ws.compile(mean_square, parallel=ws.DataParallel("replicate", semantics="global"))
+    for sizes in SIZES:
+        x = torch.randn(sum(sizes), 12, dtype=torch.float64)
+        own = x.split(list(sizes))[rank]
+        loss = step(model, optimizers[0], own)
+        torch.testing.assert_close(loss, mean_square(twin, optimizers[1], x).detach(), rtol=1e-12, atol=0)
+        found.append(0)
+    return found[:-1]
+
+
+@pytest.mark.parametrize("several_nodes", [False, True])
+def test_sizes_that_ranks_know_are_not_exchanged_again(several_nodes: bool) -> None:
+    assert run_ranks(_exchanges, 2, several_nodes) == [[1, 0, 1, 0, 1, 1, 1, 0]] * 2
 
 
 def _drops(rank: int, world: int) -> tuple[list[float], list[float], list[Tensor]]:

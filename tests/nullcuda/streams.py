@@ -20,15 +20,14 @@ def train_step(model, optimizer, x):
     return loss.detach()
 
 
-def main(style: str) -> None:
+def main(style: str, semantics: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     mesh = "node=2,rank=2" if style == "hybrid" else None
     schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
-    step = ws.compile(
-        train_step, parallel=ws.DataParallel(style), mesh=mesh, schedule=schedule, timeout=None, cuda_graphs=False
-    )
+    parallel = ws.DataParallel(style, semantics=semantics)
+    step = ws.compile(train_step, parallel=parallel, mesh=mesh, schedule=schedule, timeout=None, cuda_graphs=False)
     x = torch.zeros(8, 256, device="cuda")
     for _ in range(3):
         step(model, optimizer, x)
@@ -40,4 +39,4 @@ def main(style: str) -> None:
     dist.destroy_process_group()
 
 
-main(sys.argv[1])
+main(*sys.argv[1:])

@@ -13,10 +13,12 @@ pytest.importorskip("nullcuda", reason="needs the null CUDA device: make test-nu
 SCRIPT = Path(__file__).with_name("streams.py")
 
 
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
 @pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
-def test_collectives_are_ordered_with_what_reads_them(style: str) -> None:
+def test_collectives_are_ordered_with_what_reads_them(style: str, semantics: str) -> None:
     """One sync: the test's own at the end."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), style]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    words += [style, semantics]
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "NULLCUDA_DEVICES": "2"}
     found = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert found.returncode == 0, found.stderr[-3000:]

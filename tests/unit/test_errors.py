@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wholestep as ws
 
@@ -231,6 +232,21 @@ def test_a_model_on_another_device():
         "'weight' is on device cpu (and 2 more)",
         "  needed: everything on 'cuda', where this step runs",
         "  next: move it: .to('cuda')",
+    ]
+
+
+def test_a_model_on_meta_and_a_batch_on_a_gpu():
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    with FakeTensorMode():
+        x = torch.empty(3, 4, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(plain)(model, optimizer, x)
+    assert text(caught).splitlines() == [
+        "'x' is on device cuda:0, the model is on 'meta'",
+        "  needed: the device to make the model on; without one, the step runs on 'cpu'",
+        "  next: give device='cuda'",
     ]
 
 

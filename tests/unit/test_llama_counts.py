@@ -22,6 +22,5 @@ def test_at_most_what_fsdp2_asks_for() -> None:
     asked = Counter({kind: total.count for kind, total in local.collectives().items()})
     asked["copies"] = sum(node.target in BUCKET_COPIES for node in local.graph.nodes)
     asked["adamw"] = sum("_fused_adamw" in str(node.target) for node in local.graph.nodes)
-    assert asked["all_gather"] and asked["reduce_scatter"] and asked["adamw"]
+    assert min(asked["all_gather"], asked["reduce_scatter"], asked["adamw"]) > 0
     assert all(asked[kind] <= most for kind, most in FSDP2.items()), asked
-    print(asked, ws.simulate(local, hardware).step_us, ws.peak_memory(local).size_bytes / 2**30)

@@ -19,7 +19,7 @@ from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.nodes import is_collective
-from wholestep.partition.rank_ops import to_device, to_host
+from wholestep.partition.host_copies import to_device, to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.offload import Offload
 from wholestep.passes.reinplace import Reinplace

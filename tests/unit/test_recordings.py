@@ -25,7 +25,7 @@ from wholestep.backend.recordings import MOST_RECORDINGS, WARM_CALLS, Recordings
 from wholestep.backend.tensorize_numbers import as_tensors
 from wholestep.graph import meta
 from wholestep.graph.graph import Input, Role
-from wholestep.partition.rank_ops import to_host
+from wholestep.partition.host_copies import to_host
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.runtime import installer

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,6 +27,11 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def launcher_hosts_store() -> bool:
+    """Whether torchrun's agent hosts the default store; else rank 0 does, unless a script made the store itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.Tensor:

@@ -22,11 +22,24 @@ from .protocol import NodeClock, Run
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
 
 
-@dataclass
 class WaitClock:
-    """Adds up the seconds spent blocked in waits."""
+    """Adds up how long a call was blocked in waits: the host, or the stream of the GPU that computes."""
 
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self._on_host = 0.0
+        self._on_stream: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._gpu = False
+
+    def reset(self, device: str) -> None:
+        """A call begins on `device`."""
+        self._on_host, self._on_stream, self._gpu = 0.0, [], torch.device(device).type == "cuda"
+
+    @property
+    def seconds(self) -> float:
+        """Of the last call. On a GPU, waits until it has run."""
+        for _, end in self._on_stream[-1:]:
+            end.synchronize()
+        return self._on_host + sum(begin.elapsed_time(end) for begin, end in self._on_stream) / 1e3
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
         """Waits, on the clock."""
@@ -34,9 +47,16 @@ class WaitClock:
             return call
 
         def run(value: Any) -> Any:
+            if self._gpu:  # the host goes on: its stream is told to wait
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                out = call(value)
+                end.record()
+                self._on_stream.append((begin, end))
+                return out
             start = time.perf_counter()
             out = call(value)
-            self.seconds += time.perf_counter() - start
+            self._on_host += time.perf_counter() - start
             return out
 
         return run

@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.nodes import is_collective, operands
-from ..partition.rank_ops import drawn, to_device, to_host
+from ..partition.host_copies import HOST_COPIES
+from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
 from .gloo.exchange import gather, swap
 from .start_coalesced import COALESCED
@@ -113,7 +114,7 @@ def _unfit(given: Input, example: Any, kind: str) -> str:
 
 def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbers: set[Node]) -> str:
     """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
-    if node.target in (to_host, to_device):
+    if node.target in HOST_COPIES:
         return "moves between host and device"
     if node.target is drawn:
         return "draws a piece of a random tensor, from a generator that is set in Python"

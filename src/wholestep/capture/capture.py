@@ -235,6 +235,10 @@ def _check_devices(
     if wrong:
         name, found = wrong[0]
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        if name not in held and held and all(h.tensor.is_meta for h in state.params.values()):
+            text = f"{name!r} is on device {found}{more}, the model is on 'meta'"
+            needed = f"the device to make the model on; without one, the step runs on {kind!r}"
+            raise CaptureError(text, needed, f"give device={found.type!r}")
         raise CaptureError(
             f"{name!r} is on device {found}{more}",
             f"everything on {kind!r}, where this step runs",

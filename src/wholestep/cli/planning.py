@@ -241,7 +241,9 @@ def draw(
     write_output(shown, trace, lambda path: ws.timeline(local, hardware).save(path))
 
 
-def simulated(shown: Screen, found: Target, mesh: str, style: Style, hardware: ws.Hardware) -> ws.Timeline:
+def simulated(
+    shown: Screen, found: Target, mesh: str, style: Style, hardware: ws.Hardware, backend: str = "eager"
+) -> ws.Timeline:
     """The timeline of one style, with the model's own plan along an axis `tp`."""
     strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
     graph = capture(shown, found)
@@ -250,7 +252,7 @@ def simulated(shown: Screen, found: Target, mesh: str, style: Style, hardware: w
     with shown.stage("schedule"):
         local = program(planned, graph, hardware)
     with shown.stage("simulate"):
-        return ws.timeline(local, hardware)
+        return ws.timeline(local, hardware, compiled=backend == "inductor")
 
 
 def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:

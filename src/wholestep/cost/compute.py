@@ -28,7 +28,7 @@ def node_us(node: Node, hardware: Hardware) -> float:
 
 def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
-    if node.op != "call_function" or _torch.is_getitem(node.target) or _is_free(node):
+    if node.op != "call_function" or _torch.is_getitem(node.target) or is_free(node):
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
@@ -53,7 +53,7 @@ def _moved(node: Node) -> int:
     return sum(map(meta.size_bytes, {*given})) + meta.size_bytes(node)
 
 
-def _is_free(node: Node) -> bool:
+def is_free(node: Node) -> bool:
     """True for a node that computes and moves nothing, such as a view by the schema of its op."""
     view = _torch.is_op(node.target) and not is_mutating(node) and shared_operand(node) is not None
     return node.target in FREE or view

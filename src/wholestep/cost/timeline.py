@@ -18,6 +18,7 @@ from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..typed_values import check_arguments
+from .fusion import compiled_us
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, result_of, steady_start, whole_bytes
 
@@ -105,14 +106,16 @@ class Timeline:
         return "\n".join([*rows, str(self.peak)])
 
 
-def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
+def timeline(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> Timeline:
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
+    `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
+    Memory is that of the program op by op.
 
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware))
-    clock = steady_start(local, hardware)
+    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool))
+    clock = steady_start(local, hardware, compiled_us(local.graph, hardware) if compiled else None)
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]

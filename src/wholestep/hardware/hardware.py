@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..mesh import Mesh
-from ..typed_values import check_arguments
+from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
@@ -128,7 +128,7 @@ class Hardware:
         check_arguments(
             "measured", link_bytes_per_us=(link_bytes_per_us, float), collectives=(collectives, Iterable),
         )  # fmt: skip
-        several = tuple(collectives)
+        several, link_bytes_per_us = tuple(collectives), as_plain(link_bytes_per_us, float)
         check_arguments("measured", collectives=(several, tuple[CollectiveCost, ...]))
         if not link_bytes_per_us > 0:
             raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
@@ -202,6 +202,11 @@ class Hardware:
     def launch_us(self) -> float:
         """Time of one op or kernel, however small."""
         return self.device.launch_us
+
+    @property
+    def start_us(self) -> float:
+        """Time of the host to start one op; 0 where the host computes."""
+        return self.device.host_us if isinstance(self.device, Device) else 0.0
 
     @property
     def view_us(self) -> float:

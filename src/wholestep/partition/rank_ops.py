@@ -13,6 +13,7 @@ from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
 from ..layout import chunk_range
+from .host_copies import HOST_COPIES
 
 
 @priced_like(FREE)
@@ -88,17 +89,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
-@shares("if alike")
-def to_device(x: Tensor, device: str) -> Tensor:
-    """Return `x` on the compute device; `x` itself if it is there."""
-    return x.to(device, non_blocking=True)
-
-
-@shares("if alike")
-def to_host(x: Tensor) -> Tensor:
-    """Return `x` in host memory; `x` itself if it is there."""
-    return x.cpu()
-
-
 RANK_DEPENDENT = (take_chunk, only_first)
-MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to, to_device, to_host)
+MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)

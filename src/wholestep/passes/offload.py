@@ -11,7 +11,8 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import add_call, is_collective, is_wait
-from ..partition.rank_ops import to_device, to_host
+from ..graph.storage import always_shares, shared_operand
+from ..partition.host_copies import arrived, to_device, to_host
 from .base import InPlace, batch_dependent
 
 _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
@@ -21,8 +22,9 @@ _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 class Offload(InPlace):
     """Moves parameters, state and updates to host memory in a program with `offload`; other programs do not change.
 
-    Shards are copied to the device before they are gathered, reduced gradients to the host. Where the device is the
-    CPU, `to_host` and `to_device` return their operand.
+    Shards are copied to the device before they are gathered, reduced gradients to the host. A copy to the host starts
+    where its operand is there, one to the device where the copy before it is read. Where the device is the CPU, copies
+    return their operand.
     """
 
     def change(self, local: LocalGraph) -> LocalGraph:
@@ -56,6 +58,10 @@ class _Work:
             for out, node in self.local.results()
         ]
         output.args = (tuple(ends),)
+        for node in reversed(list(self.moved)):  # views that only the device reads
+            if not node.users and node.op == "call_function":
+                self.local.graph.erase_node(node)
+        self._start_early()
 
     def _stored(self, target: str) -> bool:
         """True for a tensor that is stored on the host."""
@@ -85,9 +91,51 @@ class _Work:
         """`given` on the host or on the device, copied once."""
         if self.host.get(given, host) == host or meta.tensor(given) is None:
             return given
-        if given not in self.moved:
+        if given in self.moved:
+            return self.moved[given]
+        viewed = None if host else _viewed(given)
+        if viewed is not None:
+            base = self._copied(viewed, reader, host)
+            with self.local.graph.inserting_before(reader):
+                new = self.local.graph.node_copy(given, {viewed: base}.__getitem__)
+            self.moved[given], self.host[new] = new, host
+        else:
             with self.local.graph.inserting_before(reader):
                 args = (given,) if host else (given, self.local.offload)
-                new = add_call(self.local.graph, to_host if host else to_device, args, meta.one_tensor(given), given)
-            self.moved[given], self.host[new] = new, host
+                start = add_call(self.local.graph, to_host if host else to_device, args, meta.one_tensor(given), given)
+                new = add_call(self.local.graph, arrived, (start,), meta.one_tensor(given), given)
+            self.moved[given], self.host[start], self.host[new] = new, host, host
         return self.moved[given]
+
+    def _start_early(self) -> None:
+        """Move starts of copies before their reads, where the host cannot overwrite what is still being copied."""
+        before: Node | None = None
+        for node in [node for node in self.local.graph.nodes if node.target is arrived]:
+            start = node.all_input_nodes[0]
+            given = start.all_input_nodes[0]
+            if start.target is to_device:
+                if before is not None and given.op == "placeholder":
+                    before.append(start)
+                before = node
+            elif given.op != "placeholder":
+                given.append(start)
+        order = {node: at for at, node in enumerate(self.local.graph.nodes)}
+        ends = [
+            (order[start], order[node])
+            for node in order
+            for start in node.all_input_nodes
+            if node.target is arrived and start.target is to_host
+        ]
+        for node, at in order.items():
+            if node.target is to_device:
+                first = min((order[user] for user in node.all_input_nodes[0].users if self.host[user]), default=None)
+                if first is not None and not any(at < start and end < first for start, end in ends):
+                    node.args = (*node.args, True)
+
+
+def _viewed(node: Node) -> Node | None:
+    """The node all of whose elements `node` is a view of."""
+    is_view = node.op == "call_function" and (_torch.is_op(node.target) or always_shares(node.target))
+    base = shared_operand(node) if is_view else None
+    whole = base is not None and meta.one_tensor(base).numel == meta.one_tensor(node).numel
+    return base if whole and node.all_input_nodes == [base] else None

@@ -6,7 +6,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import chain, islice
 from zlib import crc32
@@ -21,45 +21,66 @@ from ..distributed.launch import World
 from ..hardware.curves import CollectiveCost, sent_bytes
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
+from .measure_gpu import GpuRates, measure_gpu
 
 
 def measure_hardware(world: World) -> Hardware:
     """The hardware, as the slowest rank and the slowest axis measure it."""
+    if world.device.startswith("cuda"):
+        return _measure_gpus(world)
     before = _computing(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
     rounds = torch.cat([before, _computing(world)], 1)  # others may compute during half of them
     times = [float(usual) for usual in rounds.median(1).values]  # a step pays what is usual, not what is best
     wires = max((wires for wires, _ in links), key=lambda wires: wires[0].byte_us, default=())
     times.append(max((carried for _, carried in links), default=0.0))
-    if world.mesh.size > 1:
-        figures = [astuple(wire)[1:] for wire in wires]
-        slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        found = [float(v) for v in slowest]
-        times, rest = found[: len(times)], iter(found[len(times) :])
-        wires = tuple(
-            CollectiveCost(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True)
-        )
+    times, wires = _slowest(world, times, wires)
     product, attention, math, moved, launch, view, carried = times
     return Hardware.measured(
         flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
-        math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention,
-        view_us=0.0 if world.device.startswith("cuda") else view,
+        math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention, view_us=view,
         bucket_copy_bytes_per_us=1 / carried if carried else 0.0, collectives=wires,
     )  # fmt: skip
 
 
-def _probes(device: str) -> Mapping[str, tuple[Callable[[], object], float]]:
+def _measure_gpus(world: World) -> Hardware:
+    """As `measure_hardware`, where each rank has a GPU."""
+    rates = measure_gpu(world.device)
+    links = [measure_link(world, axis.name)[0] for axis in world.mesh.axes if axis.size > 1]
+    times, wires = _slowest(world, rates.flat(), max(links, key=lambda wires: wires[0].byte_us, default=()))
+    linked = Hardware.measured(
+        link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
+        collectives=wires,
+    )  # fmt: skip
+    return replace(linked, device=GpuRates.of(times).device(world.device))
+
+
+def _slowest(
+    world: World, times: Sequence[float], wires: Sequence[CollectiveCost]
+) -> tuple[list[float], tuple[CollectiveCost, ...]]:
+    """What any rank has measured at most."""
+    if world.mesh.size == 1:
+        return list(times), tuple(wires)
+    figures = [astuple(wire)[1:] for wire in wires]
+    slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found = [float(v) for v in slowest.cpu()]
+    rest = iter(found[len(times) :])
+    costs = (CollectiveCost(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True))
+    return found[: len(times)], tuple(costs)
+
+
+def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
     """What steps are made of, in sizes that a step has, of memory of their own; with operations, bytes or calls."""
-    rows, inner, columns = (4096, 4096, 4096) if device.startswith("cuda") else (512, 384, 768)
+    rows, inner, columns = 512, 384, 768
     heads, length, width = 4, 128, 64
     fill = torch.rand
 
-    one, other = fill(rows, inner, device=device), fill(inner, columns, device=device)
-    q, k, v = (fill(4, heads, length, width, device=device, requires_grad=True) for _ in range(3))
-    wide, made, left, right, total = (fill(rows, 1024, device=device) for _ in range(5))
-    little, sums = fill(8, device=device), fill(1024, device=device)
+    one, other = fill(rows, inner), fill(inner, columns)
+    q, k, v = (fill(4, heads, length, width, requires_grad=True) for _ in range(3))
+    wide, made, left, right, total = (fill(rows, 1024) for _ in range(5))
+    little, sums = fill(8), fill(1024)
 
     def attention() -> object:
         with torch.enable_grad():
@@ -94,9 +115,8 @@ def _computing(world: World) -> Tensor:
     """
     if world.mesh.size > 1:
         dist.barrier()
-    devices = [torch.device(world.device)] if world.device.startswith("cuda") else []
-    with torch.random.fork_rng(devices):  # the user's random numbers go on as if nothing had been measured
-        probes = _probes(world.device).values()
+    with torch.random.fork_rng([]):  # the user's random numbers go on as if nothing had been measured
+        probes = _probes().values()
         rounds = [
             [seconds(run, world.device) * 1e6 / does for run, does in probes] for _ in range(TUNING.compute_rounds)
         ]

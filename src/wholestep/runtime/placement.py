@@ -40,8 +40,8 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
             _from_first_rank(held.tensor.detach(), world)
         if name in sharded:
             _shard_param(state, held, plan.storage[name], world)
-        elif held.tensor.device.type != torch.device(world.home).type:
-            held.tensor.data = held.tensor.data.to(world.home)
+        else:
+            held.tensor.data = _at_home(held.tensor.data, world)
         vars(held.tensor)[_PLACED] = plan.storage[name]
     for name, held in state.buffers.items():
         if held.tensor.device.type != torch.device(world.device).type:
@@ -95,7 +95,14 @@ def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     assert world.devices is not None, "only a world of several ranks shards"
     piece = cut(tensor, layout, world.mesh, world.coordinate)
     owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
-    return dtensor.wrap(owned.to(world.home), layout, world.mesh, world.devices, tensor.shape)
+    return dtensor.wrap(_at_home(owned, world), layout, world.mesh, world.devices, tensor.shape)
+
+
+def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """`tensor` where state rests. The memory of a host whose GPU computes is pinned: copies run beside the step."""
+    if torch.device(world.home).type == "cpu" and torch.device(world.device).type == "cuda":
+        return tensor.cpu().pin_memory()
+    return tensor if tensor.device.type == torch.device(world.home).type else tensor.to(world.home)
 
 
 def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:

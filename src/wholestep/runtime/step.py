@@ -39,7 +39,7 @@ from .installer import Installer
 from .nonfinite import NonfiniteWatch
 from .program import Program
 from .progress import Stages
-from .step_inputs import BatchSharder, BatchSizes, StepInputs, batch_sharder
+from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_sharder
 
 MOST_VALUES = TUNING.most_captures
 
@@ -60,7 +60,7 @@ class CompiledStep:
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
         self.fn, self.options = fn, options
         self.programs: list[Program] = []
-        self.calls, self.waited_seconds = 0, 0.0
+        self.calls = 0
         self.misses: list[str] = []
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -77,6 +77,7 @@ class CompiledStep:
         action = options.given.on_nonfinite
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
+        self._known_sizes: KnownSizes | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
@@ -91,12 +92,10 @@ class CompiledStep:
             program = self._program(call, args, kwargs, sizes)
             flush_pending(but=program.run)
             if self._clock is not None:
-                self._clock.seconds = 0.0
+                self._clock.reset(program.world.device)
             if program.acts:
                 program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
             result = program(call.leaves)
-            if self._clock is not None:
-                self.waited_seconds = self._clock.seconds
             self.calls += 1
             if self._nonfinite is not None and program.nonfinite:
                 self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
@@ -212,6 +211,13 @@ class CompiledStep:
         return str(self._installer.recordings or self._installer.not_recorded)
 
     @property
+    def waited_seconds(self) -> float:
+        """How long the last call was blocked in waits for collectives, with `measure=True`; else 0. On a GPU: how long
+        the stream that computes was blocked. Reading it waits for the GPU.
+        """
+        return self._clock.seconds if self._clock is not None else 0.0
+
+    @property
     def skipped(self) -> int:
         """How many calls changed nothing because of `on_nonfinite`, as far as read (`flush` reads all)."""
         return self._nonfinite.skipped if self._nonfinite is not None else 0
@@ -250,9 +256,15 @@ class CompiledStep:
         if self._sharder is None or self._sharder[0] != call.structure:
             names = leaf_names(self.fn, args, kwargs)
             assert self.world is not None, "joined"
-            self._sharder = (call.structure, batch_sharder(self.strategies, names, call.leaves, self.world))
+            sharder = batch_sharder(self.strategies, names, call.leaves, self.world, self._sizes_known_to_ranks)
+            self._sharder = (call.structure, sharder)
         sharder = self._sharder[1]
         return None if sharder is None else sharder.sizes(call.leaves)
+
+    def _sizes_known_to_ranks(self) -> KnownSizes:
+        assert self._compiler is not None, "joined"
+        self._known_sizes = self._known_sizes or KnownSizes.of(self._compiler.rendezvous, self._compiler.world)
+        return self._known_sizes
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
         sharder = self._sharder[1] if self._sharder else None

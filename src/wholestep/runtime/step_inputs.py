@@ -1,28 +1,32 @@
 """The inputs of a call, and batches that ranks share: each computes on its part of the batch that one device would get.
 
-At every call ranks gather the sizes of their parts, a few bytes: a rank with fewer samples would otherwise run another
-program. Parts that are not sharded as layouts are (as `torch.chunk` does) are gathered and sharded again.
+Ranks tell each other the sizes of their parts: a rank with fewer samples would otherwise run another program. Sizes
+that they have exchanged have a number, and a call exchanges that alone. Parts that are not sharded as layouts are (as
+`torch.chunk` does) are gathered and sharded again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..capture.call_structure import Structure
 from ..capture.state import StepState
+from ..distributed.host_exchange import HostExchange
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
 from ..mesh import Axis, Mesh
 from ..plan.strategies import Strategies
 
 MOST_TENSORS = 63
+_MOST_KNOWN, _MOST_EXCHANGES = 1024, 1 << 19  # numbers of what is known differ, and a `Lockstep` can hold them
 BatchSizes = tuple[tuple[int, ...], ...]
 """For each sharded dim, the sizes of its parts in order."""
 
@@ -36,10 +40,46 @@ class ShardedDim:
     parts: Mesh
 
 
+@dataclass
+class KnownSizes:
+    """The sizes that the ranks of a step have exchanged. An exchange has the same number on all ranks; they forget the
+    oldest alike. `newest` is the last exchange in which this rank gave certain sizes.
+    """
+
+    exchange: HostExchange
+    exchanges: int = 0
+    newest: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    sizes: dict[int, tuple[Hashable, BatchSizes]] = field(default_factory=dict[int, tuple[Hashable, BatchSizes]])
+
+    @staticmethod
+    def of(ranks: Rendezvous, world: World) -> KnownSizes:
+        """None are known yet (collective)."""
+        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type))
+
+    def agreed(self, given: Hashable) -> BatchSizes | None:
+        """The sizes on all ranks where this one is `given` its own; None where ranks have to exchange (collective)."""
+        least, greatest = self.exchange.extremes(self.newest.get(given, 0))
+        return self.sizes[least][1] if 0 < least == greatest else None
+
+    def next_number(self) -> int:
+        """Of the exchange that begins. Forgets an old one."""
+        self.exchanges = self.exchanges % _MOST_EXCHANGES + 1
+        if len(self.sizes) == _MOST_KNOWN:
+            number, (given, _) = next(iter(self.sizes.items()))
+            del self.sizes[number]
+            if self.newest[given] == number:
+                del self.newest[given]
+        return self.exchanges
+
+    def note(self, number: int, given: Hashable, sizes: BatchSizes) -> None:
+        """What ranks have exchanged."""
+        self.newest[given], self.sizes[number] = number, (given, sizes)
+
+
 @dataclass(frozen=True)
 class BatchSharder:
     """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches. `whole`:
-    each rank is given the whole batch. `exchange`: parts may differ in size.
+    each rank is given the whole batch. `known`: parts may differ in size.
     """
 
     shared: tuple[ShardedDim, ...]
@@ -47,21 +87,26 @@ class BatchSharder:
     world: World
     own: tuple[str, ...]
     whole: bool
-    exchange: bool
+    known: KnownSizes | None
 
     def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
         """Sizes of all parts. Raises RankMismatchError: ranks with the same part were given different sizes."""
-        own = [int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared]
-        if self.whole or not self.exchange:
+        own = tuple(int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared)
+        if self.known is None:
             return tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
-        vector = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64)
-        vector[0], vector[1 : len(own) + 1] = len(own), torch.tensor(own, dtype=torch.int64)
+        given = self.shared, own
+        sizes = self.known.agreed(given)
+        if sizes is None:
+            number = self.known.next_number()
+            rows = self.known.exchange.rows([len(own), *own, *[0] * (MOST_TENSORS - len(own))])
+            sizes = self._found(rows, own)
+            self.known.note(number, given, sizes)
+        return sizes
+
+    def _found(self, rows: Sequence[Sequence[int]], own: tuple[int, ...]) -> BatchSizes:
+        """Sizes of all parts, from what each rank was given."""
         found: list[dict[int, int]] = [{} for _ in self.shared]
-        vector = vector.to(self.world.device)
-        rows = [torch.empty_like(vector) for _ in range(self.world.mesh.size)]
-        dist.all_gather(rows, vector)
-        for rank, row in enumerate(rows):
-            count, *given = cast(list[int], row.tolist())
+        for rank, (count, *given) in enumerate(rows):
             theirs = self.world.mesh.coordinate(rank)
             if all(theirs[axis] == self.world.coordinate[axis] for axis in self.own):  # they share their batch
                 parts = [cut.parts.rank(theirs) for cut in self.shared]
@@ -123,9 +168,15 @@ class BatchSharder:
 
 
 def batch_sharder(
-    strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World
+    strategies: Strategies,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    world: World,
+    known: Callable[[], KnownSizes],
 ) -> BatchSharder | None:
-    """How batches of this kind are sharded; None where each rank runs on its own batch."""
+    """How batches of this kind are sharded; None where each rank runs on its own batch. Ranks whose parts may differ
+    in size use `known`.
+    """
     options, mesh = strategies.options, world.mesh
     shared = tuple(
         ShardedDim(i, cut.dim, Mesh(tuple(Axis(axis, mesh.axis_size(axis)) for axis in cut.axes)))
@@ -141,7 +192,7 @@ def batch_sharder(
         found = f"the batch has {len(shared)} tensors that are cut"
         needed = f"at most {MOST_TENSORS} with uneven_batches=True"
         raise PlanError(found, needed, "give equal batches and uneven_batches=False, or fewer tensors")
-    return BatchSharder(shared, tuple(names), world, own, whole, exchange)
+    return BatchSharder(shared, tuple(names), world, own, whole, known() if exchange else None)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph.graph import Input
 from ...graph.nodes import function_of, is_collective, is_wait, node_at, operands
-from ...partition.rank_ops import drawn, to_device, to_host
+from ...partition.host_copies import HOST_COPIES
+from ...partition.rank_ops import drawn
 from ...passes.bucket import outline
 from ...rules.registry import is_random
 from ..eager import eager
@@ -27,7 +28,7 @@ from .regions import CompiledRegions, in_regions
 
 Scope = Literal["region", "whole"]
 _COMMUNICATES = (gather, swap)
-_IN_PYTHON = (drawn, to_device, to_host, torch.ops.aten._local_scalar_dense.default)
+_IN_PYTHON = (drawn, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
 

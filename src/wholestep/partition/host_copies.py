@@ -1,0 +1,74 @@
+"""Copies between host and device beside the step: a copy is started, and `arrived` waits for it where it is read.
+
+Each direction has a stream of its own, which waits for what ran before. Copies to the host also wait for earlier copies
+to the device: what is computed from a gradient that has arrived may overwrite the parameter.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..graph.storage import shares
+
+_ARRIVAL = "_wholestep_arrival"
+
+
+@shares("if alike")
+def to_device(x: Tensor, device: str, at_once: bool = False) -> Tensor:
+    """Start to copy `x` to the compute device; `x` itself if it is there. `at_once`: the host waits for the copy."""
+    if at_once or x.is_cuda or not _beside(x, device):
+        return x.to(device)
+    side = _stream(device, "to device")
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return _started(made, x, side)
+
+
+@shares("if alike")
+def to_host(x: Tensor) -> Tensor:
+    """Start to copy `x` to host memory; `x` itself if it is there."""
+    if not x.is_cuda or not _beside(x, x.device):
+        return x.cpu()
+    side = _stream(str(x.device), "to host")
+    side.wait_stream(_stream(str(x.device), "to device"))
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
+    x.record_stream(side)
+    return _started(made, x, side)
+
+
+@shares("if alike")
+def arrived(x: Tensor) -> Tensor:
+    """Return `x`, copied: the stream that computes waits for it, or the host."""
+    event: torch.cuda.Event | None = vars(x).pop(_ARRIVAL, None)
+    if event is not None:
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).wait_event(event)
+        else:
+            event.synchronize()
+    return x
+
+
+def _started(made: Tensor, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+    """`made`, into which `side` copies `x`."""
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
+        made.copy_(x, non_blocking=True)
+    vars(made)[_ARRIVAL] = side.record_event()
+    return made
+
+
+def _beside(x: Tensor, device: str | torch.device) -> bool:
+    """True where a copy of `x` has a stream: `device` is a GPU, and each element of `x` has memory of its own."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return False
+    return all(stride > 0 or size <= 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@cache
+def _stream(device: str, direction: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+HOST_COPIES = (to_device, to_host, arrived)
