@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ..graph import meta
-from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.graph import BucketSizes, LocalGraph, Role
 from ..graph.nodes import is_collective, node_at
 from ..graph.op_kinds import collective_kind
-from ..hardware.device import Work
+from ..hardware.device import Device, Work
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
@@ -27,6 +27,7 @@ class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
     `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
+    Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -34,6 +35,7 @@ class SizeBuckets:
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     whole: CollectiveTraffic | None = None
+    may_coalesce: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -46,7 +48,8 @@ class SizeBuckets:
         in_flight = (TUNING.buckets_in_flight * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
         routes = _routes(local.mesh, "all_gather", "reduce_scatter") if self._is_measured else routes_of(local)
         alone = min(alone_bytes(self.hardware, local.mesh, routes), size)
-        return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
+        first, apart = min(self.first_bucket_bytes, size), self.may_coalesce and on_gpus(local, self.hardware)
+        return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
         """As given, or best for the links; where parameters are re-gathered to save memory, the buckets in flight hold
@@ -61,6 +64,9 @@ class SizeBuckets:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
             if most > self.hardware.bucket_bytes:  # a long ring
                 in_flight = max(in_flight, self.hardware.spare_bytes)
+            if self.may_coalesce and on_gpus(local, self.hardware):
+                most = max(most, TUNING.coalesced_bytes)
+                return min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
             most = min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most, routes)
 
@@ -159,6 +165,12 @@ def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_
         return hardware.bucket_bytes
     routes = [Route("all_gather", axis) for axis in axes if mesh.axis_size(axis) > 1]
     return even_bytes(hardware, mesh, reduced_bytes, largest_bytes(hardware, mesh, routes), routes)
+
+
+def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
+    """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
+    kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
+    return kinds == {"cuda"} or (isinstance(hardware.device, Device) and hardware.device.processors > 1)
 
 
 def alone_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> int:
