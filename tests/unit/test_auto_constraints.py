@@ -84,7 +84,7 @@ def test_groups_keep_one_axis() -> None:
     found = auto(styles=("fully_shard",), replicated={"net1": "replicate"}).search(mlp(), "replicate=2,shard=2")
     assert "hybrid" in found.plan.strategy
     assert shape_on(found.plan, "net1.weight") == "32@shard 12"
-    assert shape_on(found.plan, "net2.weight") == "12@replicate,shard 32"
+    assert shape_on(found.plan, "net2.weight") == "12@shard,replicate 32"
 
 
 def test_the_solver_stores_as_is_wanted() -> None:

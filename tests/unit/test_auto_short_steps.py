@@ -18,6 +18,7 @@ from wholestep.planner.folded_memory import FoldedFit
 from wholestep.planner.folded_step import FEWEST, FoldedStep, fold_step
 from wholestep.planner.search import SURE, Search
 from wholestep.planner.search_result import SearchResult, explained
+from wholestep.units import parse_bytes
 
 LAYERS = 12
 FAST = ws.Hardware.measured(link_bytes_per_us=100_000.0, link_us=5.0)
@@ -183,9 +184,9 @@ def test_a_refusal_tells_the_truth() -> None:
     graph = GRAPHS["wide"]
     with pytest.raises(ws.PlanError) as refused:
         search(graph, FAST, short_of(graph, FAST), 1_000_000)
-    said = re.search(r"memory_bytes=(\d+) or more", str(refused.value))
+    said = re.search(r"memory_bytes='([^']+)' or more", str(refused.value))
     assert said is not None
-    assert search(graph, FAST, short_of(graph, FAST), int(said[1])).best.needs_bytes <= int(said[1])
+    assert search(graph, FAST, short_of(graph, FAST), parse_bytes(said[1])).best.needs_bytes <= parse_bytes(said[1])
 
 
 def test_shallow_steps_are_left_whole() -> None:

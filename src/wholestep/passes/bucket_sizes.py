@@ -64,9 +64,8 @@ class SizeBuckets:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
             if most > self.hardware.bucket_bytes:  # a long ring
                 in_flight = max(in_flight, self.hardware.spare_bytes)
-            if self.may_coalesce and on_gpus(local, self.hardware):
-                most = max(most, TUNING.coalesced_bytes)
-                return min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
+            elif self.may_coalesce and on_gpus(local, self.hardware):
+                most = max(most, _coalesced_bytes(carried.regathered_bytes))
             most = min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
         return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most, routes)
 
@@ -164,13 +163,26 @@ def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_
     if hardware.levels[-1].costs:
         return hardware.bucket_bytes
     routes = [Route("all_gather", axis) for axis in axes if mesh.axis_size(axis) > 1]
-    return even_bytes(hardware, mesh, reduced_bytes, largest_bytes(hardware, mesh, routes), routes)
+    most = largest_bytes(hardware, mesh, routes)
+    if _has_gpus(hardware):
+        most = max(most, _coalesced_bytes(reduced_bytes))
+    return even_bytes(hardware, mesh, reduced_bytes, most, routes)
+
+
+def _coalesced_bytes(regathered_bytes: int) -> int:
+    """Of a bucket without copies, of those parameters: in flight they hold half of what buckets with copies may."""
+    in_flight = regathered_bytes * TUNING.gathered_in_flight_share / 2
+    return min(int(in_flight / TUNING.buckets_in_flight), TUNING.coalesced_bytes)
 
 
 def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
     """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
     kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
-    return kinds == {"cuda"} or (isinstance(hardware.device, Device) and hardware.device.processors > 1)
+    return kinds == {"cuda"} or _has_gpus(hardware)
+
+
+def _has_gpus(hardware: Hardware) -> bool:
+    return isinstance(hardware.device, Device) and hardware.device.processors > 1
 
 
 def alone_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> int:
