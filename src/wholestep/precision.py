@@ -40,7 +40,7 @@ class Float8:
     Args:
         recipe: `"tensorwise"` has one scale for a tensor, e4m3, and e5m2 for gradients of outputs. `"rowwise"` has one
             for each row or column of a product's operands, a power of two, and e4m3 throughout.
-        modules: paths of modules, globs allowed: every `F.linear` below them. `"auto"` takes the linears that float8
+        modules: paths of modules, globs allowed: every `F.linear` that one of them calls itself. `"auto"` takes the linears that float8
             makes faster, and leaves out projections to the vocabulary.
 
     Example:
@@ -55,7 +55,7 @@ class Float8:
     modules: Literal["auto"] | Sequence[str] = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.recipe, str) and self.recipe not in ("tensorwise", "rowwise"):
+        if self.recipe not in ("tensorwise", "rowwise"):
             raise PlanError(f"Float8(recipe={shown(self.recipe)})", "'tensorwise' or 'rowwise'", "correct it")
         if self.modules != "auto" and (isinstance(self.modules, str) or not self.modules):
             needed = '"auto", or a list of paths, as ["layers.*.mlp.*"]'

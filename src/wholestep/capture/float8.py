@@ -5,7 +5,7 @@ The recipes are torchao's (`torchao.float8`); docs/decisions/0056-float8-linears
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -24,6 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED = 16  # the kernels want the dims of their operands in multiples of it
 _LEAST = 1e-12  # what a scale is computed from is at least this
 _OLDEST_GPU = (8, 9)
+_INF = float("inf")  # the norm that is the largest absolute value
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class _Recipe:
         """Return what `matrix` is multiplied by to fill the range of `dtype`: a number, or one for each slice along
         `dim`.
         """
-        amax = _aten.amax.default(matrix.abs(), [dim] if self.rowwise else [], self.rowwise)
-        scale = (torch.finfo(dtype).max / amax.double().clamp(min=_LEAST)).float()
+        amax = matrix.abs().amax(dim, keepdim=True) if self.rowwise else _aten.linalg_vector_norm.default(matrix, _INF)
+        scale: Tensor = (torch.finfo(dtype).max / cast(Tensor, amax).double().clamp(min=_LEAST)).float()
         return torch.exp2(torch.floor(torch.log2(scale))) if self.rowwise else scale
 
     def product(self, one: _Numbers, other: _Numbers, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -59,9 +60,9 @@ class _Numbers:
 
     @staticmethod
     def of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> _Numbers:
-        """Cast a matrix; values beyond the range are its ends."""
-        most = torch.finfo(dtype).max
-        return _Numbers((matrix.float() * scale).clamp(-most, most).to(dtype).contiguous(), scale)
+        """Cast a matrix. Its largest value becomes at most that of the dtype, up to rounding: nothing overflows."""
+        factor = scale if scale.dim() else scale.reshape(1)  # a number would be multiplied in the dtype of `matrix`
+        return _Numbers((matrix * factor).to(dtype).contiguous(), scale)
 
     def by_columns(self) -> _Numbers:
         """Return the same in column-major memory."""
@@ -162,7 +163,7 @@ class Float8Linears:
                 return False
             self.used.add("auto")
             return True
-        found = [p for p in cast(Sequence[str], self.options.modules) if fnmatchcase(path, p)]
+        found = [p for p in self.options.modules if fnmatchcase(path, p)]
         if found and (wrong := _misfit(input, weight)):
             needed = f"bfloat16, float16 or float32, and rows, inputs and outputs that {_ALIGNED} divides"
             fix = "leave the module out of modules=, or change its sizes (pad the batch or the layer)"
