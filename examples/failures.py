@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 import wholestep as ws
 
-FAILS_AT = 5
-
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     """The whole step for one device."""
@@ -50,24 +48,24 @@ def fail(how: str) -> None:
         ctypes.PyDLL(None).sleep(3600)  # keeps Python's lock: no thread of this rank runs
 
 
-def batches(rows: int, fails: str) -> Iterator[Tensor]:
+def batches(rows: int, fails: str, at: int) -> Iterator[Tensor]:
     """This rank's own data; its loader may hang."""
     for number in range(20):
-        if number == FAILS_AT and fails:
+        if number == at and fails:
             print(f"fails now: {fails}", flush=True)
-        if number == FAILS_AT and fails == "hang in the loader":
+        if number == at and fails == "hang in the loader":
             time.sleep(3600)
         yield torch.randn(rows, 16)
 
 
-def main(how: str, rank: int, timeout: str) -> None:
-    """Train until `rank` fails."""
+def main(how: str, rank: int, timeout: str, at: int) -> None:
+    """Train until `rank` fails, after `at` steps."""
     own = int(os.environ["RANK"]) == rank
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     step = ws.compile(train_step, timeout=timeout)
-    for number, x in enumerate(batches(8, how if own else "")):
-        if own and number == FAILS_AT:
+    for number, x in enumerate(batches(8, how if own else "", at)):
+        if own and number == at:
             if how == "leave":
                 return
             fail(how)
@@ -80,6 +78,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="One rank fails.", epilog=__doc__)
     parser.add_argument("--how", default="stop", choices=HOW)
     parser.add_argument("--rank", type=int, default=1, help="the rank that fails")
+    parser.add_argument("--at", type=int, default=5, help="after so many steps")
     parser.add_argument("--timeout", default="10s", help="the others have ended after it")
     given = parser.parse_args()
-    main(given.how, given.rank, given.timeout)
+    main(given.how, given.rank, given.timeout, given.at)

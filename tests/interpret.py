@@ -17,6 +17,7 @@ from wholestep.graph.graph import LocalGraph, TrainGraph
 from wholestep.graph.nodes import function_of, is_collective, is_mutating, is_wait, operands
 from wholestep.graph.op_kinds import Collective, collective_kind
 from wholestep.mesh import Mesh
+from wholestep.passes.coalesced import starts_in_row
 
 Value = Any
 
@@ -78,8 +79,21 @@ def _run_collective(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> No
     source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
         given = [envs[rank][source] for rank in group]
-        for rank, made in zip(group, _COMPUTE[kind](given, node.args), strict=True):
+        computed = _apart(given, kind, node.args) if isinstance(given[0], list) else _COMPUTE[kind](given, node.args)
+        for rank, made in zip(group, computed, strict=True):
             envs[rank][node] = envs[rank][into].copy_(made) if isinstance(into, Node) else made
+
+
+def _apart(given: list[list[Tensor]], kind: Collective, args: Any) -> list[Tensor]:
+    """Each tensor by itself; a rank's results in one row, with values that nobody may read between them."""
+    each = [_COMPUTE[kind](list(pieces), args) for pieces in zip(*given, strict=True)]
+    rows: list[Tensor] = []
+    for results in zip(*each, strict=True):
+        starts = starts_in_row([one.numel() for one in results], results[0].itemsize)
+        rows.append(results[0].new_full((starts[-1],), float("nan")))
+        for start, one in zip(starts, results, strict=False):
+            rows[-1][start : start + one.numel()] = one.reshape(-1)
+    return rows
 
 
 def _reduce(given: list[Tensor], op: str) -> Tensor:

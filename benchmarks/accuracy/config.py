@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from benchmarks.accuracy.read import Row, number, whole
+from benchmarks.accuracy.read import Row, data_sheet, hardware_of, number, whole
 
 COLUMNS = (
     "source_id", "hw", "n_gpus", "gpus_per_node", "model", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff",
@@ -11,8 +11,26 @@ COLUMNS = (
     "global_batch", "dtype", "ac", "compile", "tokens_per_s_per_gpu", "step_time_s", "mem_gib", "notes",
 )  # fmt: skip
 _GATED = r"llama|mistral|qwen|gemma|deepseek|phi-?[34]|mixtral|olmo|nemotron-?h"
-_VOCABULARY = ((r"llama-?3", 128256), (r"llama", 32000), (r"mpt", 50368), (r"gpt", 51200), (r"qwen", 151936))
+_VOCABULARY = ((r"llama-?3", 128256), (r"llama", 32000), (r"mpt", 50368), (r"gpt", 51200), (r"qwen", 151936),
+               (r"mistral", 32000))  # fmt: skip
 _LENGTH = ((r"llama-?3", 8192), (r"llama", 4096))
+_SIZES = {  # by family and billions: layers, width, heads, heads of keys, hidden; as their configurations say
+    r"llama-?[12]?-?7b": (32, 4096, 32, 32, 11008), r"llama-?[12]?-?13b": (40, 5120, 40, 40, 13824),
+    r"llama-?1?-?(30|33)b": (60, 6656, 52, 52, 17920), r"llama-?1?-?65b": (80, 8192, 64, 64, 22016),
+    r"llama-?2-?70b": (80, 8192, 64, 8, 28672), r"llama-?3(\.[123])?-?8b": (32, 4096, 32, 8, 14336),
+    r"llama-?3(\.[123])?-?70b": (80, 8192, 64, 8, 28672), r"llama-?3(\.1)?-?405b": (126, 16384, 128, 8, 53248),
+    r"llama-?3\.2-?1b": (16, 2048, 32, 8, 8192), r"llama-?3\.2-?3b": (28, 3072, 24, 8, 8192),
+    r"mistral-?7b": (32, 4096, 32, 8, 14336), r"gpt-?3?-?175b": (96, 12288, 96, 96, 49152),
+    r"gpt-?neox-?20b": (44, 6144, 64, 64, 24576), r"gpt-?2-?xl": (48, 1600, 25, 25, 6400),
+    r"mpt-?125m": (12, 768, 12, 12, 3072), r"mpt-?350m": (24, 1024, 16, 16, 4096),
+    r"mpt-?760m": (24, 1536, 12, 12, 6144), r"mpt-?1b": (24, 2048, 16, 16, 8192),
+    r"mpt-?3b": (32, 2560, 20, 20, 10240), r"mpt-?7b": (32, 4096, 32, 32, 16384),
+    r"mpt-?13b": (40, 5120, 40, 40, 20480), r"mpt-?30b": (48, 7168, 56, 56, 28672),
+    r"mpt-?70b": (80, 8192, 64, 64, 32768), r"qwen-?2(\.5)?-?7b": (28, 3584, 28, 4, 18944),
+    r"qwen-?2(\.5)?-?72b": (80, 8192, 64, 8, 29568), r"qwen-?3-?8b": (36, 4096, 32, 8, 12288),
+    r"qwen-?3-?14b": (40, 5120, 40, 8, 17408), r"qwen-?3-?32b": (64, 5120, 64, 8, 25600),
+}  # fmt: skip
+_SIZE_COLUMNS = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff")
 
 
 @dataclass(frozen=True)
@@ -24,7 +42,8 @@ class Run:
         shard: ranks that share it; `replicate` copies of them (or of the whole model).
         tp: ranks that share each layer; `sequence`: and the tokens between layers.
         micro: sequences of a rank at a time; `accumulate` of them in a step.
-        ac: none, full, every_other (layer), ops (every other product made again), attention.
+        ac: none, full, ops (every other product made again), attention.
+        checkpointed: share of the layers that `full` recomputes; 1 for the others.
         flash: attention never writes its scores; else kernels of their own do.
         overlapped: gradients are reduced while the backward runs.
         compiled: ops on elements are fused.
@@ -52,6 +71,7 @@ class Run:
     micro: int
     accumulate: int
     ac: str
+    checkpointed: float
     flash: bool
     overlapped: bool
     compiled: bool
@@ -60,6 +80,7 @@ class Run:
     per_node: int
     step_s: float | None
     memory_gib: float | None
+    device_gib: float
 
     @property
     def head(self) -> int:
@@ -86,10 +107,11 @@ class Run:
 
 def read(row: Row) -> Run | str:
     """The run, or why the model cannot express it."""
+    row = _completed(row)
     why = _inexpressible(row)
     if why:
         return why
-    model, ranks = row["model"].lower(), whole(row, "n_gpus")
+    model, ranks = _model(row), whole(row, "n_gpus")
     layers, width, heads = (whole(row, name) for name in ("n_layers", "d_model", "n_heads"))
     tp = whole(row, "tp", 1) or 1
     data = ranks // tp
@@ -110,20 +132,23 @@ def read(row: Row) -> Run | str:
         step = micro * length * accumulate / tp / rate
     source, dtype = row["source_id"].lower(), row["dtype"].lower()
     old = "vtrain" in source or "seqsel" in source or "megatron-deepspeed" in source
+    recompute = _recompute(row["ac"].lower(), source)
+    assert recompute is not None, "a kind that is known"
     notes = f"{row['sharding']} {row['ac']} {row['notes']}".lower()
     return Run(
         row["source_id"], row["hw"], row["model"], layers, width, heads, whole(row, "n_kv_heads") or heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
-        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, _recompute(row["ac"].lower(), source),
+        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, recompute,
+        _checkpointed(row["ac"].lower(), layers),
         not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype,
         "vtrain" in source,
-        _per_node(row), step, number(row, "mem_gib"),
+        _per_node(row), step, number(row, "mem_gib"), _device_gib(row),
     )  # fmt: skip
 
 
 def _inexpressible(row: Row) -> str:
-    model, dtype = row["model"].lower(), row["dtype"].lower()
+    model, dtype = _model(row), row["dtype"].lower()
     checks = (
         (whole(row, "pp", 1) > 1, "pipeline parallel"),
         (whole(row, "cp", 1) > 1, "context parallel"),
@@ -131,6 +156,7 @@ def _inexpressible(row: Row) -> str:
         (bool(re.search(r"fp8|float8|mxfp|nvfp|fp4", dtype)), "8 bit or less"),
         (bool(re.search(r"async.?tp", f"{row['notes']} {row['sharding']}".lower())), "asynchronous tensor parallel"),
         (bool(re.search(r"lora|sft|peft", f"{row['notes']} {model}".lower())), "fine-tuning a part"),
+        (_recompute(row["ac"].lower(), row["source_id"].lower()) is None, "recompute of an unknown kind"),
         (not all(whole(row, name) for name in ("n_layers", "d_model", "n_heads")), "no sizes of layers"),
         (not whole(row, "n_gpus"), "no number of ranks"),
         (not whole(row, "micro_batch"), "no size of the micro-batch"),
@@ -148,6 +174,14 @@ def _per_node(row: Row) -> int:
     return 72 if rack else whole(row, "gpus_per_node", 8) or 8
 
 
+def _device_gib(row: Row) -> float:
+    """Of the row, whose gigabytes are those of a name; else of the preset; endless where neither is known."""
+    if given := number(row, "gpu_mem_gb"):
+        return given
+    hardware = hardware_of(row["hw"])
+    return data_sheet(hardware).memory_bytes / 2**30 if hardware else float("inf")
+
+
 def _by_family(model: str, table: tuple[tuple[str, int], ...]) -> int:
     return next((size for pattern, size in table if re.search(pattern, model)), 0)
 
@@ -161,13 +195,41 @@ def _style(text: str, dtype: str) -> str:
     return "replicate"
 
 
+_COUNTED = r"(\d+)(?: of \d+)? layers?(?: of \d+)? checkpoint|checkpoint\w* (\d+)(?: of \d+)? layers?"
 _RECOMPUTE = (
-    (r"^(none|no|false)?$", "none"), (r"full", "full"), (r"selective layer|every|selective 2", "every_other"),
-    (r"\bop\b", "ops"), (r"selective", "attention"),
+    (r"^(none|no|false)?$", "none"), (r"full|selective layer|every|selective 2", "full"),
+    (_COUNTED, "full"), (r"\bop\b", "ops"), (r"selective|\bsac\b", "attention"),
+    (r"checkpoint", "full"), (r"\bac\b", "attention"),
 )  # fmt: skip
 
 
-def _recompute(text: str, source: str) -> str:
-    """Without a word more, torchtitan's selective is by op, and Megatron's by attention."""
-    found = next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), "none")
+def _recompute(text: str, source: str) -> str | None:
+    """Without a word more, torchtitan's selective is by op, and Megatron's by attention; None for what is unknown."""
+    found = next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), None)
     return "ops" if found == "attention" and "torchtitan" in source else found
+
+
+def _checkpointed(text: str, layers: int) -> float:
+    """The share of layers: of "5 layers checkpointed", or every other one."""
+    if re.search(r"selective layer|every|selective 2", text):
+        return 0.5
+    counted = re.search(_COUNTED, text)
+    return min(int(counted[1] or counted[2]) / layers, 1.0) if counted else 1.0
+
+
+def _model(row: Row) -> str:
+    """The name, with dashes where sources write spaces or nothing."""
+    return re.sub(r"[\s_-]+", "-", row["model"].strip().lower()).removeprefix("meta-")
+
+
+def _completed(row: Row) -> Row:
+    """Sizes of layers by the model's name, where the row has none; the micro-batch from the batch of all ranks."""
+    made = dict(row)
+    sizes = next((sizes for pattern, sizes in _SIZES.items() if re.match(rf"{pattern}\b", _model(row))), None)
+    if sizes and not any(whole(row, name) for name in _SIZE_COLUMNS[:3]):
+        made |= dict(zip(_SIZE_COLUMNS, map(str, sizes), strict=True))
+    parts = max(whole(row, "n_gpus") // (whole(row, "tp", 1) or 1), 1) * (whole(row, "grad_accum") or 1)
+    micro, rest = divmod(whole(row, "global_batch"), parts)
+    if not whole(row, "micro_batch") and micro and not rest:
+        made["micro_batch"] = str(micro)
+    return made

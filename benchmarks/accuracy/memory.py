@@ -44,14 +44,18 @@ def _at_loss(run: Run) -> float:
         gathered = 2 * layer * _HALF + ends * (_HALF + _FULL) + layer * _FULL
     # in half precision, after log-softmax in float32, its gradient in float32; that of the loss, or all once more cast
     logits = run.tokens * run.vocabulary / run.tp * (12 if run.compiled else 14)
-    activations = run.layers * _kept(run, run.ac) + _kept(run, "none") * (run.ac != "none")
+    activations = run.layers * _kept_on_average(run) + _kept(run, "none") * (run.ac != "none")
     return gathered + _gradients(run) + logits + activations
+
+
+def _kept_on_average(run: Run) -> float:
+    if run.checkpointed == 1:
+        return _kept(run, run.ac)
+    return run.checkpointed * _kept(run, run.ac) + (1 - run.checkpointed) * _kept(run, "none")
 
 
 def _kept(run: Run, ac: str) -> float:
     """Bytes of activations that one layer keeps for its backward."""
-    if ac == "every_other":
-        return (_kept(run, "full") + _kept(run, "none")) / 2
     apart = run.tp if run.sequence else 1  # what lies between products is shared out only along the tokens
     wide, hidden = run.tokens * run.width * _HALF, run.tokens * run.hidden * _HALF / run.tp
     inside, keys = wide / run.tp, wide / run.tp * run.kv_heads / run.heads

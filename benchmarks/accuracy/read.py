@@ -13,7 +13,7 @@ Row = dict[str, str]
 
 # the first whose pattern is found in what a source calls its hardware
 _MACHINES = (
-    (r"a3", "a3-mega"), (r"b[23]00", "b200-nvl72"), (r"h200", "h200"), (r"h100.*(94|96) ?gb", "h100-96gb-500w"),
+    (r"a3", "a3-mega"), (r"b[23]00", "b200-nvl72"), (r"h200", "h200"), (r"h100.*\b9[456] ?gi?b", "h100-96gb-500w"),
     (r"h100", "dgx-h100"), (r"a100", "dgx-a100"),
 )  # fmt: skip
 

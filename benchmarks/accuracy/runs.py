@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.accuracy import config, memory, step
 from benchmarks.accuracy.read import Case, Left, Row, hardware_of
 
-_FAR = 0.2
+_FAR, _NEARLY_FULL = 0.2, 0.9
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,18 @@ def _kind(run: config.Run) -> str:
 
 def _label(run: config.Run) -> str:
     return (
-        f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={run.ac} "
+        f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={_recomputed(run)} "
         f"dp{run.replicate * run.shard} tp{run.tp}"
     )
+
+
+def _recomputed(run: config.Run) -> str:
+    return run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
+
+
+def _is_nearly_full(run: config.Run) -> bool:
+    """Whether it held nine tenths of its device, as measured, else as predicted."""
+    return (run.memory_gib or memory.peak_gib(run)) > _NEARLY_FULL * run.device_gib
 
 
 def _reason(run: config.Run, error: float, alone: bool) -> str:
@@ -101,6 +110,6 @@ def _reason(run: config.Run, error: float, alone: bool) -> str:
         return "bound by the host: at tp 4 it took 3.1 ms for a layer of 2048, 3.6 for the same ops of 1024"
     if run.slow_host:
         return "host and device take alike: how far the host runs ahead is not modelled"
-    if error < 0 and run.style == "full":
+    if error < 0 and _is_nearly_full(run):
         return "slower than its neighbours in the source: a nearly full memory is not modelled"
     return "not explained"

@@ -14,7 +14,7 @@ from benchmarks.accuracy.read import data_sheet
 _HALF, _FULL = 2, 4  # bytes
 _BUCKET = 25 << 20
 # of a forward's ops, that are started again in the backward
-_AGAIN = {"full": 1.0, "every_other": 0.5, "ops": 0.7, "attention": 0.2, "none": 0.0}
+_AGAIN = {"full": 1.0, "ops": 0.7, "attention": 0.2, "none": 0.0}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def step_s(run: Run, hardware: ws.Hardware, starting: Host = HOST) -> float:
     backward = beside(layer.backward_us + layer.again_us + 2 * layer.exposed_us / 3, gather + scatter)
     first, last = _sharing_us(run, hardware, run.vocabulary * run.width // run.tp)
     edges = (gather + scatter + first + last) if run.style == "full" else 0.0
-    host, again = _host_us(run, hardware, starting), _AGAIN[run.ac]
+    host, again = _host_us(run, hardware, starting), _AGAIN[run.ac] * run.checkpointed
     ahead = max(run.layers * forward + ends.forward_us + ends.exposed_us, (run.layers * layer.ops + ends.ops) * host)
     back_ops = run.layers * layer.ops * (again + 2 * starting.backward) + 2 * ends.ops * starting.backward
     back = max(run.layers * backward + ends.backward_us, back_ops * host)
@@ -83,9 +83,9 @@ def _layer(run: Run, hardware: ws.Hardware) -> Part:
         whole = tokens * run.width * _HALF
         kinds = ("all_gather", "reduce_scatter") if run.sequence else ("all_reduce",)
         once = sum(hardware.group_us(kind, whole, tp, min(tp, run.per_node)) for kind in kinds)
-        exposed = once * (6 if run.ac == "full" else 4)
+        exposed = once * (4 + 2 * run.checkpointed if run.ac == "full" else 4)
     again = {
-        "full": forward + attention + elements, "every_other": (forward + attention + elements) / 2,
+        "full": (forward + attention + elements) * run.checkpointed,
         "ops": forward / 2 + elements, "attention": 0.0 if run.flash else attention, "none": 0.0,
     }[run.ac]  # fmt: skip
     ops_forward = len(products) + attention_ops + ops

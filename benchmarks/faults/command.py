@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="save-blocking, restart, rank-failures: how often")
     parser.add_argument("--dir", type=Path, default=Path("runs/faults"), help="where results are kept")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
+    parser.add_argument("--ways", nargs="+", help="rank-failures: only these, such as stop")
     given = parser.parse_args(argv)
     if given.case is not None:
         return _one(given.case)
@@ -92,9 +93,9 @@ def _restart(given: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _rank_failures(given: argparse.Namespace) -> tuple[str, bool]:
-    from .rank_failures import run
+    from .rank_failures import WAYS, run
 
-    return run(given.rounds)
+    return run(given.rounds, given.ways or WAYS)
 
 
 MODES = {

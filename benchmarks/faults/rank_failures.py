@@ -3,7 +3,7 @@
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.dist.scripts import Ranks, start
@@ -17,13 +17,14 @@ WAYS = {
     "leave": "returns early, and ends",
     "exit": "leaves by `sys.exit`",
     "stop": "is stopped (SIGSTOP)",
+    "stop at 1": "is stopped after its first step",
     "hang": "hangs in user code",
     "hang in C": "hangs outside of Python",
     "hang in the loader": "hangs in a data loader",
 }
 
 
-def run(rounds: int) -> tuple[str, bool]:
+def run(rounds: int, ways: Collection[str] = WAYS) -> tuple[str, bool]:
     """The table of `rounds` failures of each kind and rank, and whether a rank hung or did not name the failed one."""
     lines = [
         f"`examples/failures.py` on {RANKS} ranks, `timeout={TIMEOUT_S}s`, {rounds} times for each row. Seconds from "
@@ -33,7 +34,7 @@ def run(rounds: int) -> tuple[str, bool]:
         "|---|---|---|---|---|---|---|",
     ]
     failed = False
-    for how, says in WAYS.items():
+    for how in ways:
         for rank in (0, 1):
             seconds, hangs, unnamed, text = list[float](), 0, 0, ""
             for _ in range(rounds):
@@ -44,7 +45,7 @@ def run(rounds: int) -> tuple[str, bool]:
                 text = errors[0] if errors else ""
             middle = sorted(seconds)[len(seconds) // 2]
             found = re.sub(r"\d+(\.\d+)? s\b", "N s", re.sub(r" \(host [^)]*\)", "", text))
-            row = [says, str(rank), f"{middle:.1f}", f"{max(seconds):.1f}", str(hangs), str(unnamed), found]
+            row = [WAYS[how], str(rank), f"{middle:.1f}", f"{max(seconds):.1f}", str(hangs), str(unnamed), found]
             lines.append(f"| {' | '.join(row)} |")
             failed |= bool(hangs or unnamed)
     return "\n".join(lines) + "\n", failed
@@ -53,10 +54,11 @@ def run(rounds: int) -> tuple[str, bool]:
 def _play(how: str, rank: int) -> tuple[float, bool, list[str]]:
     """Seconds from the failure to the end of the last other rank, whether all ended, and their errors."""
     with tempfile.TemporaryDirectory(prefix="wholestep-failures-") as folder:
-        options = ["--how", how, "--rank", str(rank), "--timeout", f"{TIMEOUT_S}s"]
+        name, _, at = how.partition(" at ")
+        options = ["--how", name, "--at", at or "5", "--rank", str(rank), "--timeout", f"{TIMEOUT_S}s"]
         with start(EXAMPLE, options, RANKS, Path(folder)) as ranks:
             others = [other for other in range(RANKS) if other != rank]
-            ranks.wait_for_line(rank, f"fails now: {how}")
+            ranks.wait_for_line(rank, f"fails now: {name}")
             begun = time.monotonic()
             codes = ranks.wait(others, LIMIT_S)
             took = time.monotonic() - begun

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.dist.launch import HOST, start_server
 
 MESSAGE_END_S = 5.0
+_STORE = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented as public
 STACK_S = 0.3  # a process gets to write its stack
 Message = tuple[Any, ...]
 
@@ -37,7 +38,7 @@ class Job:
         start_server()
         self.begun, self.timeout_s = time.monotonic(), timeout_s
         self.said: list[list[Message]] = [[] for _ in range(world)]
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = _STORE(HOST, 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory()
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
@@ -142,7 +143,7 @@ def _serve(
             pipe.send(message)
 
     try:
-        store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = _STORE(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
         target(*args, rank, say)
     except BaseException:

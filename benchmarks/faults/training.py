@@ -187,7 +187,7 @@ def _path(name: Any) -> str:
 
 def hex_of(loss: Tensor) -> str:
     """All bits of a number."""
-    value = loss.item()
+    value = float(loss)
     assert math.isfinite(value)
     return value.hex()
 
@@ -203,7 +203,7 @@ def digest(model: nn.Module, optimizer: AdamW) -> str:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         found.update(name.encode() + local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
+        options: dict[str, Any] = {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
         found.update(repr(sorted(options.items())).encode())
     found.update(f"{random.random()} {np.random.rand()}".encode())
     return found.hexdigest()[:24]

@@ -12,7 +12,7 @@ import pytest
 
 import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, memory, refit, runs, step
-from benchmarks.accuracy.read import Case, rows
+from benchmarks.accuracy.read import Case, hardware_of, rows
 from benchmarks.accuracy.report import errors, left_out, worst
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
@@ -103,8 +103,9 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
         ({"cp": "4"}, "context parallel"),
         ({"dtype": "bf16+float8"}, "8 bit or less"),
         ({"model": "Mixtral-8x7B"}, "experts"),
-        ({"micro_batch": ""}, "no size of the micro-batch"),
+        ({"micro_batch": "", "global_batch": ""}, "no size of the micro-batch"),
         ({"n_layers": ""}, "no sizes of layers"),
+        ({"ac": "of some kind"}, "recompute of an unknown kind"),
         ({"step_time_s": ""}, "neither a time nor bytes"),
     ],
 )
@@ -126,6 +127,58 @@ def test_a_run_is_read_from_its_columns() -> None:
     assert run_of(n_kv_heads="").kv_heads == 32
     assert run_of(hw="GB200 NVL72").per_node == 72
     assert [run_of(ac="selective", source_id=s).ac for s in ("torchtitan_x", "megatron")] == ["ops", "attention"]
+
+
+@pytest.mark.parametrize("name", ["Llama-2-7B", "llama2_7b", "Llama 2 7B", "meta-llama-2-7b-hf"])
+def test_sizes_of_layers_are_known_by_the_name_of_the_model(name: str) -> None:
+    unknown = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len"), "")
+    assert replace(run_of(**unknown, model=name), model="") == replace(run_of(), model="")
+    assert config.read(RUN | unknown | {"model": "Llama-2-8B"}) == "no sizes of layers"
+    assert run_of(**unknown, model="Llama-3-70B").parameters == pytest.approx(70.6e9, rel=0.01)
+    assert run_of(**unknown, model="Llama3.1-405B").parameters == pytest.approx(405.8e9, rel=0.01)
+
+
+def test_the_micro_batch_is_the_batch_of_all_over_the_ranks() -> None:
+    run = run_of(micro_batch="", grad_accum="", global_batch="64", dp_shard="8", tp="2")
+    assert (run.micro, run.accumulate) == (8, 1)
+    run = run_of(micro_batch="", grad_accum="2", global_batch="64")
+    assert (run.micro, run.accumulate) == (2, 2)
+    several = {"micro_batch": "", "grad_accum": "", "global_batch": "24"}
+    assert config.read(RUN | several) == "no size of the micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "share"),
+    [
+        ("default SAC", "ops", 1.0), ("SAC eager", "ops", 1.0), ("selective layer", "full", 0.5), ("none", "none", 1.0),
+        ("5 layers checkpointed", "full", 5 / 32), ("8 of 32 layers checkpointed", "full", 8 / 32),
+        ("checkpointing 40 layers", "full", 1.0), ("activation checkpointing", "full", 1.0),
+    ],
+)  # fmt: skip
+def test_kinds_of_recompute(text: str, kind: str, share: float) -> None:
+    run = run_of(ac=text, source_id="torchtitan_pr")
+    assert (run.ac, run.checkpointed) == (kind, share)
+
+
+def test_part_of_the_layers_made_again_is_between_none_and_all() -> None:
+    chosen = [run_of(ac=text) for text in ("none", "5 layers checkpointed", "20 layers checkpointed", "full")]
+    seconds = [step.step_s(run, ws.Hardware.preset("dgx-a100")) for run in chosen]
+    held = [memory.peak_gib(run) for run in chosen]
+    assert seconds == sorted(seconds)
+    assert held[:3] == sorted(held[:3], reverse=True)
+
+
+def test_parts_of_95_gib_are_those_of_96_gb() -> None:
+    names = ("H100 SXM (95 GiB)", "H100 94GB", "H100 96 GB", "H100 80GB")
+    assert [found.name for name in names if (found := hardware_of(name))] == ["h100-96gb-500w"] * 3 + ["dgx-h100"]
+
+
+@pytest.mark.parametrize(("held", "reason"), [("74.9", "nearly full"), ("50", "not explained")])
+def test_a_nearly_full_memory_is_named_only_where_it_is(held: str, reason: str) -> None:
+    """The device has 80 GiB."""
+    run = run_of(mem_gib=held, gpu_mem_gb="80", step_time_s="20")
+    cases = runs.held_out([runs.Predicted(run, 10.0), runs.Predicted(replace(run, model="other", step_s=10.0), 10.0)])
+    assert reason in cases[0].reason
 
 
 def test_steps_are_slower_where_they_must_be() -> None:

@@ -12,6 +12,15 @@ from .typed_values import check_arguments, check_fields
 
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
 _MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
+_RESERVED = {
+    "pp": ("pipeline parallelism is not offered", "split layers along tp, or shard parameters along dp"),
+    "cp": (
+        "context parallelism is not offered",
+        "split layers and the tokens between them along tp, or batches along dp",
+    ),
+    "ep": ("experts have no axis of their own", "split experts along tp (the model's plan), or shard them along dp"),
+}
+"""Names that stand for a parallelism that an axis does not have yet, and what there is in its place."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class Mesh:
         {'dp': 2, 'tp': 1}
 
     Raises:
-        MeshError: the text is not `name=size,...`, a name repeats, or a size is not positive.
+        MeshError: the text is not `name=size,...`, a name repeats or is reserved (pp, cp, ep), or a size is not
+            positive.
     """
 
     axes: tuple[Axis, ...]
@@ -62,6 +72,11 @@ class Mesh:
                 "a size of at least 1",
                 "drop the axis or give it ranks",
             )
+        reserved = next((axis.name for axis in axes if axis.name in _RESERVED), None)
+        if reserved:
+            found, next_step = _RESERVED[reserved]
+            needed = "axes of data parallelism (dp, or any other name) and of tensor parallelism (tp)"
+            raise MeshError(f"mesh {shown(spec)} has an axis {reserved!r}: {found}", needed, next_step)
         object.__setattr__(self, "axes", axes)
 
     @property
@@ -111,6 +126,13 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
+
+
+def mesh_of_torch(names: tuple[str, ...], sizes: tuple[int, ...]) -> Mesh:
+    """The axes of a DeviceMesh, whose names mean nothing here."""
+    mesh = Mesh(tuple(Axis(f"d{dim}", size) for dim, size in enumerate(sizes)))
+    object.__setattr__(mesh, "axes", tuple(Axis(*pair) for pair in zip(names, sizes, strict=True)))
+    return mesh
 
 
 def parse(text: str) -> tuple[Axis, ...]:

@@ -40,8 +40,8 @@ class Float8:
     Args:
         recipe: `"tensorwise"` has one scale for a tensor, e4m3, and e5m2 for gradients of outputs. `"rowwise"` has one
             for each row or column of a product's operands, a power of two, and e4m3 throughout.
-        modules: paths of modules, globs allowed: every `F.linear` that one of them calls itself. `"auto"` takes the linears that float8
-            makes faster, and leaves out projections to the vocabulary.
+        modules: paths of modules, globs allowed: every `F.linear` that one of them calls itself. `"auto"` takes the
+            linears that float8 makes faster, and leaves out projections to the vocabulary.
 
     Example:
         >>> step = wholestep.compile(train_step, float8=wholestep.Float8("rowwise"))

@@ -64,9 +64,14 @@ class Tuning:
     first_bucket_bytes: int = tuned(1 << 20, "bytes", "starts the link early; as DDP")
     bucket_bytes: int = tuned(25 << 20, "bytes", "of `Bucket` without sizes; as DDP")
     smallest_bucket_bytes: int = tuned(256 << 10, "bytes", "however fast a start was measured: a guess")
+    coalesced_bytes: int = tuned(512 << 20, "bytes", "of a bucket without copies: a layer of an 8B model", 54)
     most_summed_bytes: int = tuned(64 << 20, "bytes", "of an all-reduce where CPUs send: few are cheapest", 30)
     hidden_share: float = tuned(0.5, "share", "all-reduces double while computing hides no more of them", 30)
     buckets_in_flight: int = tuned(3, "buckets", "of gathers, and of reductions: a guess")
+    slow_start_share: float = tuned(
+        0.15, "x sending", "that starting takes in long rings, which get larger buckets", 57
+    )
+    bucket_memory_share: float = tuned(0.1, "x memory", "of a device, in flight at most, for long rings: a guess", 57)
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
     # -- cost model
     most_slowed_share: float = tuned(0.9, "share", "of computing that collectives take at most: a guess")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral, Real
+from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -16,25 +18,30 @@ _MODULE = re.compile(r"\b(?:\w+\.)+(?=\w)")
 
 def check_fields(made: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
     """Raise `error` for the first field of a dataclass whose value is not of the declared type; the class itself
-    checks `besides`.
+    checks `besides`. Numbers of other libraries become Python's.
     """
     hints = hints_of(type(made))
     for name in (one.name for one in fields(cast(Any, made)) if one.name not in besides):
         value, kind = getattr(made, name), hints[name]
         if not is_a(value, kind):
             raise _refused(type(made).__name__, name, value, kind, error)
+        if (plain := as_plain(value, kind)) is not value:
+            object.__setattr__(made, name, plain)
 
 
 def check_arguments(call: str, error: type[WholestepError] = PlanError, **given: tuple[object, Any]) -> None:
-    """Raise `error` for the first argument of `call` that is not of its type: `name=(value, type)`."""
+    """Raise `error` for the first argument of `call` that is not of its type: `name=(value, type)`. Numbers may be
+    those of other libraries: `as_plain` makes them Python's.
+    """
     for name, (value, kind) in given.items():
         if not is_a(value, kind):
             raise _refused(call, name, value, kind, error)
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """True if a value is of a type as annotations write it, entries of collections too. True and False are no numbers,
-    a text is no sequence, a whole number has 64 bits. A protocol takes any value: its users say better what is missing.
+    """True if a value is of a type as annotations write it, entries of collections too. Numbers may be those of numpy.
+    True and False are no numbers, a text is no sequence, a whole number has 64 bits. A protocol takes any value: its
+    users say better what is missing.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -58,12 +65,35 @@ def is_a(value: object, kind: Any) -> bool:
     if kind is None or kind is NoneType:
         return value is None
     if kind in (int, float):
-        if isinstance(value, int):
-            return not isinstance(value, bool) and -MOST_NUMBER <= value < MOST_NUMBER
-        return kind is float and isinstance(value, float)
+        number = plain_number(value)
+        if isinstance(number, int):
+            return not isinstance(number, bool) and -MOST_NUMBER <= number < MOST_NUMBER
+        return kind is float and isinstance(number, float)
     if kind is Any or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):
         return True
     return isinstance(value, origin or kind)
+
+
+def plain_number(value: object) -> object:
+    """Python's int or float for a number of another library, such as `numpy.int64(3)`; other values as they are."""
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
+    if isinstance(value, Integral):
+        return value if isinstance(value, int) else index(value)
+    return float(value)
+
+
+def as_plain(value: Any, kind: Any) -> Any:
+    """A value of a type, with `plain_number` for what the type says is a number, also in tuples."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return next((as_plain(value, one) for one in args if is_a(value, one)), value)
+    if origin is tuple:
+        entries = cast(tuple[Any, ...], value)
+        kinds = args[:1] * len(entries) if args[1:] == (...,) else args
+        made = tuple(as_plain(one, kind) for one, kind in zip(entries, kinds, strict=True))
+        return value if all(a is b for a, b in zip(entries, made, strict=True)) else made
+    return plain_number(value) if kind in (int, float) else value
 
 
 def _entries(values: Collection[object]) -> tuple[object, ...]:

@@ -85,7 +85,7 @@ def test_too_small_a_budget_is_refused_by_all() -> None:
     first, second = run_ranks(_refused, 2, (64, 64), 100_000)
     assert first == second
     assert first.startswith("PlanError: the step needs ")
-    assert "needed: at most 100000 bytes" in first
+    assert "needed: at most 100.0 kB" in first
 
 
 def test_one_rank_that_does_not_fit_stops_all() -> None:

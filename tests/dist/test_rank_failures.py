@@ -98,3 +98,49 @@ def test_a_save_does_not_wait_for_a_rank_that_failed(sent: str, found: str, tmp_
             first, *_ = error_of(ranks.output(other))
             assert "RankFailedError: rank 1 (host" in first
             assert found in first
+
+
+STOPS_EARLY = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import wholestep as ws
+
+def stop_at(place):
+    if sys.argv[1] == place and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+def train_step(model, optimizer, x):
+    ws.callback(stop_at, "its first step")
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+dist.init_process_group("gloo")
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = ws.compile(train_step, timeout="8s")
+stop_at("before its first call")
+for _ in range(20):
+    step(model, optimizer, torch.randn(8, 16))
+    stop_at("after its first call")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["before its first call", "its first step", "after its first call"])
+def test_a_first_rank_that_is_stopped_early_is_named(place: str, tmp_path: Path) -> None:
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS_EARLY)
+    with start(script, [place], 3, tmp_path) as ranks:
+        assert ranks.wait([1, 2], LIMIT_S) == {1: 1, 2: 1}, [ranks.output(other) for other in (1, 2)]
+        for other in (1, 2):
+            first, *more = error_of(ranks.output(other))
+            assert re.search(
+                r"RankFailedError: rank 0 \(host [^)]+\), (which|or the launcher that) hosts the store", first
+            )
+            assert re.search(r"(is stopped|does not answer): no answer for \d+ s", first)
+            assert more[0].startswith("  last: ")

@@ -5,14 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import AdamW
 
 import wholestep as ws
 from tests.steps import mean_square
 from wholestep.layout import sharded
+from wholestep.typed_values import as_plain, is_a, plain_number
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +151,30 @@ def test_a_plan_stores_every_input_whole_or_in_shards(graph: ws.TrainGraph) -> N
     partial = ws.Layout(((),), (("dp", "sum"),))
     with pytest.raises(ws.PlanError, match=r"the plan stores '0.bias' as _ \+dp\(sum\)"):
         ws.partition(graph, replace(plan, storage={**plan.storage, "0.bias": partial}))
+
+
+def test_numbers_of_numpy_are_taken_as_pythons(tmp_path: Path) -> None:
+    three, half = np.int64(3), np.float32(0.5)
+    step = ws.compile(mean_square, max_programs=three, check_every=np.int32(10), timeout=half, agree_timeout=three)
+    assert repr(step.options.given.max_programs) == "3"
+    assert ws.Mesh((ws.Axis("dp", three),)) == ws.Mesh("dp=3")
+    assert repr(ws.Mesh((ws.Axis("dp", three),)).axes[0].size) == "3"
+    assert repr(ws.Schedule(bucket_bytes=three).bucket_bytes) == "3"
+    model = nn.Linear(2, 2)
+    ws.save(tmp_path, model=model, number=three, keep=np.uint8(2))
+    assert ws.load(tmp_path, model=model).number == 3
+    for wrong in (np.bool_(True), np.float64(3.0), np.array(3), torch.tensor(3), 3.0):
+        with pytest.raises(ws.PlanError, match="max_programs of type int"):
+            ws.compile(mean_square, max_programs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ws.PlanError, match="max_programs of type int"):
+        ws.compile(mean_square, max_programs=np.uint64(1 << 63))  # type: ignore[arg-type]
+
+
+@given(st.one_of(st.integers(-(2**63), 2**63 - 1).map(np.int64), st.floats(width=32).map(np.float32), st.booleans()))
+def test_a_number_of_another_library_is_one_of_its_type(value: Any) -> None:
+    plain = plain_number(value)
+    assert type(plain) in (int, float, bool)
+    assert plain == value or value != value
+    assert is_a(value, float) == is_a(plain, float) == (not isinstance(value, bool))
+    assert is_a(value, int) == is_a(plain, int) == (type(plain) is int)
+    assert as_plain((value, "x"), tuple[float | str, ...]) == (plain, "x") or value != value

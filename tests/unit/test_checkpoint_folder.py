@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,39 @@ def test_a_half_written_lease_becomes_stale(step: Any, content: bytes, tmp_path:
     (tmp_path / ".writer-1.json").write_bytes(content)
     with pytest.warns(UserWarning, match="took over from an unknown process, which sends no heartbeat"):
         ws.save(tmp_path, step)
+
+
+def test_a_wait_for_a_damaged_lease_is_told_before_it_begins(step: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / ".writer-1.json").write_bytes(b'{"host": "x", "pi')
+    real, told = lease._unchanged, list[str]()
+
+    def waits(*args: Any) -> bool:
+        told.extend(str(one.message) for one in caught)
+        return real(*args)
+
+    monkeypatch.setattr(lease, "_unchanged", waits)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ws.save(tmp_path, step)
+    whose = ".writer-1.json, which is damaged or half written"
+    assert told == [f"{tmp_path}: another job may save there. Waits for up to 0 s whether its lease changes: {whose}"]
+    assert "took over from an unknown process" in str(caught[1].message)
+
+
+@pytest.mark.filterwarnings("ignore:.*another job may save there")
+def test_a_damaged_lease_that_changes_is_alive(step: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / ".writer-1.json").write_bytes(b"{")
+    real = lease._content
+
+    def written_after(*of: Any) -> bytes | None:
+        found = real(*of)
+        (tmp_path / ".writer-1.json").write_bytes(b"{{")
+        return found
+
+    monkeypatch.setattr(lease, "_content", written_after)
+    with pytest.raises(ws.CheckpointError, match=r"^another job saves to .*: an unknown process\n"):
+        ws.save(tmp_path, step)
+    assert names(tmp_path) == [".writer-1.json"]
 
 
 def test_a_silent_job_of_another_host_loses_its_lease_and_a_living_one_does_not(step: Any, tmp_path: Path) -> None:

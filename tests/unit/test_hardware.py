@@ -8,13 +8,15 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.fx import Graph
 from torch.optim import SGD
 
 import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cache.key import text_of
-from wholestep.cost.compute import node_us, work
+from wholestep.cost.compute import flops, node_us, peak_us, work
 from wholestep.cost.simulation import Clock
+from wholestep.graph.meta import contiguous, meta_of, set_tensors, size_bytes
 from wholestep.graph.nodes import is_collective
 from wholestep.hardware.curves import ALGORITHMS, Curve, Regime
 from wholestep.hardware.hardware import Level, units_of
@@ -279,3 +281,66 @@ def test_compute_beside_a_collective_takes_longer():
         clock = Clock(hardware, local.mesh, begun={sent: 0.0}, done={sent: wire}, stolen_us={sent: 0.2 * wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)
+
+
+class Experts(nn.Module):
+    """Four experts, the tokens sorted by expert; as one product of groups, or as one product each."""
+
+    ends = (8, 24, 24, 64)  # one expert has no token
+
+    def __init__(self, grouped):
+        super().__init__()
+        self.weight, self.grouped = nn.Parameter(torch.randn(4, 32, 48).bfloat16()), grouped
+
+    def forward(self, x):
+        if self.grouped:
+            return torch._grouped_mm(x, self.weight, torch.tensor(self.ends, dtype=torch.int32))
+        starts = (0, *self.ends)
+        return torch.cat([x[a:b] @ w for a, b, w in zip(starts, self.ends, self.weight.unbind(), strict=False)])
+
+
+def products(module):
+    """Flops of the products of a step, by the number of products, and the graph."""
+    graph = ws.capture(train, module, SGD(module.parameters(), lr=0.1), torch.randn(64, 32).bfloat16())
+    found = [node for node in graph.graph.nodes if flops(node)]
+    return sum(flops(node) for node in found), found, graph
+
+
+def test_experts_in_groups_count_as_products_of_their_own():
+    total, found, graph = products(Experts(grouped=True))
+    apart, _, _ = products(Experts(grouped=False))
+    assert total == apart == 2 * (2 * 64 * 32 * 48)  # forward, gradient of the weights: rows of the batch have none
+    assert {node.target for node in found} == {torch.ops.aten._grouped_mm.default}
+    hopper = ws.Hardware.preset("dgx-h100")
+    assert peak_us(graph.graph, hopper) == pytest.approx(total / hopper.peak_flops_per_us("bfloat16"))
+    for node in found:
+        peak = flops(node) / hopper.peak_flops_per_us("bfloat16")
+        assert node_us(node, hopper) >= peak
+        assert work(node).moved_bytes == sum(map(size_bytes, {*node.all_input_nodes, node}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ends", "expected", "matmul"),
+    [
+        ((5, 16, 32), (5, 32, 48), False, 2 * 5 * 16 * 32 * 48, (5, 16, 48, 32)),
+        ((81, 32), (5, 32, 48), True, 2 * 81 * 32 * 48, (5, 17, 48, 32)),
+        ((5, 16, 32), (32, 80), True, 2 * 16 * 32 * 80, (5, 16, 16, 32)),
+        ((16, 80), (80, 48), True, 2 * 16 * 80 * 48, (5, 16, 48, 16)),
+        ((2, 32), (5, 32, 48), True, 2 * 2 * 32 * 48, (2, 1, 48, 32)),  # at most two experts have a token
+    ],
+)
+def test_forms_of_products_in_groups(one, other, ends, expected, matmul):
+    graph = Graph()
+    given = [graph.placeholder(name) for name in ("one", "other", "ends")]
+    made = torch._grouped_mm(
+        torch.empty(one, device="meta", dtype=torch.bfloat16),
+        torch.empty(other, device="meta", dtype=torch.bfloat16),
+        torch.empty(5, dtype=torch.int32, device="meta") if ends else None,
+    )
+    node = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(given[: 3 if ends else 2]))
+    for one_, shape in zip([*given, node], [one, other, (5,), tuple(made.shape)], strict=True):
+        set_tensors(one_, [contiguous(shape, meta_of(made))])
+    assert flops(node) == expected
+    assert work(node).matmul == matmul
+    largest = ws.Hardware.preset("dgx-h100")
+    assert node_us(node, largest) >= expected / largest.peak_flops_per_us("bfloat16")

@@ -20,11 +20,12 @@ import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.cost.timeline import Span, Timeline
-from wholestep.graph.text import human
+from wholestep.graph.text import human, human_at_least, seconds
 from wholestep.report import page as page_module
 from wholestep.report.compare import Costs, PlanRow
-from wholestep.report.page import program, show_us
+from wholestep.report.page import program
 from wholestep.report.page_data import by_op, columns, lanes, outline, sent, tree, verdicts
+from wholestep.units import parse_bytes
 
 H100 = ws.Hardware.preset("dgx-h100")
 EVIL = """</script><script>alert("1")</script><!--'&"""
@@ -117,8 +118,8 @@ def test_figures_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert text == shown(plan, local, model="two blocks"), "the graph and its program give the same page"
     found = Parsed(text)
     made, peak = ws.simulate(local, H100), ws.peak_memory(local)
-    assert found.text["step"] == show_us(made.step_us)
-    assert found.text["exposed"] == f"{show_us(made.exposed_us)} {made.exposed_us / made.step_us:.1%}"
+    assert found.text["step"] == seconds(made.step_us / 1e6)
+    assert found.text["exposed"] == f"{seconds(made.exposed_us / 1e6)} {made.exposed_us / made.step_us:.1%}"
     assert found.text["mfu"] == f"{made.mfu:.1%}"
     assert found.text["peak"] == human(peak.size_bytes)
     assert found.text["rest"] == human(plan.stored_bytes("param") + plan.stored_bytes("state"))
@@ -235,8 +236,15 @@ def test_columns_keep_every_peak() -> None:
 
 
 def test_times_have_three_digits() -> None:
-    given = (0.0, 12.345, 999.7, 1234.0, 12_345_678.0)
-    assert [show_us(us) for us in given] == ["0 us", "12.3 us", "1 ms", "1.23 ms", "12.3 s"]
+    given = (0.0, 12.345, 999.2, 999.7, 1234.0, 99_960.0, 999_700.0, 12_345_678.0, 1.25e9, 1e-9)
+    expected = ["0 us", "12.3 us", "999 us", "1.00 ms", "1.23 ms", "100 ms", "1.00 s", "12.3 s", "1,250 s", "0 us"]
+    assert [seconds(us / 1e6) for us in given] == expected
+
+
+def test_rounded_up_bytes_suffice() -> None:
+    for size in (1, 999, 1000, 1001, 6212, 999_950, 999_951, 12_345_678_901, 3 * 10**12):
+        assert parse_bytes(human_at_least(size)) >= size
+    assert [human_at_least(size) for size in (999, 6201, 999_951)] == ["999 B", "6.3 kB", "1.0 MB"]
 
 
 def many(local: ws.LocalGraph, count: int) -> Timeline:

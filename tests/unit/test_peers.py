@@ -31,6 +31,7 @@ class Rank(Peers):
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(store, rank, size, TIMEOUT_S, Activity(Step))
+        self._connect()
         self.says: dict[str, Any] = {"waits": True, "still_s": 0.0}
 
     def round(self, seconds: float = 0.0) -> str:

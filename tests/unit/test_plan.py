@@ -16,7 +16,7 @@ from wholestep.graph.nodes import copy_graph
 from wholestep.graph.verify import check_local_graph, check_train_graph
 from wholestep.hardware.presets import one_host
 from wholestep.layout import REPLICATED, AxisState, Layout, chunk_range, replicated, sharded
-from wholestep.mesh import Mesh
+from wholestep.mesh import Mesh, mesh_of_torch
 from wholestep.reshard import reshard
 
 
@@ -143,12 +143,29 @@ def test_mesh_numbers_ranks_row_major():
         ("dp", "mesh 'dp': cannot parse 'dp'"),
         ("dp=2,dp=2", "mesh 'dp=2,dp=2' names axis 'dp' twice"),
         ("dp=0", "axis 'dp' has size 0"),
+        ("dp=2,pp=4", "mesh 'dp=2,pp=4' has an axis 'pp': pipeline parallelism is not offered"),
+        ((ws.Axis("cp", 2),), "mesh (Axis(name='cp', size=2),) has an axis 'cp': context parallelism is not offered"),
+        ("dp=2,ep=4", "mesh 'dp=2,ep=4' has an axis 'ep': experts have no axis of their own"),
     ],
 )
 def test_a_malformed_mesh_is_refused(spec, message):
     with pytest.raises(ws.MeshError) as caught:
         Mesh(spec)
     assert str(caught.value).splitlines()[0] == message
+
+
+def test_a_reserved_name_is_refused_with_what_there_is():
+    with pytest.raises(ws.MeshError) as caught:
+        Mesh("dp=2,ep=4")
+    assert str(caught.value).splitlines()[1:] == [
+        "  needed: axes of data parallelism (dp, or any other name) and of tensor parallelism (tp)",
+        "  next: split experts along tp (the model's plan), or shard them along dp",
+    ]
+
+
+def test_axes_of_a_mesh_of_torch_have_any_names():
+    mesh = mesh_of_torch(("pp", "dp"), (2, 4))
+    assert (str(mesh), mesh.coordinate(5)) == ("pp=2,dp=4", {"pp": 1, "dp": 1})
 
 
 def test_a_number_of_ranks_alone_is_told_how_to_be_a_mesh():

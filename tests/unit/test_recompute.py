@@ -293,11 +293,11 @@ def test_a_budget_that_is_too_small() -> None:
     lowest = in_place_peak(all_again(SavedTensors(local))).size_bytes
     text = str(error.value)
     assert text.startswith(
-        "the step needs at least 6212 bytes on a rank, 1.9 kB of them stored between steps; with all useful"
+        "the step needs at least 6.2 kB on a rank, 1.9 kB of them stored between steps; with all useful"
     )
     assert lowest >= 6212
     assert text.endswith(
-        "  needed: at most 2000 bytes\n"
+        "  needed: at most 2.0 kB\n"
         "  next: give more memory, a smaller batch, more ranks, or a style that shards these tensors"
     )
     assert Recompute(6212)(local) is not None

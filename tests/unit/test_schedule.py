@@ -12,6 +12,7 @@ import wholestep as ws
 from tests.catalogue import CASES
 from tests.interpret import run_all
 from tests.simulate import index_of
+from tests.steps import clipped
 from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
@@ -24,7 +25,7 @@ from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, join_rows
-from wholestep.passes.bucket_sizes import SizeBuckets, even_bytes, resized
+from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
@@ -124,6 +125,55 @@ def test_one_optimizer_for_each_bucket() -> None:
     assert sorted(lengths(fused)) == [2, 4, 4]
 
 
+@pytest.mark.parametrize(("style", "ops"), [("replicate", 1), ("fully_shard", 1), ("zero1", 3)])
+def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, ops: int) -> None:
+    """All updates wait for the norm; ZeRO-1's stay apart, so that each bucket is gathered while the next is updated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).double()
+    optimizer = Adam(model.parameters(), fused=True)
+    graph = ws.capture(clipped, model, optimizer, torch.randn(4, 32, dtype=torch.float64))
+    before = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
+    after = ws.run_passes(before, [SinkWaits(), Bucket(10000, 10000), SplitOptimizer()])
+    fused = [n for n in after.graph.nodes if "_fused_adam" in str(n.target)]
+    assert (len(fused), sum(lengths(fused))) == (ops, 10)
+    assert_same_on_all_ranks(before, after, 2)
+
+
+@pytest.mark.parametrize(("style", "mesh"), [("fully_shard", "dp=2"), ("fully_shard", "dp=3"), ("hybrid", "a=2,b=2")])
+@pytest.mark.parametrize("bucket_bytes", [20_000, None])
+def test_gpus_send_tensors_from_where_they_are(style: str, mesh: str, bucket_bytes: int | None) -> None:
+    """No copy into or out of buckets, also of uneven parts, and in place the same bits as one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(37, 37) for _ in range(5)]).double()
+    graph = ws.capture(clipped, model, Adam(model.parameters(), fused=True), torch.randn(4, 37, dtype=torch.float64))
+    plan = ws.plan(graph, mesh, ws.DataParallel(style, reshard_after_forward=True))  # type: ignore[arg-type]
+    before = ws.partition(graph, plan)
+    schedule = Schedule(Hardware.preset("dgx-h100"), bucket_bytes, min(bucket_bytes or MB, MB))
+    after = schedule(before)
+    targets = {getattr(n.target, "__name__", "") for n in after.graph.nodes}
+    assert not targets & {"part_of_gather", "part_of_scatter"}
+    assert {"coalesce", "part_of_coalesced_gather", "part_of_coalesced_scatter"} <= targets
+    assert_same_on_all_ranks(before, after, before.mesh.size)
+    assert_same_on_all_ranks(
+        ws.run_passes(before, [Reinplace()]), ws.run_passes(after, [Reinplace()]), before.mesh.size
+    )
+
+
+def assert_same_on_all_ranks(before: ws.LocalGraph, after: ws.LocalGraph, ranks: int) -> None:
+    """Both programs give each rank the same bits, from the same state and batches that differ."""
+    wholes = {i.name: torch.rand(i.meta.shape, dtype=i.meta.dtype) for i in before.inputs}
+    given = [
+        [wholes[i.name][index_of(i.meta.shape, at, before.mesh, r)] + (r if i.name == "x" else 0)
+         for i, at in zip(before.inputs, before.layouts, strict=True)]
+        for r in range(ranks)
+    ]  # fmt: skip
+    held = [[[x.clone() for x in row] for row in given] for _ in range(2)]
+    ours, plain = (run_all(local, rows, bound_arguments) for local, rows in zip((after, before), held, strict=True))
+    for mine, theirs in (*zip(ours, plain, strict=True), *zip(*held, strict=True)):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 @pytest.mark.parametrize("bucket_bytes", [1000, 20000, None])
 def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, bucket_bytes: int | None) -> None:
@@ -134,16 +184,7 @@ def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, buc
     before = ws.partition(graph, ws.plan(graph, "a=2,b=2", data))
     after = ws.run_passes(before, [Schedule(bucket_bytes=bucket_bytes, in_flight_bytes=40000)])
     assert sum(count(after).values()) <= sum(count(before).values())
-    wholes = {i.name: torch.randn(i.meta.shape, dtype=i.meta.dtype) for i in before.inputs}
-    given = [
-        [wholes[i.name][index_of(i.meta.shape, at, before.mesh, r)] + (r if i.name == "x" else 0)
-         for i, at in zip(before.inputs, before.layouts, strict=True)]
-        for r in range(4)
-    ]  # fmt: skip
-    ours, plain = (run_all(local, given, bound_arguments) for local in (after, before))
-    assert all(
-        torch.equal(a, b) for mine, theirs in zip(ours, plain, strict=True) for a, b in zip(mine, theirs, strict=True)
-    )
+    assert_same_on_all_ranks(before, after, 4)
 
 
 def test_what_tensor_parallel_cuts_is_gathered_again_over_the_other_axis() -> None:
@@ -263,9 +304,8 @@ def test_few_bytes_go_in_smaller_buckets() -> None:
     even, large = Schedule(hardware)(local), Schedule(hardware, bucket_bytes=most)(local)
     assert count(large)["all_reduce"] < count(even)["all_reduce"] < count(local)["all_reduce"]
     assert simulate(even, hardware).step_us <= 1.05 * simulate(large, hardware).step_us
-    unknown, *late = (
-        even_bytes(hardware, local.mesh, reduced, most) for reduced in (0, MB, 14 * MB, 100 * MB, 1 << 40)
-    )
+    routes, sent = [Route("all_reduce", "dp")], (0, MB, 14 * MB, 100 * MB, 1 << 40)
+    unknown, *late = (even_bytes(hardware, local.mesh, reduced, most, routes) for reduced in sent)
     assert late == sorted(late), "the more there is to send, the larger"
     assert unknown == late[-1] == most
     assert 0 < late[0] < MB

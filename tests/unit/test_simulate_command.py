@@ -78,3 +78,18 @@ def test_what_is_refused(model: str, args: tuple[str, ...], message: str) -> Non
     assert code == 2, said
     assert "wholestep: " in said
     assert message in said
+
+
+def test_a_backend(model: str, tmp_path: Path) -> None:
+    steps: dict[str, float] = {}
+    for backend in ("eager", "inductor"):
+        figures = tmp_path / f"{backend}.json"
+        code, said = run(model, "--backend", backend, "--json", str(figures))
+        assert code == 0, said
+        found = json.loads(figures.read_text())
+        assert found["backend"] == backend
+        steps[backend] = found["step_us"]
+    assert steps["inductor"] < steps["eager"]
+    code, said = run(model, "--backend", "triton")
+    assert code == 2
+    assert "--backend triton is unknown: give one of eager, inductor" in said

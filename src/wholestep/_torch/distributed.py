@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +29,11 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def launcher_hosts_store() -> bool:
+    """Whether torchrun's agent hosts the default store; else rank 0 does, unless a script made the store itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.Tensor:
     """Start an all-to-all of equal rows of `value` into `out`; `wait_tensor(out)` waits for it.
 
@@ -37,6 +43,32 @@ def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.
     work = c10d._resolve_process_group(group).alltoall_base(out, value, [], [])
     c10d._register_work(out, work)
     return out
+
+
+def start_coalesced_gather(
+    pieces: Sequence[torch.Tensor], received: Sequence[torch.Tensor], row: torch.Tensor, group: str
+) -> torch.Tensor:
+    """Start all-gathers of `pieces` into `received`, views of `row`, as one launch; `wait_tensor(row)` waits for all.
+
+    `_c10d_functional.all_gather_into_tensor_coalesced` allocates each result, which needs a wait of its own (2.11 to
+    2.15). gloo starts one by one, under a name that crashes it (`backend.gloo.exchange.gather`): only tests do that.
+    """
+    c10d = cast(Any, torch._C)._distributed_c10d
+    work = c10d._resolve_process_group(group).allgather_into_tensor_coalesced(list(received), list(pieces))
+    c10d._register_work(row, work)
+    return row
+
+
+def start_coalesced_scatter(
+    pieces: Sequence[torch.Tensor], received: Sequence[torch.Tensor], row: torch.Tensor, op: str, group: str
+) -> torch.Tensor:
+    """Start reduce-scatters of `pieces` into `received`, as `start_coalesced_gather`. `op`: sum, avg, max or min."""
+    c10d = cast(Any, torch._C)._distributed_c10d
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = getattr(c10d.ReduceOp, op.upper())
+    resolved = c10d._resolve_process_group(group)
+    c10d._register_work(row, resolved.reduce_scatter_tensor_coalesced(list(received), list(pieces), options))
+    return row
 
 
 def forget_shardings() -> None:

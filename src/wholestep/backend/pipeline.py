@@ -9,6 +9,7 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
+from ..passes.bucket_sizes import resized
 from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
 from ..passes.offload import Offload
@@ -83,7 +84,7 @@ def pipeline(
     if backend_of(backend).in_place_buffers:
         passes = (*passes, Offload(), WriteIntoBuckets(), Reinplace(), ContiguousShards())
     else:
-        passes = (*passes, Offload(), Reinplace())
+        passes = (*resized(passes, may_coalesce=False), Offload(), Reinplace())
     if memory_bytes is None:
         return passes
     return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

@@ -11,12 +11,14 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import copy_graph, is_collective
+from ..graph.nodes import copy_graph, is_collective, node_at
 from ..layout import resolve
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows
+from ..passes.coalesced import coalesce
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
-from .gloo.exchange import add_up, gather, to_exchange
+from .gloo.exchange import add_up, gather, in_buckets, to_exchange
+from .start_coalesced import COALESCED
 
 funcol = torch.ops._c10d_functional
 
@@ -39,6 +41,8 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     """
     _torch.count_our_collectives()
     graph = copy_graph(local.graph)
+    if exchange:
+        in_buckets(graph)
     for given, node in zip(local.inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
         if given.role is Role.CARRY and given.key and exchange:
             add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
@@ -48,7 +52,9 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
         if is_collective(node):
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
-            if node.target is funcol.all_gather_into_tensor.default:
+            if node_at(node, 0).target is coalesce:
+                node.target = COALESCED[node.target]
+            elif node.target is funcol.all_gather_into_tensor.default:
                 node.target = gather
             elif node.target is funcol.all_reduce.default and _is_fresh(node.all_input_nodes[0]):
                 node.target = funcol.all_reduce_.default

@@ -22,8 +22,10 @@ from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
 from .gloo.exchange import gather, swap
+from .start_coalesced import COALESCED
 from .tensorize_numbers import as_tensors, following
 
+_STARTS = (gather, swap, *COALESCED.values())
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 
@@ -35,7 +37,7 @@ def is_brought(given: Input, example: Any, kind: str) -> bool:
 
 def communicates(graph: Graph) -> bool:
     """True when a bound graph has collectives."""
-    return any(is_collective(node) or node.target in (gather, swap) for node in graph.nodes)
+    return any(is_collective(node) or node.target in _STARTS for node in graph.nodes)
 
 
 def transport(kind: str) -> str:
@@ -116,7 +118,7 @@ def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbe
         return "moves between host and device"
     if node.target is drawn:
         return "draws a piece of a random tensor, from a generator that is set in Python"
-    if (is_collective(node) or node.target in (gather, swap)) and library != "nccl":
+    if (is_collective(node) or node.target in _STARTS) and library != "nccl":
         return f"communicates over {library or 'no library'}, which a graph cannot hold"
     other = _elsewhere(node, kind)
     if is_random(node) and other:

@@ -29,7 +29,7 @@ from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
-from ..typed_values import check_arguments
+from ..typed_values import as_plain, check_arguments
 from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
 from .first_call import at_first_call
@@ -134,6 +134,7 @@ def save(
     _check_arguments("save", step, extra=extra, stateful=stateful)
     check_arguments("save", CheckpointError, keep=(keep, int), wait=(wait, bool))
     check_arguments("save", CheckpointError, number=(number, int | None), every=(every, int | None))
+    keep, number, every = as_plain(keep, int), as_plain(number, int | None), as_plain(every, int | None)
     for name, value, least in (("number", number, 0), ("keep", keep, 1), ("every", every, 1)):
         if value is not None and value < least:
             raise CheckpointError(f"save({name}={value})", f"a whole number from {least}", "correct it")

@@ -182,26 +182,45 @@ def _is_stale(root: Path, number: int, other: Owner | None) -> bool:
         return True  # a lease of this process that it does not hold came with a copy of the folder
     if other is not None and other.is_seen_from(_here()) and not other.is_stopped(_here()):
         return False
-    return _unchanged(root, number, other, STALE_S)
+    whose = f"that of {other}" if other else f"{_path(root, number).name}, which is damaged or half written"
+    warnings.warn(
+        f"{root}: another job may save there. Waits for up to {STALE_S:.0f} s whether its lease changes: {whose}",
+        stacklevel=4,
+    )
+    return _unchanged(root, number, STALE_S)
 
 
-def _unchanged(root: Path, number: int, other: Owner | None, seconds: float) -> bool:
-    """True when the lease did not change for `seconds`."""
-    end = time.monotonic() + seconds
+def _unchanged(root: Path, number: int, seconds: float) -> bool:
+    """True when the lease did not change for `seconds`. Bytes are compared: the text of an owner that lives may be
+    damaged, and it writes the whole file with each heartbeat.
+    """
+    before, end = _content(root, number), time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(0.2, seconds / 10))
-        highest, now = _highest(root)
+        highest = _highest_number(root)
         if highest < number:
             return True  # released; the next number is still free
-        if highest > number or now != other:
+        if highest > number or _content(root, number) != before:
             return False
     return True
 
 
+def _content(root: Path, number: int) -> bytes | None:
+    path = _path(root, number)
+    try:
+        return path.read_bytes() if durable.is_plain_file(path) else None
+    except OSError:
+        return None
+
+
 def _highest(root: Path) -> tuple[int, Owner | None]:
     """The number and the owner of the lease that counts; 0 for none."""
-    highest = max((int(match[1]) for path in durable.entries(root) if (match := _NAME.fullmatch(path.name))), default=0)
+    highest = _highest_number(root)
     return highest, owner_of(_path(root, highest)) if highest else None
+
+
+def _highest_number(root: Path) -> int:
+    return max((int(match[1]) for path in durable.entries(root) if (match := _NAME.fullmatch(path.name))), default=0)
 
 
 def _path(root: Path, number: int) -> Path:

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, shown
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
-from ..typed_values import check_arguments
+from ..typed_values import as_plain, check_arguments
 from . import snapshot, tensor_files
 from .checkpoint import Checkpoint
 from .first_call import at_first_call
@@ -67,7 +67,7 @@ class MemoryCopies:
         check_arguments("MemoryCopies", CheckpointError, folder=(folder, str | Path), every=(every, int))
         if every < 1:
             raise CheckpointError(f"MemoryCopies(every={every})", "a number from 1", "correct it")
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = Path(folder), as_plain(every, int)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.folder.stat().st_uid

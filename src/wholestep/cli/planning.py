@@ -243,7 +243,13 @@ def draw(
 
 
 def simulated(
-    shown: Screen, found: Target, mesh: str, style: Style, hardware: ws.Hardware, float8: ws.Float8 | None
+    shown: Screen,
+    found: Target,
+    mesh: str,
+    style: Style,
+    hardware: ws.Hardware,
+    backend: str = "eager",
+    float8: ws.Float8 | None = None,
 ) -> ws.Timeline:
     """The timeline of one style, with the model's own plan along an axis `tp`."""
     strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
@@ -253,7 +259,7 @@ def simulated(
     with shown.stage("schedule"):
         local = program(planned, graph, hardware)
     with shown.stage("simulate"):
-        return ws.timeline(local, hardware)
+        return ws.timeline(local, hardware, compiled=backend == "inductor")
 
 
 def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:

@@ -20,6 +20,7 @@ from .target import (
     check_mesh,
     check_outputs,
     hardware_of,
+    refuse,
     working,
     write_output,
 )  # fmt: skip
@@ -41,6 +42,9 @@ def simulate(
     style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = FULLY_SHARD,
     float8: Annotated[Recipe | None, typer.Option(help="Multiply large linear layers in float8.")] = None,
     hardware: HardwareName = "dgx-h100",
+    backend: Annotated[
+        str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
+    ] = "eager",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -49,22 +53,26 @@ def simulate(
     Needs no weights, no process group and no GPU.
     """
     import wholestep as ws
+    from wholestep.backend.build import BACKENDS
 
     from .planning import simulated
 
     check_given(target, hf)
     check_outputs(trace=trace, json=out)
+    if backend not in BACKENDS:
+        refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
     with working() as shown:
         check_mesh(mesh)
         machine = hardware_of(hardware)
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
         eight = ws.Float8(cast(Any, str(float8))) if float8 else None
-        made = simulated(shown, found, mesh, style, machine, eight)
+        made = simulated(shown, found, mesh, style, machine, backend, eight)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     figures = {
         "model": found.name, "mesh": mesh, "hardware": str(machine), "step_us": took.step_us,
-        "exposed_us": took.exposed_us, "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
+        "exposed_us": took.exposed_us, "host_us": took.host_us, "backend": backend,
+        "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
         "rest_bytes": made.peak.rest_bytes, "busy_us": busy,
     }  # fmt: skip
     with working() as shown:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
-from ..mesh import Axis, Mesh
+from ..mesh import Mesh, mesh_of_torch
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def place(devices: DeviceMesh) -> MeshPosition:
             found_ranks = f"ranks {line} along {name!r} of {devices}, but {counted} in its group"
             needed = "ranks in ascending order along each dim of the mesh"
             raise MeshError(found_ranks, needed, "build the mesh with init_device_mesh")
-    mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True)))
+    mesh = mesh_of_torch(tuple(names), tuple(sizes))
     return MeshPosition(mesh, dict(zip(names, found, strict=True)), groups)
 
 
@@ -53,5 +53,5 @@ def along(devices: DeviceMesh, mesh_dim: int | str) -> tuple[str, MeshPosition]:
     if not isinstance(mesh_dim, str) and not -len(names) <= mesh_dim < len(names):
         raise MeshError(f"mesh_dim={mesh_dim} of {devices}", f"from 0 to {len(names) - 1}, or a name", "correct it")
     axis = mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim]
-    only = Mesh((Axis(axis, placed.mesh.axis_size(axis)),))
+    only = mesh_of_torch((axis,), (placed.mesh.axis_size(axis),))
     return axis, MeshPosition(only, {axis: placed.coordinate[axis]}, {axis: placed.groups[axis]})

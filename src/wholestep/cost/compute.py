@@ -28,7 +28,7 @@ def node_us(node: Node, hardware: Hardware) -> float:
 
 def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
-    if node.op != "call_function" or _torch.is_getitem(node.target) or _is_free(node):
+    if node.op != "call_function" or _torch.is_getitem(node.target) or is_free(node):
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
@@ -36,8 +36,9 @@ def work(node: Node) -> Work | None:
     if product is not None and made is not None:
         b, m, n, k = product
         given = _multiplied(node)
-        moved = b * ((m * k + k * n) * given.itemsize + m * n * made.dtype.itemsize)
-        return Work(moved, 2.0 * prod(product), str(given).removeprefix("torch."), product)
+        each = b * ((m * k + k * n) * given.itemsize + m * n * made.dtype.itemsize)
+        moved = _moved(node) if _is_grouped(node) else each
+        return Work(moved, flops(node), str(given).removeprefix("torch."), product)
     attends, backward = (found.kind == "attention", found.backward) if found else (False, False)
     return Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
@@ -55,7 +56,7 @@ def _moved(node: Node) -> int:
     return sum(map(meta.size_bytes, {*given})) + meta.size_bytes(node)
 
 
-def _is_free(node: Node) -> bool:
+def is_free(node: Node) -> bool:
     """True for a node that computes and moves nothing, such as a view by the schema of its op."""
     view = _torch.is_op(node.target) and not is_mutating(node) and shared_operand(node) is not None
     return node.target in FREE or view
@@ -68,7 +69,7 @@ def flops(node: Node) -> float:
         return 0.0
     if found.kind == "product":
         product = _matmul(node)
-        return 2.0 * prod(product) if product else 0.0
+        return 0.0 if not product else _grouped(node)[1] if _is_grouped(node) else 2.0 * prod(product)
     made, shapes, backward = meta.tensors(node), _shapes(node), found.backward
     if found.kind == "attention" and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
@@ -102,8 +103,32 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
         return None
     if node.target is aten.linear.default:
         return 1, prod(made[0].shape[:-1]), made[0].shape[-1], shapes[0][-1]
+    if _is_grouped(node):
+        return _grouped(node)[0]
     one, other = shapes[:2] if node.target is aten._scaled_mm.default else shapes[-2:]
     return prod(one[:-2]), one[-2], other[-1], one[-1]
+
+
+def _is_grouped(node: Node) -> bool:
+    return node.target is aten._grouped_mm.default
+
+
+_CUT = {(2, 3): 0, (3, 2): 1, (2, 2): 2}  # by the dims of both operands: which of (m, n, k) the offsets cut
+
+
+def _grouped(node: Node) -> tuple[tuple[int, int, int, int], float]:
+    """(groups, m, n, k) of one product for each group, and the operations of all. Where groups end is not known before
+    a step runs: they are priced as if of one size, rounded up to whole rows. Operations are exact for any sizes.
+    """
+    (one, other), made = _shapes(node)[:2], meta.one_tensor(node).shape
+    groups = next((shape[0] for shape in (one, other, made) if len(shape) == 3), 1)
+    sizes, cut = [one[-2], other[-1], one[-1]], _CUT.get((len(one), len(other)))
+    count = 2.0 * prod(sizes) * (groups if cut is None else 1)
+    if cut is not None:
+        groups = max(min(groups, sizes[cut]), 1)
+        sizes[cut] = -(-sizes[cut] // groups)
+    m, n, k = sizes
+    return (groups, m, n, k), count
 
 
 def _attention(node: Node, backward: bool) -> tuple[int, int, int, int, int] | None:

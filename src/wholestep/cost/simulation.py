@@ -16,6 +16,7 @@ from ..mesh import Mesh
 from ..tuning import TUNING
 from ..typed_values import check_arguments
 from .compute import node_us, peak_us, work
+from .fusion import compiled_us
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Clock:
         begun, done: when a collective starts and completes.
         in_flight: the axis of each collective that nobody has waited for.
         stolen_us: compute time that a collective in flight costs, spread evenly from its start to its completion.
+        compiled: of a compiled program, the microseconds of each op (`cost.fusion.compiled_us`).
     """
 
     hardware: Hardware
@@ -43,6 +45,7 @@ class Clock:
     begun: dict[Node, float] = field(default_factory=dict[Node, float])
     in_flight: dict[Node, str] = field(default_factory=dict[Node, str])
     stolen_us: dict[Node, float] = field(default_factory=dict[Node, float])
+    compiled: Mapping[Node, float] | None = None
 
     @property
     def links_free(self) -> float:
@@ -64,7 +67,7 @@ class Clock:
             self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
         else:
-            self._compute(node_us(node, self.hardware))
+            self._compute(node_us(node, self.hardware) if self.compiled is None else self.compiled[node])
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
@@ -141,15 +144,15 @@ class SimulationResult:
     host_us: float = 0.0
 
 
-def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
+def simulate(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> SimulationResult:
     """Predict the time of a step from the order of its program. If a step ends in the next call, the result is that of
-    the second of two steps.
+    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them.
 
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    check_arguments("simulate", local=(local, LocalGraph), hardware=(hardware, Hardware))
-    clock = steady_start(local, hardware)
+    check_arguments("simulate", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool))
+    clock = steady_start(local, hardware, compiled_us(local.graph, hardware) if compiled else None)
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)
 
@@ -157,18 +160,22 @@ def simulate(local: LocalGraph, hardware: Hardware) -> SimulationResult:
 def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
     """The result of a clock that has run `local`."""
     mfu = peak_us(local.graph, clock.hardware) / clock.now if clock.now else 0.0
-    return SimulationResult(clock.now, clock.waited, mfu, clock.hardware.start_us * _started_by_host(local))
+    return SimulationResult(clock.now, clock.waited, mfu, clock.hardware.start_us * _started_by_host(local, clock))
 
 
-def _started_by_host(local: LocalGraph) -> int:
+def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    if clock.compiled is not None:
+        return sum(is_collective(node) or clock.compiled[node] > 0 for node in calls)
     return sum(is_collective(node) or (not is_wait(node) and work(node) is not None) for node in calls)
 
 
-def start(local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float]) -> Clock:
+def start(
+    local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float], compiled: Mapping[Node, float] | None = None
+) -> Clock:
     """The clock at the start of a step. `arrivals`: when the collectives that it carries complete, in microseconds."""
-    clock = Clock(hardware, local.mesh)
+    clock = Clock(hardware, local.mesh, compiled=compiled)
     for given, node in local.placeholders():
         if given.role is Role.CARRY:
             clock.done[node] = arrivals.get(given.name, 0.0)
@@ -177,12 +184,12 @@ def start(local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float]) 
     return clock
 
 
-def steady_start(local: LocalGraph, hardware: Hardware) -> Clock:
+def steady_start(local: LocalGraph, hardware: Hardware, compiled: Mapping[Node, float] | None = None) -> Clock:
     """The clock at the start of a step; of one that ends in the next call, at the start of the second of two steps."""
-    clock = start(local, hardware, {})
+    clock = start(local, hardware, {}, compiled)
     if any(i.role is Role.CARRY for i in local.inputs):
         run_all(clock, local.graph.nodes)
-        clock = start(local, hardware, arrivals_after(local, clock))
+        clock = start(local, hardware, arrivals_after(local, clock), compiled)
     return clock
 
 

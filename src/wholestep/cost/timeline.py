@@ -15,9 +15,10 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
-from ..graph.text import human
+from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..typed_values import check_arguments
+from .fusion import compiled_us
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, result_of, steady_start, whole_bytes
 
@@ -90,29 +91,34 @@ class Timeline:
     def __str__(self) -> str:
         step = self.simulated.step_us
         rows = [
-            f"step {_ms(step)}: compute {_ms(self.busy_us(COMPUTE))}, waiting for collectives "
-            f"{_ms(self.simulated.exposed_us)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
+            f"step {seconds(step / 1e6)}: compute {seconds(self.busy_us(COMPUTE) / 1e6)}, waiting for collectives "
+            f"{seconds(self.simulated.exposed_us / 1e6)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
             f"model FLOPs utilization {self.simulated.mfu:.1%}"
         ]
         for axis in self.streams[2:]:
             sent = [span for span in self.spans if span.stream == axis]
             kinds = dict.fromkeys(span.op for span in sent)
             parts = ", ".join(f"{sum(s.op == kind for s in sent)} {kind}" for kind in kinds)
-            rows.append(f"axis {axis}: busy {_ms(self.busy_us(axis))} with {parts}")
+            rows.append(f"axis {axis}: busy {seconds(self.busy_us(axis) / 1e6)} with {parts}")
         waits = sorted((s for s in self.spans if s.stream == WAIT), key=lambda span: -span.us)[:_SHOWN]
         rows += ["longest waits:"] if waits else []
-        rows += [f"  {_ms(w.us):>10}  {w.op} of {human(w.size_bytes)}, {w.phase}  %{w.name}  {w.module}" for w in waits]
+        rows += [
+            f"  {seconds(w.us / 1e6):>10}  {w.op} of {human(w.size_bytes)}, {w.phase}  %{w.name}  {w.module}"
+            for w in waits
+        ]
         return "\n".join([*rows, str(self.peak)])
 
 
-def timeline(local: LocalGraph, hardware: Hardware) -> Timeline:
+def timeline(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> Timeline:
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
+    `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
+    Memory is that of the program op by op.
 
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware))
-    clock = steady_start(local, hardware)
+    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool))
+    clock = steady_start(local, hardware, compiled_us(local.graph, hardware) if compiled else None)
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
@@ -150,10 +156,6 @@ def title(stream: str) -> str:
 def phase(node: Node) -> str:
     """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3g} ms" if us >= 1000 else f"{us:.3g} us"
 
 
 def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import _torch
 from ..errors import MeshError
 from ..mesh import Mesh
+from .activity import ACTIVITY
 from .peers import leave_peers, watch_peers
 
 _LAST_MOMENT_S = 0.05
@@ -89,11 +90,13 @@ def join(
         return World(mesh, 0, device, None, {}, home or device)
     _check_gpu(device)
     _check_library(device)
-    devices = init_device_mesh(torch.device(device).type, tuple(a.size for a in mesh.axes), mesh_dim_names=mesh.names)
+    watch_peers(timeout_s)
+    with ACTIVITY.waiting("the making of process groups"):
+        kind, sizes = torch.device(device).type, tuple(axis.size for axis in mesh.axes)
+        devices = init_device_mesh(kind, sizes, mesh_dim_names=mesh.names)
     if timeout_s is not None and device.startswith("cuda"):
         for group in (dist.group.WORLD, *devices.get_all_groups()):
             _torch.set_group_timeout(group, timeout_s + allowance_s)
-    watch_peers(timeout_s)
     groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device)
 

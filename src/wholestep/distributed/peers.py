@@ -12,7 +12,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -79,11 +82,12 @@ class Peers:
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, activity: Activity) -> None:
         self.rank, self.size, self.timeout_s, self.activity = rank, size, timeout_s, activity
-        self.port = _port(store)
+        self.host: str = getattr(_innermost(store), "host", "unknown")
+        self.port: int | None = getattr(_innermost(store), "port", None)
         self.listeners: list[Listener] = []
         self._kept = store  # on the rank that hosts it, the store lives as long as this
-        self._store = store.clone()  # a connection of its own: a request of the main thread may block
-        self.label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{rank}', 1)}"
+        self._store: Any = None
+        self.label = ""
         who = Identity.own(rank, self.port is not None and _torch.listens_at(self.port))
         self._own, self._main, self._pid = Beat(who), MainThread(activity), os.getpid()
         self._watched, self._silent_s = (rank + 1) % size, 0.0
@@ -93,18 +97,29 @@ class Peers:
         self._said: RankFailure | None = None
         self._suspects = self._store_is_lost = False
         self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
-        self._store.compare_set(self._key("failed"), "", "-")
-        self._threads = [
-            threading.Thread(target=target, name=f"wholestep {name}", daemon=True)
-            for target, name in ((self._talk, "heartbeats"), (self._watch, "watch"))
-        ]
+        self._talker = threading.Thread(target=self._talk, name="wholestep heartbeats", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="wholestep watch", daemon=True)
         activity.explain, activity.told = self._explain, self._tell
         activity.failure, activity.error = None, ""
 
     def start(self) -> None:
-        """Tell the others of this rank from now on."""
-        for thread in self._threads:
-            thread.start()
+        """Tell the others of this rank from now on. Raises RankFailedError: whoever hosts the store does not answer."""
+        self._answered_at = time.monotonic()
+        self._watcher.start()
+        with self.activity.waiting("the store of the job"):
+            try:
+                self._connect()
+            except RuntimeError:
+                self._store_is_lost = True
+                raise
+        self._talker.start()
+
+    def _connect(self) -> None:
+        """The first requests, over a connection of its own: a request of the main thread may block."""
+        with _shorter_timeout(self._kept, _PATIENCE * self.timeout_s):
+            self._store = self._kept.clone()
+        self.label = f"wholestep/alive/{self._store.add(f'wholestep/lives/{self.rank}', 1)}"
+        self._store.compare_set(self._key("failed"), "", "-")
 
     @property
     def interval_s(self) -> float:
@@ -140,11 +155,11 @@ class Peers:
         self._told.set()
         self._over.set()
         self._wake.set()
-        self._threads[0].join(_LAST_WORDS_S)
-        if self._threads[0].is_alive() and self.port is not None:  # or it would wake up in a dead interpreter
+        _join(self._talker)
+        if self._talker.is_alive() and self.port is not None:  # or it would wake up in a dead interpreter
             _torch.break_connections_to(self.port)
-        for thread in self._threads:
-            thread.join(_LAST_WORDS_S)
+        _join(self._talker)
+        _join(self._watcher)
 
     # -- the thread that talks to the store
     def _talk(self) -> None:
@@ -155,7 +170,8 @@ class Peers:
                 self._answered_at = time.monotonic()
                 if over:
                     break
-                urgent = self._suspects or any(one.urgent for one in self.listeners)
+                unseen = self.rank != 0 and 0 not in self._seen  # the host of the store, perhaps
+                urgent = self._suspects or unseen or any(one.urgent for one in self.listeners)
                 self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
                 self._wake.clear()
             self._linger("seen" if self._known.is_set() else "left")
@@ -262,8 +278,12 @@ class Peers:
     def _lost_store(self) -> RankFailure:
         """The store does not answer: the rank that hosts it is gone, or its launcher."""
         host, silent_s = self._seen.get(0), time.monotonic() - self._answered_at
+        if host is None and not _torch.launcher_hosts_store():
+            who = f"rank 0 (host {self.host}), or the launcher that hosts the store of the job,"
+            what = f"{who} does not answer: no answer for {silent_s:.0f} s"
+            return RankFailure(None, what, "unknown, as no heartbeat of it had come", f"{_READ} 0")
         if host is None or not host.who.hosts_store:
-            what = f"the store of the job does not answer rank {self.rank} for {silent_s:.0f} s"
+            what = f"the store of the job, on {self.host}, does not answer rank {self.rank} for {silent_s:.0f} s"
             return RankFailure(None, what, "", "read the output of what hosts it: the launcher of the first host")
         if host.left:
             return _ended(host)
@@ -290,7 +310,7 @@ class Peers:
         """The main thread has the error."""
         if not self._told.is_set():
             self._told.set()
-            self._threads[0].join(_LAST_WORDS_S)  # until the others can do without a store that ends here
+            _join(self._talker)  # until the others can do without a store that ends here
 
     def _key(self, name: object) -> str:
         return f"{self.label}/{name}"
@@ -305,10 +325,30 @@ def _ended(beat: Beat) -> RankFailure:
     return RankFailure(beat.who, what, beat.last(), f"make the same calls on every rank: {_READ} {beat.who.rank}")
 
 
-def _port(store: Any) -> int | None:
+def _innermost(store: Any) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
-    return getattr(store, "port", None)
+    return store
+
+
+@contextmanager
+def _shorter_timeout(store: Any, timeout_s: float) -> Generator[None]:
+    """Connect for so long at most: a TCPStore whose connection is broken tries again, up to its timeout."""
+    store = _innermost(store)
+    if getattr(store, "port", None) is None:
+        yield
+        return
+    before: timedelta = store.timeout  # torch's stub lacks it
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:  # else it was never started
+        thread.join(_LAST_WORDS_S)
 
 
 def _print(text: str) -> None:

@@ -36,6 +36,7 @@ _PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
 UNDER = ("call", "choices", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
+_STORE = "the store of the job"  # which does not answer where its host is lost
 _LOOK_S = 0.5  # between two looks at where the other ranks wait
 
 
@@ -77,7 +78,10 @@ class Rendezvous:
 
     def next_label(self, kind: str) -> str:
         """A new label, the same on all ranks that ask equally often; counted in the store."""
-        return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1) if self.store else 0}"
+        if self.store is None:
+            return f"wholestep/{kind}/0"
+        with ACTIVITY.waiting(_STORE):
+            return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1)}"
 
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
@@ -113,15 +117,17 @@ class Rendezvous:
     def forget(self, label: str) -> None:
         """Remove what ranks exchanged under a label, and under the names `UNDER` it, once all ranks have read it."""
         if self.size > 1 and self.rank == 0:
-            for key in ("outcome", "outcomes", "missing", *UNDER):
-                self.store.delete_key(f"{label}/{key}")
+            with ACTIVITY.waiting(_STORE):
+                for key in ("outcome", "outcomes", "missing", *UNDER):
+                    self.store.delete_key(f"{label}/{key}")
 
     def broadcast(self, label: str, value: Any, what: str) -> Any:
         """Rank 0's `value`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0 is not in time."""
         if self.size == 1:
             return value
         if self.rank == 0:
-            put(self.store, label, value)
+            with ACTIVITY.waiting(_STORE):
+                put(self.store, label, value)
             return value
         with ACTIVITY.waiting(f"rank 0, which says {what}"):
             said = appears(self.store, label, self.timeout_s)

@@ -101,7 +101,7 @@ class BucketSizes:
 
     `first_bytes` is the size of the first bucket of a kind, `summed_bytes` the size for all-reduces. All-gathers and
     reduce-scatters of `alone_bytes` or more are not bucketed. At most `in_flight_bytes`, or `in_flight` collectives,
-    are in flight.
+    are in flight. `coalesces`: one collective can carry several tensors without copies.
     """
 
     bucket_bytes: int
@@ -110,6 +110,7 @@ class BucketSizes:
     alone_bytes: int
     in_flight_bytes: int
     in_flight: int
+    coalesces: bool = False
 
 
 @dataclass(frozen=True)

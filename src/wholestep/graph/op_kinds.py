@@ -47,7 +47,7 @@ BUCKET_COPIES: set[object] = set()
 
 PRODUCTS: set[object] = {
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.linear.default,
-    _aten._scaled_mm.default,
+    _aten._grouped_mm.default, _aten._scaled_mm.default,
 }  # fmt: skip
 """Products of matrices."""
 

@@ -17,7 +17,7 @@ from .meta import TensorMeta
 from .nodes import is_collective, is_wait, operands
 
 aten = torch.ops.aten
-Sharing = Literal["view", "if alike", "nothing"]
+Sharing = Literal["view", "if alike", "all", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNMARKED_VIEWS = frozenset(
@@ -31,8 +31,8 @@ _SHARING: dict[Any, Sharing] = {meta.with_stride: "if alike"}
 def shares(how: Sharing) -> Callable[[F], F]:
     """Decorator that declares how the result of a function of local graphs shares memory with its first operand.
 
-    "view": a view of it. "if alike": the operand itself, if shape, strides, dtype and device are equal. "nothing": the
-    result has no memory. Undeclared functions return new memory.
+    "view": a view of it. "if alike": the operand itself, if shape, strides, dtype and device are equal. "all": the
+    memory of all operands. "nothing": the result has no memory. Undeclared functions return new memory.
     """
 
     def note(function: F) -> F:
@@ -158,6 +158,8 @@ class _Work:
         made = meta.tensors(node)
         if _torch.is_getitem(node.target):
             return self._picked(node, len(made))
+        if _SHARING.get(node.target) == "all":
+            return [storage for given in operands(node) for storage in self.of.get(given, [])]
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
             return []  # it writes into its operands
         return [self._one(node, i, m) for i, m in enumerate(made)]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,18 +34,30 @@ def short_dtype(dtype: torch.dtype) -> str:
 def human(size_bytes: float) -> str:
     """Format bytes in decimal units: `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
+        if size_bytes < (1000 if unit == "B" else 999.95):
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.1f} TB"
 
 
+def human_at_least(size_bytes: float) -> str:
+    """As `human`, rounded up, so that as much memory suffices: `1.6 MB` for 1.51 MB."""
+    for power, unit in enumerate(("B", "kB", "MB", "GB")):
+        tenths = ceil(size_bytes / 1000**power * 10)
+        if power == 0 and size_bytes < 1000:
+            return f"{ceil(size_bytes)} B"
+        if power and tenths < 10_000:
+            return f"{tenths / 10:.1f} {unit}"
+    return f"{ceil(size_bytes / 1e11) / 10:,.1f} TB"
+
+
 def seconds(value: float) -> str:
-    """Format a duration with three digits: `1.25 s`, `12.5 ms` or `125 us`."""
+    """Format a duration with three digits, never with an exponent: `1,250 s`, `1.25 s`, `12.5 ms` or `125 us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if value * factor >= 1:
-            return f"{value * factor:#.3g} {unit}".replace(". ", " ")
-    return f"{value * 1e6:.3g} us"
+        if value * factor >= 0.9995:
+            text = f"{value * factor:,.0f}" if value * factor >= 999.5 else f"{value * factor:#.3g}".rstrip(".")
+            return f"{text} {unit}"
+    return f"{value * 1e6:.3g} us" if value * 1e6 >= 5e-4 else "0 us"
 
 
 def table(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..mesh import Mesh
-from ..typed_values import check_arguments
+from ..tuning import TUNING
+from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
@@ -128,7 +129,7 @@ class Hardware:
         check_arguments(
             "measured", link_bytes_per_us=(link_bytes_per_us, float), collectives=(collectives, Iterable),
         )  # fmt: skip
-        several = tuple(collectives)
+        several, link_bytes_per_us = tuple(collectives), as_plain(link_bytes_per_us, float)
         check_arguments("measured", collectives=(several, tuple[CollectiveCost, ...]))
         if not link_bytes_per_us > 0:
             raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
@@ -197,6 +198,11 @@ class Hardware:
     def memory_bytes(self) -> int | None:
         """Memory of one device; None for measured hardware."""
         return self.device.memory_bytes if isinstance(self.device, Device) else None
+
+    @property
+    def spare_bytes(self) -> int:
+        """The part of a device's memory that buckets in flight may take to start fewer collectives; 0 if unknown."""
+        return int((self.memory_bytes or 0) * TUNING.bucket_memory_share)
 
     @property
     def launch_us(self) -> float:

@@ -19,6 +19,7 @@ from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..tuning import TUNING
 from .base import InPlace
+from .coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter, shapes_of, starts_in_row
 
 funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
@@ -41,12 +42,16 @@ class Bucket(InPlace):
 
     Only collectives of `kinds` are merged. Gathers and reduce-scatters of `alone_bytes` or more are not: the copy into
     or out of the bucket would cost more. `SizeBuckets` decides the sizes where `most_bytes` is None.
+
+    Where one collective can carry several tensors (`coalesces`), nothing is copied: gathers of stored tensors and
+    reduce-scatters send each tensor from where it is, and receive all in one row (`passes.coalesced`).
     """
 
     most_bytes: int | None = TUNING.bucket_bytes
     first_bytes: int = TUNING.first_bucket_bytes
     kinds: tuple[str, ...] = tuple(KINDS)
     alone_bytes: int | None = None
+    coalesces: bool = False
 
     @staticmethod
     def sized(kind: str) -> Bucket:
@@ -64,7 +69,8 @@ class Bucket(InPlace):
             assert local.sizes is not None, "SizeBuckets came before"
             sizes, sums = local.sizes, self.kinds == ("all_reduce",)
             most, alone = (sizes.summed_bytes, None) if sums else (sizes.bucket_bytes, sizes.alone_bytes)
-            return replace(self, most_bytes=most, first_bytes=sizes.first_bytes, alone_bytes=alone).change(local)
+            decided = replace(self, most_bytes=most, first_bytes=sizes.first_bytes, alone_bytes=alone)
+            return replace(decided, coalesces=sizes.coalesces).change(local)
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         done = set[Node]()
         for several in (False,) if fixed else (True, False):
@@ -72,7 +78,8 @@ class Bucket(InPlace):
             place = {node: i for i, node in enumerate(local.graph.nodes)}
             for group in groups:
                 if len(group) > 1:
-                    done.update(_merge(local.graph, group, fixed, place))
+                    apart = self.coalesces and _coalesces(group[0])
+                    done.update(_merge(local.graph, group, fixed, place, apart))
         return local
 
     def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
@@ -88,14 +95,17 @@ class Bucket(InPlace):
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
-            if node.target not in wanted or node in done or node_at(node, 0).target is join_rows:
+            if node.target not in wanted or node in done or node_at(node, 0).target in (join_rows, coalesce):
                 continue
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
             key = _key(stages, backward, after[node])
+            if self.coalesces and _ahead(node):
+                key = *key, _is_kept(node)
             whole_bytes = max(one_tensor(one).size_bytes for one in (*stages, node_at(node, 0)))
-            if node.target is not REDUCE and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
+            copied = node.target is not REDUCE and not (self.coalesces and _coalesces(stages))
+            if copied and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
                 kinds.add(key)
                 done.update(stages)
                 continue
@@ -203,9 +213,31 @@ def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tupl
     return (*calls, one_tensor(stages[0]).dtype, *((backward if _ahead(stages[0]) else after,) if gathers else ()))
 
 
-def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int]) -> list[Node]:
+def _coalesces(stages: Sequence[Node]) -> bool:
+    """True for what can be sent from where it is: a gather that nothing has to wait for, and a reduce-scatter, also one
+    whose result is summed along other axes: as one row.
+    """
+    first, *later = stages
+    kind = first.target is SCATTER or _ahead(first)
+    return kind and all(stage.target is REDUCE for stage in later) and not one_tensor(first).dtype.is_complex
+
+
+def _is_kept(node: Node) -> bool:
+    """True if the backward reads a gathered tensor itself. It must share no row with tensors that are freed before."""
+    todo = list(node.users)
+    while todo:
+        reader = todo.pop()
+        if meta.is_backward(reader):
+            return True
+        todo += reader.users if is_wait(reader) or reader.target in FREE else ()
+    return False
+
+
+def _merge(
+    graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Mapping[Node, int], apart: bool
+) -> list[Node]:
     """Replace `group` by one collective for each stage, whose last result is cut at the former waits; returns these.
-    `fixed`: shapes are the same on all ranks. `place`: positions of the waits.
+    `fixed`: shapes are the same on all ranks. `place`: positions of the waits. `apart`: pieces are not copied.
     """
     firsts, stages = [one[0] for one in group], group[0]
     first, gathers, ahead = firsts[0], firsts[0].target is GATHER, _ahead(firsts[0])
@@ -216,8 +248,9 @@ def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Ma
     parts = prod(_parts(stage) for stage in stages)
     given = [node_at(node, 0) for node in firsts]
     length, like = sum(one_tensor(n).numel for n in given), one_tensor(given[0])
+    join = (coalesce, (given,)) if apart else (join_rows, (given, 1 if gathers else parts))
     with graph.inserting_before(at):
-        whole = add_call(graph, join_rows, (given, 1 if gathers else parts), contiguous([length], like), first)
+        whole = add_call(graph, *join, contiguous([length], like), first)
         shapes: list[Any] = [
             one_tensor(n).shape if fixed else add_call(graph, outline, (n,), one_tensor(n), first) for n in given
         ]
@@ -225,13 +258,16 @@ def _merge(graph: Graph, group: Sequence[Sequence[Node]], fixed: bool, place: Ma
     made: list[Node] = []
     for stage in stages:
         length = length * _parts(stage) if gathers else length // _parts(stage)
+        if apart and stage is first:
+            received = [one_tensor(node).numel for node in firsts]
+            length = starts_in_row(received, like.dtype.itemsize)[-1]
         with graph.inserting_before(at):
             whole = add_call(graph, stage.target, (whole, *stage.args[1:]), contiguous([length], like), stage)
         made.append(whole)
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
             whole = add_call(graph, funcol.wait_tensor.default, (whole,), one_tensor(whole), stage)
-    cut = part_of_gather if gathers else part_of_scatter
+    cut = _CUTS[apart, gathers]
     for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
             new = add_call(graph, cut, (whole, shapes, number, parts), one_tensor(wait), wait)
@@ -263,15 +299,11 @@ def outline(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _shapes(outlines: Sequence[Tensor | tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [tuple(o.shape) if isinstance(o, Tensor) else o for o in outlines]
-
-
 @priced_like(BUCKET_COPIES)
 @priced_like(READS_A_PART)
 def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """Tensor `number` of a gathered bucket."""
-    shape = _shapes(outlines)[number]
+    shape = shapes_of(outlines)[number]
     return rows_of_gather(joined, outlines, number, parts).reshape(parts * shape[0], *shape[1:]).contiguous()
 
 
@@ -279,7 +311,7 @@ def part_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @shares("view")
 def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """Tensor `number` of a gathered bucket, as a view with a row for each rank."""
-    shapes = _shapes(outlines)
+    shapes = shapes_of(outlines)
     return joined.view(parts, -1).narrow(1, sum(prod(o) for o in shapes[:number]), prod(shapes[number]))
 
 
@@ -294,7 +326,14 @@ def in_rows(x: Tensor, parts: int) -> Tensor:
 @shares("view")
 def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
     """This rank's piece of tensor `number` of a reduced bucket."""
-    shapes = _shapes(outlines)
+    shapes = shapes_of(outlines)
     start, shape = sum(prod(o) // parts for o in shapes[:number]), shapes[number]
     found = joined.narrow(0, start, prod(shape) // parts)
     return found.view(shape[0] // parts, *shape[1:]) if shape else found.view(())
+
+
+_CUTS = {
+    (False, True): part_of_gather, (False, False): part_of_scatter,
+    (True, True): part_of_coalesced_gather, (True, False): part_of_coalesced_scatter,
+}  # fmt: skip
+"""What cuts a result: by whether the pieces were sent apart, and whether they were gathered."""

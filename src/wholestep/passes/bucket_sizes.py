@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..graph.graph import BucketSizes, LocalGraph
-from ..hardware.device import Work
+from ..graph import meta
+from ..graph.graph import BucketSizes, LocalGraph, Role
+from ..graph.nodes import is_collective, node_at
+from ..graph.op_kinds import collective_kind
+from ..hardware.device import Device, Work
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
 from .base import Pass
 from .bucket import CollectiveTraffic, collective_traffic
 
+_BUCKETED = ("all_reduce", "all_gather", "reduce_scatter")
+_LITTLE = 1e-3  # of the bytes of the collectives that carry most
 _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 
 
@@ -22,6 +27,7 @@ class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
     `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
+    Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -29,6 +35,7 @@ class SizeBuckets:
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     whole: CollectiveTraffic | None = None
+    may_coalesce: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
 
@@ -39,20 +46,34 @@ class SizeBuckets:
         size = self._bucket_bytes(local)
         summed = summed_bytes(self.hardware, local.mesh, size) if self.bucket_bytes is None else size
         in_flight = (TUNING.buckets_in_flight * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
-        alone = min(alone_bytes(self.hardware, local.mesh), size)
-        return replace(local, sizes=BucketSizes(size, min(self.first_bucket_bytes, size), summed, alone, *in_flight))
+        routes = _routes(local.mesh, "all_gather", "reduce_scatter") if self._is_measured else routes_of(local)
+        alone = min(alone_bytes(self.hardware, local.mesh, routes), size)
+        first, apart = min(self.first_bucket_bytes, size), self.may_coalesce and on_gpus(local, self.hardware)
+        return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
-        """As given, or best for the link; where parameters are re-gathered to save memory, the buckets in flight hold
-        at most a quarter of them.
+        """As given, or best for the links; where parameters are re-gathered to save memory, the buckets in flight hold
+        at most a quarter of them; along long rings what a device can spare.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        carried, most = self.whole or collective_traffic(local), self.hardware.bucket_bytes
+        carried = self.whole or collective_traffic(local)
+        routes = _routes(local.mesh, "all_reduce") if self._is_measured else routes_of(local)
+        most = largest_bytes(self.hardware, local.mesh, routes)
         if carried.regathered_bytes:
             in_flight = int(carried.regathered_bytes * TUNING.gathered_in_flight_share)
+            if most > self.hardware.bucket_bytes:  # a long ring
+                in_flight = max(in_flight, self.hardware.spare_bytes)
+            if self.may_coalesce and on_gpus(local, self.hardware):
+                most = max(most, TUNING.coalesced_bytes)
+                return min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
             most = min(max(in_flight // TUNING.buckets_in_flight, TUNING.smallest_bucket_bytes), most)
-        return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most)
+        return even_bytes(self.hardware, local.mesh, carried.reduced_bytes, most, routes)
+
+    @property
+    def _is_measured(self) -> bool:
+        """Measured starts do not depend on ranks; that of an all-reduce stands for all (decision 0032)."""
+        return bool(self.hardware.levels[-1].costs)
 
 
 def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
@@ -76,28 +97,101 @@ def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     return found
 
 
-def alone_bytes(hardware: Hardware, mesh: Mesh) -> int:
+@dataclass(frozen=True)
+class Route:
+    """Collectives of one kind along one axis, and the part of a bucket that they carry: stages behind a reduce-scatter,
+    or before a gather, carry pieces.
+    """
+
+    kind: str
+    axis: str
+    share: float = 1.0
+
+    def us(self, size_bytes: float, hardware: Hardware, mesh: Mesh) -> float:
+        """Microseconds of that part of a bucket on the link."""
+        return hardware.collective_us(self.kind, size_bytes * self.share, mesh, self.axis)
+
+    def start_us(self, hardware: Hardware, mesh: Mesh) -> float:
+        """Time of an empty collective on the link, or on the processors if that is longer."""
+        computing = hardware.compute_steal_us(self.kind, 0, mesh, self.axis)
+        computing += sum(hardware.host_us(self.kind, 0, mesh, self.axis))
+        return max(self.us(0, hardware, mesh), computing)
+
+    def hidden_us(self, size_bytes: float, hardware: Hardware, mesh: Mesh) -> float:
+        """The part of `us` that concurrent computing can hide."""
+        stolen = hardware.compute_steal_us(self.kind, size_bytes * self.share, mesh, self.axis)
+        return max(self.us(size_bytes, hardware, mesh) - stolen, 0.0)
+
+
+def routes_of(local: LocalGraph) -> tuple[Route, ...]:
+    """What carries the bytes of a step. Few bytes (losses, norms) have no say in the size of buckets."""
+    carried: dict[tuple[str, str], float] = {}
+    for node in local.graph.nodes:
+        if is_collective(node) and (kind := collective_kind(node.target)) in _BUCKETED:
+            key = kind, str(node.args[-1])
+            size = max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
+            carried[key] = carried.get(key, 0.0) + size * (local.mesh.axis_size(key[1]) > 1)
+    most = max(carried.values(), default=0.0)
+    alike = {kind: max(size for (other, _), size in carried.items() if other == kind) for kind, _ in carried}
+    if "reduce_scatter" in alike and "all_reduce" in alike:  # hybrid: sums of pieces
+        alike["all_reduce"] = max(alike["all_reduce"], alike["reduce_scatter"])
+    return tuple(Route(*key, size / alike[key[0]]) for key, size in carried.items() if size > _LITTLE * most)
+
+
+def _routes(mesh: Mesh, *kinds: str) -> tuple[Route, ...]:
+    return tuple(Route(kind, axis.name) for axis in mesh.axes for kind in kinds if axis.size > 1)
+
+
+def largest_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> int:
+    """`Hardware.bucket_bytes` for the groups of a step: doubled while starting takes a larger part of sending, as
+    long rings make it, and buckets in flight take no more than a device can spare.
+    """
+    size, most = hardware.bucket_bytes, hardware.spare_bytes / TUNING.buckets_in_flight
+    for route in routes:
+        while 2 * size <= most and _is_slow_start(route, size, hardware, mesh):
+            size *= 2
+    return size
+
+
+def _is_slow_start(route: Route, size_bytes: int, hardware: Hardware, mesh: Mesh) -> bool:
+    whole = replace(route, share=1.0)
+    start = whole.us(0, hardware, mesh)
+    return start > TUNING.slow_start_share * (whole.us(size_bytes, hardware, mesh) - start)
+
+
+def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_bytes: int) -> int:
+    """About the bucket size of a step that shares out or reduces `reduced_bytes` along `axes`, before it is made."""
+    if hardware.levels[-1].costs:
+        return hardware.bucket_bytes
+    routes = [Route("all_gather", axis) for axis in axes if mesh.axis_size(axis) > 1]
+    return even_bytes(hardware, mesh, reduced_bytes, largest_bytes(hardware, mesh, routes), routes)
+
+
+def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
+    """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
+    kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
+    return kinds == {"cuda"} or (isinstance(hardware.device, Device) and hardware.device.processors > 1)
+
+
+def alone_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> int:
     """Size from which a collective of its own costs less than a copy into or out of a bucket."""
-    axes = [axis.name for axis in mesh.axes if axis.size > 1]
-    starts = [_start_us(hardware, kind, mesh, axis) for axis in axes for kind in ("all_gather", "reduce_scatter")]
+    starts = [route.start_us(hardware, mesh) for route in routes]
     copy_us = hardware.work_us(Work(2 * _SAMPLE, bucketed=True)) - hardware.launch_us
     return int(max(starts, default=0.0) * _SAMPLE / max(copy_us, 1e-9))
 
 
-def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: int) -> int:
+def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: int, routes: Sequence[Route]) -> int:
     """Bucket size for a step that reduces `reduced_bytes` in all: `most_bytes`, halved while that lowers the cost.
 
     n buckets cost `n s + T / n`: s to start each, and the last of them, a part 1 / n of the time T that computing could
     hide, cannot overlap.
     """
-    axes = [axis.name for axis in mesh.axes if axis.size > 1]
 
     def cost_us(size: int) -> float:
-        def along(axis: str) -> float:
-            starts_us = reduced_bytes / size * _start_us(hardware, "all_reduce", mesh, axis)
-            return starts_us + _hidden_us(hardware, size, mesh, axis)
+        def along(route: Route) -> float:
+            return reduced_bytes / size * route.start_us(hardware, mesh) + route.hidden_us(size, hardware, mesh)
 
-        return max(map(along, axes), default=0.0)
+        return max(map(along, routes), default=0.0)
 
     best = most_bytes
     while reduced_bytes and best // 2 >= TUNING.smallest_bucket_bytes and cost_us(best // 2) < cost_us(best):
@@ -110,23 +204,10 @@ def summed_bytes(hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> int:
     A link that needs the processors hides nothing, and is cheapest with few collectives.
     """
 
-    def hidden(axis: str) -> float:
-        whole_us = hardware.collective_us("all_reduce", bucket_bytes, mesh, axis)
-        return _hidden_us(hardware, bucket_bytes, mesh, axis) / max(whole_us, 1e-9)
+    def hidden(route: Route) -> float:
+        return route.hidden_us(bucket_bytes, hardware, mesh) / max(route.us(bucket_bytes, hardware, mesh), 1e-9)
 
-    share = min((hidden(axis.name) for axis in mesh.axes if axis.size > 1), default=1.0)
+    share = min(map(hidden, _routes(mesh, "all_reduce")), default=1.0)
     while share <= TUNING.hidden_share and 2 * bucket_bytes <= TUNING.most_summed_bytes:
         bucket_bytes, share = 2 * bucket_bytes, 2 * share
     return bucket_bytes
-
-
-def _hidden_us(hardware: Hardware, size_bytes: int, mesh: Mesh, axis: str) -> float:
-    """The part of an all-reduce that concurrent computing can hide."""
-    carried = "all_reduce", size_bytes, mesh, axis
-    return max(hardware.collective_us(*carried) - hardware.compute_steal_us(*carried), 0.0)
-
-
-def _start_us(hardware: Hardware, kind: str, mesh: Mesh, axis: str) -> float:
-    """Time of an empty collective on the link, or on the processors if that is longer."""
-    computing = hardware.compute_steal_us(kind, 0, mesh, axis) + sum(hardware.host_us(kind, 0, mesh, axis))
-    return max(hardware.collective_us(kind, 0, mesh, axis), computing)

@@ -131,8 +131,8 @@ def budget_error(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes:
     lowest = peak(rematerialized(saved, min(path, key=lambda choice: choice.peak_bytes).names))
     live = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
     return PlanError(
-        f"the step needs at least {lowest.size_bytes} bytes on a rank, {human(lowest.rest_bytes)} of them stored "
+        f"the step needs at least {human(lowest.size_bytes)} on a rank, {human(lowest.rest_bytes)} of them stored "
         f"between steps; with all useful rematerialization it holds\n{live}",
-        f"at most {budget_bytes} bytes",
+        f"at most {human(budget_bytes)}",
         "give more memory, a smaller batch, more ranks, or a style that shards these tensors",
     )

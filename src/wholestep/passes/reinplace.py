@@ -17,6 +17,7 @@ from ..graph.storage import UNMARKED_VIEWS
 from ..partition.rank_ops import MAY_ALIAS
 from .base import InPlace
 from .bucket import GATHER, in_rows, part_of_gather, rows_of_gather
+from .coalesced import coalesce
 
 aten = torch.ops.aten
 _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
@@ -73,6 +74,8 @@ class _Work:
 
     def _until(self, node: Node) -> int:
         """Position until which `node` reads its operands: a collective until its wait, perhaps in the next call."""
+        if node.target is coalesce:
+            return max(map(self._until, node.users))
         if not is_collective(node):
             return self.index[node]
         return max([self.index[node], *(self.index[u] if is_wait(u) else _END for u in node.users)])

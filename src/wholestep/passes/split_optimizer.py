@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import is_wait, operands, redirect
+from ..graph.nodes import is_collective, is_wait, operands, redirect
 from ..graph.op_kinds import is_list_op
 from .base import InPlace
 from .bucket import union
@@ -23,13 +23,17 @@ Waits = frozenset[Node]
 class SplitOptimizer(InPlace):
     """Splits fused and foreach optimizers into one op for each set of collectives that their gradients wait for.
     Bitwise the same. Without buckets each tensor would get its own optimizer op.
+
+    A wait that another one of the set follows does not count: if a norm over all gradients scales them, every update
+    waits for that norm, and the optimizer stays one op. If other ranks gather the results, as with ZeRO-1, each bucket
+    has its own op all the same: `Bucket` gathers together what was reduced together.
     """
 
     must_follow: ClassVar[tuple[str, ...]] = ("Bucket",)
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Split the list ops of `local`."""
-        work = _Work(local.graph)
+        work = _Work(local.graph, _sent(local.graph))
         for node in list(local.graph.nodes):
             if node.op == "call_function":
                 work.visit(node)
@@ -39,16 +43,27 @@ class SplitOptimizer(InPlace):
 
 @dataclass
 class _Work:
+    """`after`: the last waits before each node. `number`: of each wait; `passed`: the numbers of all waits before it,
+    as bits.
+    """
+
     graph: Graph
+    sent: set[Node]
     after: dict[Node, Waits] = field(default_factory=dict[Node, Waits])
     items: dict[Node, list[Waits]] = field(default_factory=dict[Node, list[Waits]])
+    number: dict[Node, int] = field(default_factory=dict[Node, int])
+    passed: dict[Node, int] = field(default_factory=dict[Node, int])
 
     def visit(self, node: Node) -> None:
         before = [self.after.get(n, frozenset()) for n in node.all_input_nodes]
         after = frozenset({node}) if is_wait(node) else union(before)
+        if is_wait(node):
+            self.number[node] = len(self.number)
+            self.passed[node] = self._bits(union(before))
         lists = _lists(node)
         if lists:
             waits = [union([self.after.get(n, frozenset()) for n in at]) for at in zip(*lists, strict=True)]
+            waits = waits if node in self.sent else [self._latest(one) for one in waits]
             groups: dict[Waits, list[int]] = {}
             for i, wait in enumerate(waits):
                 groups.setdefault(wait, []).append(i)
@@ -61,6 +76,20 @@ class _Work:
             if isinstance(meta.value(whole), (list, tuple)) and whole in self.items:
                 after = self._picked(node, whole, index)
         self.after[node] = after
+
+    def _bits(self, waits: Waits) -> int:
+        """These waits and all before them."""
+        found = 0
+        for wait in waits:
+            found |= self.passed[wait] | 1 << self.number[wait]
+        return found
+
+    def _latest(self, waits: Waits) -> Waits:
+        """Those of `waits` that no other one of them follows."""
+        passed = 0
+        for wait in waits:
+            passed |= self.passed[wait]
+        return frozenset(wait for wait in waits if not passed >> self.number[wait] & 1)
 
     def _picked(self, node: Node, whole: Node, index: int) -> Waits:
         """Waits of one output of a list op; an output that is a list itself keeps the waits of its items."""
@@ -102,6 +131,15 @@ class _Work:
         meta.copy(item, picked)
         self.after[picked] = self.items[new][at]
         return picked
+
+
+def _sent(graph: Graph) -> set[Node]:
+    """The nodes whose results a later collective sends."""
+    found = set[Node]()
+    for node in reversed(graph.nodes):
+        if any(is_collective(user) or user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _lists(node: Node) -> list[list[Node]]:

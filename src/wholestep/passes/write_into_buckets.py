@@ -18,6 +18,7 @@ from ..graph.storage import shares
 from ..mesh import Mesh
 from .base import InPlace
 from .bucket import REDUCE, SCATTER, join_rows
+from .coalesced import coalesce
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def _scale_of(by: Node, mesh: Mesh) -> float | None:
     given = node_at(by, 0)
     if by.args[1] != "avg" or one_tensor(given).dtype == torch.float16:
         return None
-    if given.target is join_rows and given.args[1] != 1:
+    if given.target is coalesce or (given.target is join_rows and given.args[1] != 1):
         return None
     ranks = mesh.axis_size(cast(str, by.args[-1]))
     return 1 / ranks if ranks & (ranks - 1) == 0 else None

@@ -12,6 +12,7 @@ from ..errors import LayoutError, PlanError
 from ..graph import meta
 from ..graph.graph import Role
 from ..graph.meta import TensorMeta
+from ..graph.text import seconds
 from ..hardware.hardware import Hardware
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
@@ -73,7 +74,7 @@ def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware:
     except LayoutError:
         return layouts
     steps = [f"{_KINDS.get(s.kind, s.kind)} over {s.axis}" for s in path.steps]
-    return f"{layouts}: {', '.join(steps)} ({path.cost_us:.1f} us)"
+    return f"{layouts}: {', '.join(steps)} ({seconds(path.cost_us / 1e6)})"
 
 
 def _explain_op(plan: Plan, name: str, decision: Decision) -> str:

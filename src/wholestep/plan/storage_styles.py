@@ -62,9 +62,14 @@ def reduced_once(name: str) -> str:
     return next(alike, given).name
 
 
-def _sharded(have: Layout, axes: tuple[str, ...]) -> Layout:
-    """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole."""
-    return replace(have, dims=((*have.dims[0], *axes), *have.dims[1:])) if have.dims else have
+def _sharded(have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+    """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole.
+
+    The innermost axis of the mesh cuts first: a reduce-scatter goes along it first, a gather last, so that the outer
+    axes, which have the slower links, carry pieces only (decision 0057).
+    """
+    inner_first = tuple(name for name in reversed(mesh.names) if name in axes)
+    return replace(have, dims=((*have.dims[0], *inner_first), *have.dims[1:])) if have.dims else have
 
 
 def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
@@ -72,11 +77,11 @@ def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) ->
 
 
 def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return have, _sharded(have, axes)
+    return have, _sharded(have, mesh, axes)
 
 
 def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return _sharded(have, axes), _sharded(have, axes)
+    return _sharded(have, mesh, axes), _sharded(have, mesh, axes)
 
 
 def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:

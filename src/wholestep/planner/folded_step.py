@@ -17,7 +17,7 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import CollectiveTraffic, collective_traffic
-from ..passes.bucket_sizes import resized
+from ..passes.bucket_sizes import expected_bytes, resized
 from ..plan.data_parallel import DataParallel
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
@@ -58,7 +58,7 @@ class FoldedStep:
         """The pair to simulate; None where that saves too little, where `strategies` differ between equal layers, or
         where they need all layers (a pattern names one).
 
-        A bucket has `machine.bucket_bytes` or more. The smaller step fills a few buckets, the larger one a few more, so
+        The smaller step fills a few buckets, the larger one a few more, so
         that it matters little at which layer a bucket is full. Each further stage of a hierarchical collective trails
         by one layer.
         """
@@ -66,8 +66,9 @@ class FoldedStep:
                        for axis in part.axes(mesh))  # fmt: skip
         owned = [i.meta.size_bytes for i, n in self.graph.placeholders()
                  if i.role is Role.PARAM and self.repeats.block(n) == 0]  # fmt: skip
-        several = ceil(TUNING.folded_buckets * self.hardware.bucket_bytes * sharded / max(sum(owned), 1))
         axes = strategies.data.axes(mesh) if strategies.data else ()
+        bucket = expected_bytes(self.hardware, mesh, axes, sum(owned) * self.count // sharded)
+        several = ceil(TUNING.folded_buckets * bucket * sharded / max(sum(owned), 1))
         stages = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
         few = max(FEWEST[0] + stages, several)
         more = few + max(FEWEST[1] - FEWEST[0] + stages, several)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.compute import peak_us
 from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
-from ..graph.text import human
+from ..graph.text import human, human_at_least
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..tuning import TUNING
@@ -213,10 +213,10 @@ class Search:
         short = nearest.needs_bytes - budget
         made = ", with all tensors rematerialized that help" if evaluator.recompute else ""
         return BudgetError(
-            f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {nearest.needs_bytes} bytes on a "
-            f"rank{made}, {short} more than there are ({human(short)})",
-            f"at most {budget} bytes",
-            f"give memory_bytes={nearest.needs_bytes} or more, a smaller batch or more ranks",
+            f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {human(nearest.needs_bytes)} on a "
+            f"rank{made}, {human(short)} more than there are",
+            f"at most {human(budget)}",
+            f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, a smaller batch or more ranks",
         )
 
     def _nearest(self, known: Sequence[Candidate]) -> Candidate:

@@ -10,7 +10,7 @@ from ..backend.pipeline import pipeline
 from ..cost.timeline import Timeline, timeline, title
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.text import human
+from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..partition.lower import partition
 from ..passes.base import run_passes
@@ -72,7 +72,7 @@ def report(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"human": human, "time": show_us, "title": title}
+    environment.filters |= {"human": human, "time": _shown_us, "title": title}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
     capacity = hardware.memory_bytes
@@ -120,9 +120,5 @@ def _memory(made: Timeline, capacity: int | None) -> dict[str, Any]:
     }
 
 
-def show_us(us: float) -> str:
-    """`1.25 s`, `12.5 ms` or `125 us`: three digits."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}" if us < 1e3 * size else f"{us / size:,.0f} {unit}"
-    return f"{us:.3g} us" if us < 999.5 else "1 ms"
+def _shown_us(us: float) -> str:
+    return seconds(us / 1e6)

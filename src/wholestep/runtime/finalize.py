@@ -14,7 +14,7 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..graph.text import human
+from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
 from ..passes.base import Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
@@ -130,8 +130,12 @@ class Finalizer:
             size = peak(made).size_bytes
             if size > budget_bytes:
                 why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
-                found = f"the step holds {size} bytes on rank {self.world.rank}"
-                raise PlanError(found, f"at most {budget_bytes} bytes", f"give memory_bytes={size} or more: {why}")
+                found = f"the step holds {human(size)} on rank {self.world.rank}"
+                raise PlanError(
+                    found,
+                    f"at most {human(budget_bytes)}",
+                    f"give memory_bytes={human_at_least(size)!r} or more: {why}",
+                )
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise

@@ -18,7 +18,7 @@ from ..capture.state import StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
-from ..typed_values import check_arguments
+from ..typed_values import as_plain, check_arguments
 from .between_steps import flush_pending, stand_in
 from .replica_check import checksum
 
@@ -61,7 +61,7 @@ def whole(
     check_arguments("whole", StateError, writeback=(writeback, bool), timeout=(timeout, float))
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
-    rendezvous = Rendezvous.of_job(timeout)
+    rendezvous = Rendezvous.of_job(as_plain(timeout, float))
     rendezvous.barrier(f"`with ws.whole({names})`")
     flush_pending()
     swap = _Swap(state)

@@ -10,6 +10,8 @@ from torch.fx import Graph, Node
 
 from ...graph import meta
 from ...graph.nodes import is_wait, node_at
+from ...passes.bucket import join_rows, part_of_gather, part_of_scatter
+from ...passes.coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter
 
 funcol = torch.ops._c10d_functional
 
@@ -30,6 +32,17 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
         return funcol.all_gather_into_tensor.default(value, parts, group)
     made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
     return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
+
+
+def in_buckets(graph: Graph) -> None:
+    """Copy the tensors of each coalesced collective into one: gloo would start each of them by itself."""
+    copies: dict[Any, Any] = {part_of_coalesced_gather: part_of_gather, part_of_coalesced_scatter: part_of_scatter}
+    for node in graph.nodes:
+        if node.target is coalesce:
+            sent = next(iter(node.users))
+            scatters = sent.target is funcol.reduce_scatter_tensor.default
+            node.target, node.args = join_rows, (node.args[0], sent.args[2] if scatters else 1)
+        node.target = copies.get(node.target, node.target)
 
 
 def to_exchange(graph: Graph, node: Node) -> None:

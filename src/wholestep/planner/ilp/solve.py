@@ -9,6 +9,7 @@ import torch
 
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
+from ...graph.text import seconds
 from ...layout import AxisState
 from ...plan.data_parallel import BatchDim, StorageOption
 from ...plan.strategy import Pins
@@ -43,7 +44,7 @@ class IlpResult:
     def __str__(self) -> str:
         made = self.solution
         return (
-            f"{made.step_us / 1e3:.3g} ms by a model that adds up, at least {made.bound_us / 1e3:.3g} ms, "
+            f"{seconds(made.step_us / 1e6)} by a model that adds up, at least {seconds(made.bound_us / 1e6)}, "
             f"gap {made.gap:.2%}; {self.choices} choices for {self.nodes} ops and parameters, "
             f"{made.variables} variables"
         )

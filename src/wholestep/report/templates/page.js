@@ -1,7 +1,8 @@
 "use strict";
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
-const three = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
-const showUs = (us) => (us >= 1e6 ? three(us / 1e6) + " s" : us >= 1e3 ? three(us / 1e3) + " ms" : three(us) + " us");
+const three = (value) => (value >= 999.5 ? Math.round(value).toLocaleString("en") : value.toPrecision(3));
+// as graph.text.seconds
+const showUs = (us) => (us >= 999500 ? three(us / 1e6) + " s" : us >= 999.5 ? three(us / 1e3) + " ms" : (us >= 5e-4 ? Number(us.toPrecision(3)) : 0) + " us");
 function showBytes(size) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (size < 1000) return size.toFixed(unit === "B" ? 0 : 1) + " " + unit;
