@@ -45,7 +45,7 @@ from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .planner.auto import Auto
 from .planner.resolve import plan
-from .precision import MixedPrecision
+from .precision import Float8, MixedPrecision
 from .report.page import report
 from .rules.registry import rule
 from .rules.testing.check import CheckResult, check_rule
@@ -69,6 +69,7 @@ __all__ = [
     "CompiledStep",
     "ConstraintError",
     "DataParallel",
+    "Float8",
     "GraphError",
     "Hardware",
     "Inductor",

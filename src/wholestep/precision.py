@@ -1,11 +1,14 @@
-"""MixedPrecision, the setting that capture, planning and plan files share."""
+"""MixedPrecision and Float8: in which numbers a step computes. Capture, planning and plan files share them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from .errors import PlanError, shown
 from .typed_values import check_fields
 
 
@@ -26,4 +29,35 @@ class MixedPrecision:
     reduce: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Linear layers whose three products (output, gradient of the input, gradient of the weight) multiply numbers of 8
+    bits, scaled by the largest value of the current tensor. Parameters and optimizer state keep their dtype.
+
+    Args:
+        recipe: `"tensorwise"` has one scale for a tensor, e4m3, and e5m2 for gradients of outputs. `"rowwise"` has one
+            for each row or column of a product's operands, a power of two, and e4m3 throughout.
+        modules: paths of modules, globs allowed: every `F.linear` that one of them calls itself. `"auto"` takes the
+            linears that float8 makes faster, and leaves out projections to the vocabulary.
+
+    Example:
+        >>> step = wholestep.compile(train_step, float8=wholestep.Float8("rowwise"))
+        >>> step = wholestep.compile(train_step, float8=wholestep.Float8(modules=["layers.*.mlp.*"]))
+
+    Raises:
+        PlanError: an unknown recipe, or no modules.
+    """
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    modules: Literal["auto"] | Sequence[str] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.recipe not in ("tensorwise", "rowwise"):
+            raise PlanError(f"Float8(recipe={shown(self.recipe)})", "'tensorwise' or 'rowwise'", "correct it")
+        if self.modules != "auto" and (isinstance(self.modules, str) or not self.modules):
+            needed = '"auto", or a list of paths, as ["layers.*.mlp.*"]'
+            raise PlanError(f"Float8(modules={shown(self.modules)})", needed, "correct modules=")
         check_fields(self)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import PlanError, shown
-from ..precision import MixedPrecision
+from ..precision import Float8, MixedPrecision
 from ..typed_values import check_fields
 from .call_structure import by_name
 
@@ -22,6 +22,7 @@ class CaptureOptions:
 
     Args:
         mixed_precision: dtypes in which modules compute and gradients are reduced.
+        float8: linear layers that multiply in float8.
         offload: `"cpu"` keeps parameters, gradients and optimizer state in host memory, where the update runs; shards
             are copied to the device to be gathered. On a CPU device this changes the program only.
         fused: keep fused and foreach optimizer kernels; False decomposes them.
@@ -42,6 +43,7 @@ class CaptureOptions:
     """
 
     mixed_precision: MixedPrecision | None = None
+    float8: Float8 | None = None
     offload: Literal["cpu"] | None = None
     fused: bool = True
     keep_grads: bool = False

@@ -22,6 +22,7 @@ from .batch_reads import Reader, ReadValues
 from .call_structure import Structure, put_together, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
+from .float8 import Float8Linears
 from .host_numbers import Numbers
 from .locations import GroupEntry, Location, NumberLocation
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
@@ -112,13 +113,19 @@ class Traced:
                 refuse_anomaly_mode()
             zero_grads = [(owner, "zero_grad", self._zero_grad) for owner in (torch.optim.Optimizer, torch.nn.Module)]
             rng = [(torch, "get_rng_state", self.draws.saved), (torch, "set_rng_state", self.draws.restored)]
-            forms = _torch.replaced([*methods(), *zero_grads, *rng])
+            chosen, float8 = self.request.options.float8, list[tuple[Any, str, Any]]()
+            linears = chosen and Float8Linears(chosen, self.request.state.modules, self.request.device)
+            if linears:
+                float8 = [(torch.nn.functional, "linear", linears.linear)]
+            forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8])
             with (
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._saw_backward, self.request.device),
                 forms,
             ):
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
+            if linears:
+                linears.check_used()
         finally:
             optimizer_hook.remove()
         self.values = self.reader.values()

@@ -70,10 +70,11 @@ class Done:
         return self.plan
 
 
-def capture(shown: Screen, target: Target, stage: str = "capture") -> ws.TrainGraph:
+def capture(shown: Screen, target: Target, stage: str = "capture", float8: ws.Float8 | None = None) -> ws.TrainGraph:
     """The step as one graph."""
     with shown.stage(stage) as details:
-        graph = ws.capture(target.step, *target.args, **target.kwargs)
+        options = ws.CaptureOptions(float8=float8)
+        graph = ws.capture(target.step, *target.args, options=options, **target.kwargs)
         details.append(f"{len(graph.graph.nodes):,} operations")
         return graph
 
@@ -242,11 +243,17 @@ def draw(
 
 
 def simulated(
-    shown: Screen, found: Target, mesh: str, style: Style, hardware: ws.Hardware, backend: str = "eager"
+    shown: Screen,
+    found: Target,
+    mesh: str,
+    style: Style,
+    hardware: ws.Hardware,
+    backend: str = "eager",
+    float8: ws.Float8 | None = None,
 ) -> ws.Timeline:
     """The timeline of one style, with the model's own plan along an axis `tp`."""
     strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
-    graph = capture(shown, found)
+    graph = capture(shown, found, float8=float8)
     with shown.stage("plan"):
         planned = ws.plan(graph, mesh, strategies, hardware=hardware)
     with shown.stage("schedule"):

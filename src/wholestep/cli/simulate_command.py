@@ -1,8 +1,9 @@
 """`wholestep simulate`: predicts time, waits and memory of a step on any hardware."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -24,6 +25,8 @@ from .target import (
     write_output,
 )  # fmt: skip
 
+Recipe = StrEnum("Recipe", ["tensorwise", "rowwise"])
+
 
 def simulate(
     target: Annotated[
@@ -37,6 +40,7 @@ def simulate(
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
     style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = FULLY_SHARD,
+    float8: Annotated[Recipe | None, typer.Option(help="Multiply large linear layers in float8.")] = None,
     hardware: HardwareName = "dgx-h100",
     backend: Annotated[
         str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
@@ -48,6 +52,7 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
+    import wholestep as ws
     from wholestep.backend.build import BACKENDS
 
     from .planning import simulated
@@ -60,7 +65,8 @@ def simulate(
         check_mesh(mesh)
         machine = hardware_of(hardware)
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
-        made = simulated(shown, found, mesh, style, machine, backend)
+        eight = ws.Float8(cast(Any, str(float8))) if float8 else None
+        made = simulated(shown, found, mesh, style, machine, backend, eight)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     figures = {

@@ -35,8 +35,10 @@ def work(node: Node) -> Work | None:
     product, found = _matmul(node), arithmetic(node.target)
     if product is not None and made is not None:
         b, m, n, k = product
-        moved = _moved(node) if _is_grouped(node) else b * (m * k + k * n + m * n) * made.dtype.itemsize
-        return Work(moved, flops(node), dtype, product)
+        given = _multiplied(node)
+        each = b * ((m * k + k * n) * given.itemsize + m * n * made.dtype.itemsize)
+        moved = _moved(node) if _is_grouped(node) else each
+        return Work(moved, flops(node), str(given).removeprefix("torch."), product)
     attends, backward = (found.kind == "attention", found.backward) if found else (False, False)
     return Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
@@ -83,9 +85,14 @@ def peak_us(graph: Graph, hardware: Hardware) -> float:
     total = 0.0
     for node in graph.nodes:
         count = 0.0 if node.op != "call_function" or meta.is_recomputed(node) else flops(node)
-        made = next((m for m in meta.tensors(node) if m is not None), None) if count else None
-        total += count / hardware.peak_flops_per_us(str(made.dtype).removeprefix("torch.")) if made else 0.0
+        dtype = _multiplied(node) if count and node.all_input_nodes else None
+        total += count / hardware.peak_flops_per_us(str(dtype).removeprefix("torch.")) if dtype else 0.0
     return total
+
+
+def _multiplied(node: Node) -> torch.dtype:
+    """The dtype of the numbers that a product multiplies, or a convolution, or attention."""
+    return next(s.dtype for n in operands(node) if (s := meta.tensor(n)) is not None)
 
 
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:
@@ -98,7 +105,7 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
         return 1, prod(made[0].shape[:-1]), made[0].shape[-1], shapes[0][-1]
     if _is_grouped(node):
         return _grouped(node)[0]
-    one, other = shapes[-2:]
+    one, other = shapes[:2] if node.target is aten._scaled_mm.default else shapes[-2:]
     return prod(one[:-2]), one[-2], other[-1], one[-1]
 
 

@@ -28,6 +28,9 @@ VIEWS = frozenset({
 CHEAP = VIEWS | {_aten._to_copy.default}
 """Views and casts: cheaper to recompute than to keep or to send."""
 
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+"""Floats of 8 bits, for which torch has casts and `_scaled_mm`, and little else."""
+
 READS_A_PART: set[object] = {
     _aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor,
 }  # fmt: skip
@@ -44,7 +47,7 @@ BUCKET_COPIES: set[object] = set()
 
 PRODUCTS: set[object] = {
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.linear.default,
-    _aten._grouped_mm.default,
+    _aten._grouped_mm.default, _aten._scaled_mm.default,
 }  # fmt: skip
 """Products of matrices."""
 

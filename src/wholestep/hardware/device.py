@@ -105,7 +105,8 @@ class Device:
 
     def ceiling(self, dtype: str) -> Ceiling:
         """The ceiling of `dtype`, else of the next wider dtype that has one, else the first."""
-        for name in (dtype, *_WIDER.get(dtype, ())):
+        kind = "float8" if dtype.startswith("float8") else dtype
+        for name in (kind, *_WIDER.get(kind, ())):
             for one in self.ceilings:
                 if one.dtype == name:
                     return one

@@ -15,6 +15,7 @@ from ..errors import LayoutError
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
 from ..graph.nodes import add_call
+from ..graph.op_kinds import FLOAT8
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
@@ -38,7 +39,22 @@ class Emitter:
         return add_call(self.graph, target, args, made, like, name)
 
     def start(self, path: Path, source: Node, whole: TensorMeta) -> tuple[Node, Callable[[], Node]]:
-        """Emit the nodes up to the first collective; return its node, and a function that emits the rest."""
+        """Emit the nodes up to the first collective; return its node, and a function that emits the rest.
+
+        Float8 travels as bytes, which every backend of torch.distributed can send.
+        """
+        if whole.dtype not in FLOAT8 or not any(step.communicates for step in path.steps):
+            return self._start(path, source, whole)
+        sent = replace(whole, dtype=torch.uint8)
+        begun, finish = self._start(path, self._as(source, torch.uint8), sent)
+        return begun, lambda: self._as(finish(), whole.dtype)
+
+    def _as(self, node: Node, dtype: torch.dtype) -> Node:
+        new = self.call(aten.view.dtype, (node, dtype), replace(one_tensor(node), dtype=dtype), node)
+        meta.set_strided(new, meta.is_strided(node))
+        return new
+
+    def _start(self, path: Path, source: Node, whole: TensorMeta) -> tuple[Node, Callable[[], Node]]:
         node = source
         todo = [(step, before, after) for step, (before, after) in zip(path.steps, pairwise(path.layouts), strict=True)]
         while todo and not todo[0][0].communicates:

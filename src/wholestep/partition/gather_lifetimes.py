@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
+import torch
 from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
-from ..graph.op_kinds import CHEAP
+from ..graph.op_kinds import CHEAP, FLOAT8, is_pointwise
 from ..layout import Layout
 from ..plan.plan import Plan
 
@@ -27,7 +28,8 @@ class Regions:
     """The forward and backward segments of a step, and the lifetimes of gathered parameters in these.
 
     `segment` numbers the segments; `source` maps views and casts of a parameter to it; parameters in `regathered` are
-    gathered in each segment; `on_demand` are their views and casts.
+    gathered in each segment; `on_demand` are their views and casts. Casts to float8 are gathered as parameters are, and
+    made once: their scale needs all of the parameter.
     """
 
     segment: dict[Node, int]
@@ -56,7 +58,7 @@ def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
             segment[node] = current
     source = _derived(graph, plan)
     regathered = _regathered(graph, plan, segment, source)
-    on_demand = {n for n, p in source.items() if n is not p and p in regathered}
+    on_demand = {n for n, p in source.items() if n is not p and p in regathered and not _is_float8_cast(n)}
     return Regions(segment, source, regathered, on_demand, current)
 
 
@@ -72,7 +74,26 @@ def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
         derived = (node.target in CHEAP and len(given) == 1) or _torch.is_getitem(node.target)
         if node.op == "call_function" and derived and given[0] in source:
             source[node] = source[given[0]]
+        elif _is_float8_cast(node) and (param := _scaled_param(node, source)) is not None:
+            source[node] = param
     return source
+
+
+def _is_float8_cast(node: Node) -> bool:
+    made = meta.tensor(node) if node.target is torch.ops.aten._to_copy.default else None
+    return made is not None and made.dtype in FLOAT8
+
+
+def _scaled_param(node: Node, source: dict[Node, Node]) -> Node | None:
+    """Return the parameter whose elements, scaled, are those of `node`."""
+    size = meta.one_tensor(node).numel
+    while node not in source:
+        given = operands(node)
+        made = meta.tensor(given[0]) if given and (is_pointwise(node.target) or node.target in CHEAP) else None
+        if made is None or made.numel != size:
+            return None
+        node = given[0]
+    return source[node]
 
 
 def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
@@ -92,7 +113,7 @@ def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source:
             if param is None or not gathers(stored[param], want):
                 continue
             uses.setdefault(param, []).append((segment[node], order))
-            made = meta.tensor(param)
+            made = meta.tensor(given)
             shards = prod(plan.mesh.axis_size(axis) for axis in want.shard_axes())
             held[param] = max(held.get(param, 0), (made.size_bytes if made else 0) // shards)
     several = {p: u for p, u in uses.items() if len({s for s, _ in u}) > 1}

@@ -26,7 +26,7 @@ from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..planner.auto import Auto
-from ..precision import MixedPrecision
+from ..precision import Float8, MixedPrecision
 from ..typed_values import check_fields
 from ..units import parse_bytes, parse_seconds
 from .nonfinite import OnNonfinite
@@ -63,6 +63,7 @@ class CompileOptions:
             recomputes activations and re-gathers parameters, the cheapest first. It replaces `keep_gathered_bytes`; an
             explicit `reshard_after_forward` is respected.
         mixed_precision: dtypes of the modules' computation and of gradient reductions.
+        float8: linear layers whose products multiply numbers of 8 bits ([page](mixed-precision.md#float8)).
         offload: `"cpu"` stores parameters, gradients and optimizer state in host memory, where the update runs; shards
             are copied to the device before they are gathered. On a CPU only the program changes.
         keep_grads: keep gradients in `param.grad`, even if the step resets them at its start.
@@ -105,6 +106,7 @@ class CompileOptions:
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
     memory_bytes: int | str | None = None
     mixed_precision: MixedPrecision | None = None
+    float8: Float8 | None = None
     offload: Literal["cpu"] | None = None
     keep_grads: bool = False
     on_nonfinite: OnNonfinite | None = None
@@ -208,6 +210,7 @@ class StepOptions:
             raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
         capture = CaptureOptions(
             mixed_precision=given.mixed_precision,
+            float8=given.float8,
             offload=given.offload,
             fused=backend.fused_optimizers,
             keep_grads=given.keep_grads,

@@ -237,6 +237,7 @@ def step_lines(options: StepOptions) -> list[str]:
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"check_every{SEPARATOR}{given.check_every}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
+        f"float8{SEPARATOR}{options.capture.float8}",
         f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
         f"passes{SEPARATOR}{_name(given.passes)}",
         cache_line(options),

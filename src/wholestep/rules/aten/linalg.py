@@ -43,12 +43,20 @@ def _scales() -> Iterator[tuple[Any, ...]]:
 
 
 @row("_scaled_mm", samples=_scales)
-def scaled(call: Call) -> str | None:
-    """A product of numbers of 8 bits, with a scale for all, or for each row and column."""
+def scaled(call: Call) -> BoundRule | None:
+    """A product of numbers of 8 bits, with a scale for all, or for each row and column.
+
+    The kernel of a GPU wants columns, and rows of the second operand, in multiples of 16.
+    """
     (m, n), sizes = call.made(), [call.operands[s.positions[0]].numel for s in call.slots[2:4] if s.positions]
     if len(sizes) != 2 or sizes[0] not in (1, m) or sizes[1] not in (1, n):
         return None
-    return "m k!, k! n, {m k!}, {k! n}, n, * -> m n"
+    k = "k!" if call.slots[4:] and call.slots[4].positions else "k"  # a bias is added once
+    bound = Bind(f"m {k}, {k} n, {{m {k}}}, {{{k} n}}, n, * -> m n").on(call)
+    group = bound.groups[0]
+    on_cpu = call.operands[0].device.startswith("cpu")
+    even = {f: n // 16 for f, n in call.sizes(group.operands).items() if f != "m" and not on_cpu}
+    return replace(bound, groups=(replace(group, even=even),))
 
 
 def _groups() -> Iterator[tuple[Any, ...]]:

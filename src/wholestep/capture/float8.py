@@ -1,0 +1,203 @@
+"""Linear layers in float8: their three products become `_scaled_mm` of operands that are scaled as they come.
+
+The recipes are torchao's (`torchao.float8`); docs/decisions/0056-float8-linears.md has what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from ..errors import CaptureError
+from ..precision import Float8
+from .call_structure import walk
+
+_aten = torch.ops.aten
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNED = 16  # the kernels want the dims of their operands in multiples of it
+_LEAST = 1e-12  # what a scale is computed from is at least this
+_OLDEST_GPU = (8, 9)
+_INF = float("inf")  # the norm that is the largest absolute value
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How operands are scaled: as a whole, or row by row. `gradient`: the dtype of gradients of outputs."""
+
+    rowwise: bool
+    gradient: torch.dtype
+    device: str
+
+    def scale(self, matrix: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        """Return what `matrix` is multiplied by to fill the range of `dtype`: a number, or one for each slice along
+        `dim`.
+        """
+        amax = matrix.abs().amax(dim, keepdim=True) if self.rowwise else _aten.linalg_vector_norm.default(matrix, _INF)
+        scale: Tensor = (torch.finfo(dtype).max / cast(Tensor, amax).double().clamp(min=_LEAST)).float()
+        return torch.exp2(torch.floor(torch.log2(scale))) if self.rowwise else scale
+
+    def product(self, one: _Numbers, other: _Numbers, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        """Multiply a row-major by a column-major matrix. On a GPU the kernel for rows returns bfloat16 only."""
+        made = torch.bfloat16 if self.rowwise and self.device == "cuda" else dtype
+        scales = one.scale.reciprocal(), other.scale.reciprocal()
+        out = _aten._scaled_mm.default(one.values, other.values, *scales, None, None, made, fast or self.rowwise)
+        return cast(Tensor, out).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A matrix in float8, and what it was multiplied by."""
+
+    values: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> _Numbers:
+        """Cast a matrix. Its largest value becomes at most that of the dtype, up to rounding: nothing overflows."""
+        factor = scale if scale.dim() else scale.reshape(1)  # a number would be multiplied in the dtype of `matrix`
+        return _Numbers((matrix * factor).to(dtype).contiguous(), scale)
+
+    def by_columns(self) -> _Numbers:
+        """Return the same in column-major memory."""
+        return _Numbers(self.values.t().contiguous().t(), self.scale)
+
+    def transposed(self) -> _Numbers:
+        """Return the transpose of a row-major matrix, column-major."""
+        return _Numbers(self.values.t(), self.scale.reshape(self.scale.shape[::-1]))
+
+
+class _Linear(torch.autograd.Function):
+    """`rows @ weight.t()`; `given` and `scale` are the matrix `rows` in float8.
+
+    What is scaled as a whole is kept for the backward in float8; what is scaled by rows is scaled by columns there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, given: Tensor, scale: Tensor, recipe: _Recipe) -> Tensor:
+        factor = _Numbers.of(weight, recipe.scale(weight, _E4M3, 1), _E4M3)
+        ctx.recipe, ctx.dtype = recipe, weight.dtype
+        ctx.save_for_backward(*((rows, weight) if recipe.rowwise else (given, scale, factor.values, factor.scale)))
+        return recipe.product(_Numbers(given, scale), factor.transposed(), rows.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        recipe: _Recipe = ctx.recipe
+        grad, kept = grads[0], cast(tuple[Tensor, ...], ctx.saved_tensors)
+        for_input = for_weight = None
+
+        def scaled(matrix: Tensor, dtype: torch.dtype, dim: int) -> _Numbers:
+            return _Numbers.of(matrix, recipe.scale(matrix, dtype, dim), dtype)
+
+        by_rows = scaled(grad, recipe.gradient, 1)
+        if ctx.needs_input_grad[0]:
+            weight = scaled(kept[1], _E4M3, 0) if recipe.rowwise else _Numbers(*kept[2:])
+            for_input = recipe.product(by_rows, weight.by_columns(), grad.dtype)
+        if ctx.needs_input_grad[1]:
+            by_tokens = scaled(grad, recipe.gradient, 0) if recipe.rowwise else by_rows
+            rows = scaled(kept[0], _E4M3, 0) if recipe.rowwise else _Numbers(*kept[:2])
+            for_weight = recipe.product(by_tokens.by_columns().transposed(), rows.by_columns(), ctx.dtype)
+        return for_input, for_weight, None, None, None
+
+
+class Float8Linears:
+    """`F.linear` while a step is traced: those of the chosen modules multiply in float8."""
+
+    def __init__(self, options: Float8, roots: dict[str, nn.Module], device: str) -> None:
+        self.options, kind = options, torch.device(device).type
+        _check_device(kind, device)
+        self.recipe = _Recipe(options.recipe == "rowwise", _E4M3 if options.recipe == "rowwise" else _E5M2, kind)
+        tables = [m.num_embeddings for _, m in walk(roots) if isinstance(m, nn.Embedding)]
+        self.vocabulary = max(tables, default=0)
+        self.used: set[str] = set()
+        self._last: tuple[Tensor, int, Tensor, _Numbers] | None = None
+
+    def linear(
+        self, original: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Replace `torch.nn.functional.linear`."""
+        path = str(_torch.noted("module") or "")
+        if not self._chosen(path, input, weight):
+            return original(input, weight, bias)
+        kind = self.recipe.device
+        if torch.is_autocast_enabled(kind):
+            input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
+            bias = None if bias is None else bias.to(input.dtype)
+        rows, given = self._rows(input)
+        out = cast(Tensor, cast(Any, _Linear).apply(rows, weight, given.values, given.scale, self.recipe))
+        out = out.reshape(*input.shape[:-1], weight.shape[0])
+        return out if bias is None else out + bias
+
+    def check_used(self) -> None:
+        """Raise CaptureError if a pattern, or `"auto"`, chose no linear of the step."""
+        asked = [self.options.modules] if isinstance(self.options.modules, str) else self.options.modules
+        for pattern in asked:
+            if pattern not in self.used:
+                what = "'auto' finds no linear that gains" if pattern == "auto" else f"{pattern!r} matches no linear"
+                raise CaptureError(
+                    f"Float8(modules=...): {what} of the step",
+                    f"modules that call F.linear, of bfloat16, float16 or float32, with sizes that {_ALIGNED} divides",
+                    "correct the paths (`wholestep.capture` prints the graph with the module of each op), "
+                    "name the layers, or leave out float8=",
+                )
+
+    def _rows(self, input: Tensor) -> tuple[Tensor, _Numbers]:
+        """Return the input as a matrix, plain and in float8. Layers that share their input share both."""
+        last = self._last
+        if last is None or last[0] is not input or last[1] != input._version:
+            rows = input.reshape(-1, input.shape[-1])
+            with torch.no_grad():
+                given = _Numbers.of(rows, self.recipe.scale(rows, _E4M3, 1), _E4M3)
+            last = self._last = input, input._version, rows, given
+        return last[2:]
+
+    def _chosen(self, path: str, input: Tensor, weight: Tensor) -> bool:
+        if self.options.modules == "auto":
+            if _misfit(input, weight) or not self._gains(weight):
+                return False
+            self.used.add("auto")
+            return True
+        found = [p for p in self.options.modules if fnmatchcase(path, p)]
+        if found and (wrong := _misfit(input, weight)):
+            needed = f"bfloat16, float16 or float32, and rows, inputs and outputs that {_ALIGNED} divides"
+            fix = "leave the module out of modules=, or change its sizes (pad the batch or the layer)"
+            raise CaptureError(f"Float8: the linear of {path!r} has {wrong}", needed, fix)
+        self.used.update(found)
+        return bool(found)
+
+    def _gains(self, weight: Tensor) -> bool:
+        """Return whether float8 makes a layer faster, by torchao's thresholds, which were measured on H100."""
+        outputs, inputs = weight.shape
+        if outputs == self.vocabulary:
+            return False
+        if self.recipe.rowwise:
+            return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+        return inputs > 4096 or outputs > 1024
+
+
+def _misfit(input: Tensor, weight: Tensor) -> str:
+    """Return what keeps a product from float8, or ''."""
+    if wrong := [t.dtype for t in (input, weight) if t.dtype not in _DTYPES]:
+        return str(wrong[0])
+    rows, (outputs, inputs) = input.numel() // max(input.shape[-1], 1), weight.shape
+    sizes = f"{rows} rows, {inputs} inputs and {outputs} outputs"
+    return sizes if not rows or any(n % _ALIGNED for n in (rows, inputs, outputs)) else ""
+
+
+def _check_device(kind: str, device: str) -> None:
+    found = ""
+    if kind not in ("cpu", "cuda"):
+        found = f"device {device!r}"
+    elif kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
+        found = (
+            f"{torch.cuda.get_device_name(device)}, of compute capability {torch.cuda.get_device_capability(device)}"
+        )
+    if found:
+        needed = f"a GPU of compute capability {_OLDEST_GPU} or more, or a CPU, which computes the same numbers slowly"
+        raise CaptureError(f"float8= on {found}", needed, "leave out float8=")

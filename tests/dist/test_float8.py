@@ -1,0 +1,62 @@
+"""Float8 layers on gloo ranks against one device: scales are exact maxima, so sums alone may differ in their order."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from tests.float8 import LAYERS, Model, batch, by_hand, train
+from wholestep import DataParallel, TensorParallel
+
+TOLERANCE = 1e-4  # a sum in another order can move a number to the next one of float8
+STEPS = 4
+COLUMNS = {"layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def _trains(rank: int, world: int, recipe: str, style: str, mesh: str) -> float:
+    torch.manual_seed(rank)  # the first rank's parameters are taken
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(0)
+    twin = by_hand(Model(), recipe == "rowwise")
+    other = torch.optim.SGD(twin.parameters(), lr=0.5)
+    parts: list[DataParallel | TensorParallel] = []
+    if "dp" in mesh:
+        parts.append(DataParallel(style, axis="dp", semantics="global"))
+    if "tp" in mesh:
+        parts.append(TensorParallel(COLUMNS, axis="tp"))
+    step = ws.compile(train, parallel=parts, mesh=mesh, float8=ws.Float8(recipe, LAYERS))
+    ranks_of_dp = world // (2 if "tp" in mesh else 1) if "dp" in mesh else 1
+    place = rank * ranks_of_dp // world
+    worst = 0.0
+    for number in range(STEPS):
+        pieces = [batch(number, part) for part in range(ranks_of_dp)]
+        found = step(model, optimizer, pieces[place])
+        expected = train(twin, other, torch.cat(pieces))
+        worst = max(worst, (whole(found) - expected).abs().item())
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        worst = max(worst, (whole(a) - b).abs().max().item())
+    return worst
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [
+        ("replicate", "dp=2"),
+        ("fully_shard", "dp=2"),
+        ("", "tp=2"),
+        ("fully_shard", "dp=2,tp=2"),
+        ("fully_shard", "dp=4"),
+    ],
+)
+def test_ranks_compute_what_one_device_does(recipe: str, style: str, mesh: str) -> None:
+    world = 4 if mesh in ("dp=2,tp=2", "dp=4") else 2
+    for worst in run_ranks(_trains, world, recipe, style, mesh):
+        assert worst < TOLERANCE
