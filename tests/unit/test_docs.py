@@ -122,7 +122,7 @@ def unknown_commands(text: str) -> list[str]:
     code = "\n".join(one.strip("`") for one in re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL))
     found = [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE) if name not in targets]
     for name, rest in re.findall(r"(?:^|-m )wholestep ([a-z][a-z-]*)\b(.*)", code, re.MULTILINE):
-        given = re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
+        given = re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", rest)
         found += [f"{name} {option}" for option in given if option not in options.get(name, set())]
     return found
 
