@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import wholestep as ws
-from benchmarks.peers import hardware, models
+from benchmarks.peers import machine, models
 from benchmarks.peers.sizes import CONFIGS
 from wholestep.cost.simulation import simulate
 from wholestep.distributed.launch import join
@@ -97,19 +97,19 @@ def _built(name: str, size: str, schedule: Any, x: Tensor, y: Tensor) -> Trained
 
 def _turn(one: Trained, x: Tensor, y: Tensor, steps: int) -> Measured:
     """Steps of one style. A step ends when the last rank is done; the first one does not count."""
-    busy, own = hardware.busy_seconds(), hardware.own_seconds()
+    busy, own = machine.busy_seconds(), machine.own_seconds()
     dist.barrier()
     begun = time.monotonic()
     marks = [begun]
     for _ in range(1 + steps):
         one.step(one.model, one.optimizer, x, y).item()
         marks.append(time.monotonic())
-    used = torch.tensor([hardware.own_seconds() - own])
+    used = torch.tensor([machine.own_seconds() - own])
     ends = torch.tensor(marks, dtype=torch.float64)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     dist.all_reduce(used)
     took = time.monotonic() - begun
-    others = max(hardware.busy_seconds() - busy - float(used), 0.0) / took
+    others = max(machine.busy_seconds() - busy - float(used), 0.0) / took
     last = [float(end) for end in ends[1:]]
     return statistics.median(after - before for before, after in pairwise(last)) * 1e3, others
 
@@ -122,9 +122,9 @@ def _looked_at(one: Trained, moments: Sequence[Hardware], x: Tensor, y: Tensor) 
     waited = simulated.exposed_us / 1e3, found.measured.simulated.exposed_us / 1e3
     local = one.step.programs[-1].local
     kinds = {kind: total.count for kind, total in local.collectives().items()}
-    data = one.step.options.parallel.options
+    data = one.step.strategies.options
     kept = {None: "", True: ", reshard", False: ", keep"}[data.reshard_after_forward]
-    chosen = f"{data.style}{kept}" if one.name.startswith("auto") else ""
+    chosen = f"{data.kind.name}{kept}" if one.name.startswith("auto") else ""
     at = [simulate(local, moment).step_us / 1e3 for moment in moments]
     turns = [Turn(*its, sum(both) / 2) for its, both in zip(one.measured, pairwise(at), strict=True)]
     return Style(
