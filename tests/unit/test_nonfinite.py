@@ -1,6 +1,7 @@
 """`on_nonfinite`: a call whose loss or gradients are not finite changes nothing, and says what was not finite."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
 from wholestep.graph.graph import LocalGraph
@@ -347,6 +349,39 @@ def test_fused_updates_stay_in_place() -> None:
     assert "_fused_adamw_" in text
     assert "found_inf" in text
     assert text.count("aten.where") == 3  # the three buffers of batch norm
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies into matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop])
+def test_updates_of_several_ops_are_computed_in_place(optimizer: Any) -> None:
+    """In a call whose gradients are finite; one that is not finite writes nothing at all."""
+
+    def train(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model = nn.Linear(16, 8, bias=False)
+    made = optimizer(model.parameters(), foreach=False)
+    step, x = ws.compile(train, on_nonfinite=lambda number, names: None), torch.randn(4, 16)
+    step(model, made, x)
+    for value in (1.0, math.nan):
+        with Copies() as copies:
+            step(model, made, x * value)
+        assert copies.count == 0
 
 
 def test_norms_with_which_gradients_are_clipped_are_taken() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import node_at, operands
+from ..graph.nodes import is_collective, is_mutating, is_wait, node_at, operands
 from ..passes.reinplace import WHERE_INTO, aliased, inplace_form
 
 aten = torch.ops.aten
@@ -20,9 +20,11 @@ aten = torch.ops.aten
 def with_host_choices(graph: Graph) -> Graph:
     """`graph`, bound to a rank, with choices that write nothing where the old value stays.
 
-    An update that is one op with an in-place form is not computed then either, and needs no memory of its own.
+    An update that is one op with an in-place form is not computed then either. An update of several ops, the first of
+    which has an in-place form, is computed in the memory of the old value unless that stays.
     """
     known: dict[Node, Node] = {}
+    uses = _Uses(graph)
     for node in list(graph.nodes):
         if node.target is not WHERE_INTO or meta.one_tensor(node).device != "cpu":
             continue
@@ -33,8 +35,10 @@ def with_host_choices(graph: Graph) -> Graph:
             with graph.inserting_after(flag):
                 known[flag] = graph.call_function(bool, (flag,))
         inplace = _in_place(new, old) if node.prev is new and set(new.users) == {node} else None
-        node.target, node.args, node.kwargs = unless, (known[flag], aten.copy_.default, old, new), {}
-        if inplace is not None:
+        node.target, node.args, node.kwargs = unless, (known[flag], _copied, old, new), {}
+        if inplace is None:
+            uses.begin_in_place(known[flag], node, old, new)
+        else:
             node.args, node.kwargs = (known[flag], inplace, *new.args), dict(new.kwargs)
             graph.erase_node(new)
     return graph
@@ -43,6 +47,83 @@ def with_host_choices(graph: Graph) -> Graph:
 def unless(skipped: bool, update: Callable[..., Tensor], old: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return `old`, which `update` writes into unless it is `skipped`."""
     return old if skipped else update(old, *args, **kwargs)
+
+
+def updated(
+    skipped: bool,
+    inplace: Callable[..., Tensor],
+    fresh: Callable[..., Tensor],
+    old: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Return an op's result: in the memory of `old`, or in memory of its own if the old value stays."""
+    return fresh(old, *args, **kwargs) if skipped else inplace(old, *args, **kwargs)
+
+
+def _copied(old: Tensor, new: Tensor) -> Tensor:
+    return old if new is old else old.copy_(new)
+
+
+class _Uses:
+    """Where the nodes of a graph stand, and when the memory that each one makes is read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: at for at, node in enumerate(graph.nodes)}
+        self.readers: dict[Node, list[Node]] = {}
+        for node in self.order:
+            for given in operands(node) if node.op == "call_function" else ():
+                self.readers.setdefault(_root(given), []).append(node)
+                if is_collective(node):  # reads until it is waited for
+                    self.readers[_root(given)] += [user for user in node.users if is_wait(user)]
+
+    def begin_in_place(self, skipped: Node, choice: Node, old: Node, new: Node) -> None:
+        """Let the first op of an update write into `old`, where nothing reads the old value afterwards.
+
+        What overwrites the new value after the choice, where its memory was its own, gets memory of its own.
+        """
+        first = _root(new)
+        inplace, order = _in_place(first, old), self.order
+        if inplace is None or order[first] < order[node_at(skipped, 0)]:
+            return
+        if any(order[node] > order[first] for node in self.readers[_root(old)] if node is not choice):
+            return
+        fresh: dict[Node, Any] = {}
+        after = [n for n in self.readers.get(first, ()) if order[n] > order[choice] and is_mutating(n)]
+        for node in sorted(dict.fromkeys(after), key=order.__getitem__):
+            if not _writes_first(node) and any(_reaches(given, first, fresh) for given in operands(node)):
+                return
+            if _reaches(operands(node)[0], first, fresh):
+                fresh[node] = _fresh_form(node)
+        if None in fresh.values():
+            return
+        for node, target in fresh.items():
+            node.target = target
+        first.args = cast(Any, (skipped, inplace, first.target, *first.args))
+        first.target = updated
+
+
+def _reaches(node: Node, first: Node, fresh: Mapping[Node, object]) -> bool:
+    """True for a node in the memory of `first`; what is in `fresh` has memory of its own."""
+    found: Node | None = node
+    while found is not None and found is not first and found not in fresh:
+        found = aliased(found)
+    return found is first
+
+
+def _writes_first(node: Node) -> bool:
+    """True for a mutating op that writes into its first operand alone."""
+    packet: Any = getattr(node.target, "_overloadpacket", None)
+    return bool(packet) and packet.__name__.endswith("_") and not packet.__name__.startswith("_")
+
+
+def _fresh_form(node: Node) -> Any:
+    """Return the functional overload of an in-place op that takes the same arguments, if there is one."""
+    target: Any = node.target
+    packet: Any = getattr(target, "_overloadpacket", None)
+    other = getattr(aten, packet.__name__.removesuffix("_"), None) if packet and packet.__name__.endswith("_") else None
+    overload = getattr(other, target._overloadname, None) if other else None
+    return overload if overload is not None and inplace_form(overload) is target else None
 
 
 def _in_place(new: Node, old: Node) -> Any:
