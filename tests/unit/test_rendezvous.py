@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from wholestep.distributed import rendezvous, store_tree
 from wholestep.distributed.rendezvous import Calls, Rendezvous
 from wholestep.distributed.sections import GRAPH, LAYOUTS, UNKNOWN, Section
 from wholestep.distributed.store_tree import ARITY, StoreTree
+from wholestep.runtime.consistency import ConsistencyCheck
+from wholestep.runtime.progress import Stages
 
 
 class Counting:
@@ -246,3 +248,26 @@ def test_a_choice_that_cannot_be_pickled_ends_all_ranks_at_once() -> None:
     assert "pickle" in first
     assert second.startswith("PlanError: rank 0 could not choose: ")
     assert "pickle" in second
+
+
+def test_a_rank_that_fails_leaves_the_comparison_before_to_slower_ranks() -> None:
+    """Rank 1 looks for the outcome of the first comparison only after rank 0 has failed; it must still find it."""
+    shared, failed = dist.HashStore(), threading.Event()
+
+    class Slow(Counting):
+        def check(self, keys: list[str]) -> bool:
+            failed.wait(5.0)
+            return self.store.check(keys)
+
+    def act(ranks: Rendezvous) -> bool:
+        check = ConsistencyCheck(cast("Any", None), cast("Any", None), ranks, Stages(None, "step"), "step")
+        check._compare({LAYOUTS: lines("a")})  # pyright: ignore[reportPrivateUsage]
+        if ranks.rank == 0:
+            check.fail("no")
+            failed.set()
+            return True
+        with pytest.raises(ws.RankMismatchError, match="rank 0 could not compile its step: no"):
+            check._compare({LAYOUTS: lines("b")})  # pyright: ignore[reportPrivateUsage]
+        return True
+
+    assert on_ranks(act, 2, [shared, Slow(shared)], timeout_s=2.0) == [True, True]

@@ -151,7 +151,8 @@ class ConsistencyCheck:
             before = self.round_label
             self.round += 1
             calls = self.rendezvous.all_equal(self.round_label, sections, failure, call)
-        self.rendezvous.forget(before)
+        if not failure:  # a rank that failed has waited for nobody: others may still read what they compared before
+            self.rendezvous.forget(before)
         return calls
 
     def _for_first_call(
