@@ -101,7 +101,7 @@ class _Lowering:
         rest = tuple(self.plan.storage[i.name] for i in self.train.inputs)
         return LocalGraph(
             self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
-            offload=self.train.offload,
+            offload=self.train.offload, async_axes=self.plan.async_axes,
         )  # fmt: skip
 
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
