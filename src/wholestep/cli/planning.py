@@ -155,6 +155,8 @@ def tensor_parallel(
     if list(tp) == ["auto"]:
         return ws.TensorParallel("auto", axis=axis, hardware=hardware, **options)
     if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
+        if async_tp:
+            refuse("--async-tp without tensor parallelism: needed an axis of --tp")
         return None
     if not tp or list(tp) in (["model"], ["sequence"]):
         if list(tp) == ["sequence"]:

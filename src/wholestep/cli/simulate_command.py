@@ -67,8 +67,8 @@ def simulate(
         refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
     with working() as shown:
         check_mesh(mesh)
-        if (tp or async_tp) and "tp" not in ws.Mesh(mesh).names:
-            refuse(f"--{'tp' if tp else 'async-tp'} on mesh {mesh}: needed an axis tp")
+        if tp and "tp" not in ws.Mesh(mesh).names:
+            refuse(f"--tp on mesh {mesh}: needed an axis tp")
         machine = hardware_of(hardware)
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
         eight = ws.Float8(cast(Any, str(float8))) if float8 else None
