@@ -86,6 +86,8 @@ class Tuning:
     fewest_nodes_of_layer: int = tuned(24, "nodes", "of a repeat that is compiled by itself: a guess", 53)
     # -- measuring
     compute_rounds: int = tuned(9, "rounds", "of each probe: the median counts, not the best", 25)
+    undisturbed_share: float = tuned(0.8, "share", "of a probe's time that its thread ran: else another process did")
+    undisturbed_rounds: int = tuned(4, "rounds", "of a probe that are enough without the disturbed ones: a guess")
     link_few_bytes: int = tuned(4 << 10, "bytes", "of the collective whose start is timed: a guess")
     link_many_bytes: int = tuned(1 << 20, "bytes", "of the collective whose rate is timed", 31)
     copy_rounds: int = tuned(7, "rounds", "of copies out of received memory: a guess")
