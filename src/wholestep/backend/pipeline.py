@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 from ..errors import PlanError
-from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
 from ..passes.bucket_sizes import resized
@@ -25,11 +24,6 @@ from .protocol import Backend
 Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 """Maps the default list of passes to the list that runs."""
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
-
-
-def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
-    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
-    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 
 
 def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
