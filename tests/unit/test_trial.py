@@ -98,7 +98,7 @@ def local_of(style: str, ranks: int) -> ws.LocalGraph:
 
 
 def tried(local: ws.LocalGraph) -> list[Any]:
-    hardware = ws.Hardware.measured(link_us=100.0, link_bytes_per_us=500)
+    hardware = ws.Hardware.measured(link_us=1000.0, link_bytes_per_us=500)
     passes = ws.pipeline(hardware)
     found = schedules_to_try(local, passes, hardware, lambda made: ws.peak_memory(made).size_bytes)
     assert found[0].order == tuple(collectives_of(ws.run_passes(local, passes)))
@@ -110,6 +110,8 @@ def test_fewer_and_more_collectives_are_tried_beside_the_first(style: str) -> No
     first, *others = tried(local_of(style, 2))
     assert 1 <= len(others) <= 2
     counts = [len(one.order) for one in others]
+    smallest = min(first.sizes.bucket_bytes, TUNING.smallest_bucket_bytes)
+    assert all(one.sizes.bucket_bytes >= smallest for one in others)
     assert len({first.order, *(one.order for one in others)}) == 1 + len(others)
     assert any(count > len(first.order) for count in counts)
 

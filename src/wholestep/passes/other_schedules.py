@@ -47,8 +47,8 @@ def schedules_to_try(
     """The schedule that `passes` lead to, then the best by simulation with fewer and with more collectives.
 
     Neighbours measure alike, and a disturbed measurement of the hardware misleads the simulation to one side: so the
-    sizes differ by factors, and both sides are tried where they exist. Left out is what holds more memory, or adds
-    more than two ranks in other sums: their bits depend on what else is in a sum.
+    sizes differ by factors, and both sides are tried where they exist, two of one side otherwise. Left out is what
+    holds more memory, or adds more than two ranks in other sums: their bits depend on what else is in a sum.
 
     Args:
         local: the program before `passes`.
@@ -87,10 +87,16 @@ def _made(
 
 
 def scaled(sizes: BucketSizes, factor: float) -> BucketSizes:
-    """Sizes times `factor`; smaller buckets leave bounds on what is in flight as they are."""
-    bucket, up = max(int(sizes.bucket_bytes * factor), 1), max(factor, 1.0)
+    """Sizes times `factor`, down to the smallest that are chosen for any hardware. Smaller buckets leave bounds on what
+    is in flight as they are.
+    """
+
+    def times(size: int) -> int:
+        return max(int(size * factor), min(size, TUNING.smallest_bucket_bytes))
+
+    bucket, up = times(sizes.bucket_bytes), max(factor, 1.0)
     return replace(
-        sizes, bucket_bytes=bucket, summed_bytes=max(int(sizes.summed_bytes * factor), 1),
+        sizes, bucket_bytes=bucket, summed_bytes=times(sizes.summed_bytes),
         alone_bytes=min(int(sizes.alone_bytes * up), bucket), in_flight_bytes=int(sizes.in_flight_bytes * up),
     )  # fmt: skip
 
