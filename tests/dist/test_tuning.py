@@ -197,6 +197,27 @@ def test_a_later_start_runs_what_was_found(tmp_path: Path) -> None:
         assert warm[2] == cold[2]
 
 
+def picky(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass of a user's that wants to come before sizes are decided."""
+    if local.sizes is not None:
+        raise ValueError("sizes are decided")
+    return local
+
+
+def train_with_a_picky_pass(rank: int, world: int) -> str:
+    model = layers()
+    step = compiled(mean_square, "zero1", "auto", passes=lambda passes: [picky, *passes])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _, x in zip(range(4), batches(rank, (8,)), strict=False):
+        step(model, optimizer, x)
+    return str(step.tuning)
+
+
+def test_a_schedule_that_cannot_be_made_is_not_tried() -> None:
+    why = "not tuned: another schedule cannot be made: sizes are decided"
+    assert run_ranks(train_with_a_picky_pass, 2) == [why] * 2
+
+
 SCRIPT = """
 import os, signal
 import torch

@@ -155,11 +155,10 @@ class RunningTrial:
         label, what = f"{self.label}/choices", "which schedules take turns"
         with ACTIVITY.doing("choosing schedules to try", tuner.rendezvous.timeout_s):
             self.tried, self.why_not = tuner.rendezvous.choose(label, lambda: self._choose(taker), what)
-        self.trial = Trial(len(self.tried))
-        if len(self.tried) < 2:
-            self.tried = ()
+        if self.why_not:
             self._end(taker)
         else:
+            self.trial = Trial(len(self.tried))
             self.turns = self.trial.turns
             tuner.stages.report(f"tune: {len(self.tried)} schedules take turns", "start")
 
@@ -174,7 +173,7 @@ class RunningTrial:
             tried = schedules_to_try(taker.before, finalizer.passes(), hardware, peak_bytes)
         except Exception as error:
             return (), f"another schedule cannot be made: {first_line(error)}"
-        return tuple(tried), "" if len(tried) > 1 else "no other buckets give the same bits in as much memory"
+        return (tuple(tried), "") if len(tried) > 1 else ((), "no other buckets give the same bits in as much memory")
 
     def _end_round(self, taker: TurnTaker) -> None:
         tuner, first = self.tuner, not self.trial.rounds
