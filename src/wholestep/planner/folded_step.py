@@ -94,9 +94,8 @@ class FoldedStep:
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
         """Costs of the whole step from the plans and programs of a pair; `passes` size buckets for the whole step."""
         passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
-        a, b = (astuple(costs_of(run_passes(local, passes), planned, self.hardware)) for planned, local in made)
-        rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
-        return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
+        a, b = (costs_of(run_passes(local, passes), planned, self.hardware) for planned, local in made)
+        return a.towards(b, (self.count - pair[0]) / (pair[1] - pair[0]))
 
     def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> CollectiveTraffic:
         """Bytes of the collectives of the whole step, from the programs of a pair."""
