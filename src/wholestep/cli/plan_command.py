@@ -22,6 +22,7 @@ from .target import (
     write_output,
 )
 
+DEFAULT_GPUS = "dgx-h100"
 _Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
 ]
@@ -51,6 +52,15 @@ def plan(
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="With --hf: search how so many train it: mesh, style and more.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="With --gpus: sequences in a step of all.")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", help="The search for each of gpus=8,16,...,1024 or seq=... or batch=...")
+    ] = None,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -75,6 +85,13 @@ def plan(
     """
     from . import planning
 
+    if gpus is not None or global_batch is not None or sweep is not None:
+        others = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
+                  "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
+        if given := [name for name, value in others.items() if value]:
+            refuse(f"--{given[0]} with --gpus: needed one of them")
+        _search(step, gpus, global_batch, sweep, hardware, html, out)
+        return
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
@@ -111,6 +128,32 @@ def plan(
     if html or trace:
         with working() as shown:
             planning.draw(shown, done, asked, html, trace, cases)
+
+
+def _search(
+    step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
+    html: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Search setups for a number of GPUs, or for each value of a sweep."""
+    from . import gpu_command
+
+    check_outputs(json=out, html=html)
+    with working() as shown:
+        step.check(chooses=True)
+        wanted = None if sweep is None else gpu_command.sweep_of(sweep)
+        gpu_command.check(step, gpus, global_batch, wanted)
+        if html is not None and wanted is None:
+            refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
+        spec = step.spec(None)
+        assert spec is not None, "checked before"
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware_of(hardware or DEFAULT_GPUS))
+        if wanted is not None:
+            text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
+        else:
+            assert gpus is not None, "checked before"
+            assert global_batch is not None, "checked before"
+            text = gpu_command.search(shown, planner, gpus, global_batch, out)
+    typer.echo(text)
 
 
 def _check_effects(

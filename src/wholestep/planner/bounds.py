@@ -150,12 +150,12 @@ def rough_estimate_us(
     ranks = prod(mesh.axis_size(axis) for axis in strategies.axes(mesh) if axis not in data)
     computed = computing_us / ranks
     whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
-    collectives = _collectives(mesh, strategies.data, whole) if strategies.data else ()
+    collectives = data_collectives(mesh, strategies.data, whole) if strategies.data else ()
     sent = sum(hardware.collective_us(kind, size, mesh, axis) for kind, size, axis in collectives)
     return max(computed, sent) + 0.5 * min(computed, sent)
 
 
-def _collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[str, float, str]]:
+def data_collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[str, float, str]]:
     """The collectives of a data-parallel step, one of each kind along each axis."""
     axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1]
     sharded = axes[-1:] if data.kind.grouped else axes if data.kind.shards_state else []
