@@ -51,7 +51,7 @@ class Tuning:
     nearly_fits: float = tuned(0.99, "x budget", "that extrapolated peaks aim at: a guess")
     doubling_gain: float = tuned(0.03, "share", "batches double while a sequence gets faster by as much: a guess")
     setups_shown: int = tuned(5, "setups", "are simulated at least, and shown: a page of them")
-    most_setups: int = tuned(8, "setups", "are simulated at most: a minute for 70B on two cores")
+    most_setups: int = tuned(6, "setups", "are simulated at most, some 4 s each for 70B: a guess")
     setup_estimate_share: float = tuned(0.05, "share", "by which a quick estimate may miss the simulated time: a guess")
     setups_alike: int = tuned(2, "setups", "of equal computation are simulated: what they send hides alike: a guess")
     setup_memory_share: float = tuned(1.1, "x memory", "that a quick estimate of the peak may miss it by: a guess")

@@ -165,7 +165,7 @@ def test_what_is_no_sweep(text: str) -> None:
         (["--gpus", "8", "--global-batch", "8", "--batch", "2"], "--batch with --gpus: the search chooses that"),
         (["--gpus", "8", "--global-batch", "8", "--semantics", "global"], "--semantics global with --gpus"),
         (["--gpus", "8", "--global-batch", "8", "--html", "x.html"], "--html with --gpus and no --sweep"),
-        (["--gpus", "7", "--global-batch", "3", "--seq", "64"], "3 sequences on 7 GPUs: no mesh"),
+        (["--gpus", "7", "--global-batch", "3", "--seq", "64"], "no setup of 7 GPUs can be planned"),
         (["--sweep", "gpus=x", "--global-batch", "8"], "--sweep 'gpus=x'"),
     ],
 )

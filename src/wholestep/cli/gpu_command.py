@@ -111,7 +111,7 @@ class GpuPlanner:
         spec = replace(self.spec, seq=seq, batch=batch, micro_batches=micro_batches, layers=layers)
         target = build(spec)
         stage = f"capture {layers} layers, {micro_batches} x {batch} sequences of {seq}"
-        return capture(self.screen, target, stage, self.options.capture_options(target))
+        return capture(self.screen, target, stage, self.options.capture_options(target, self.hardware))
 
     @property
     def given(self) -> str:

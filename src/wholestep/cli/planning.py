@@ -131,9 +131,14 @@ def capture(
         return graph
 
 
+def captured_for(shown: Screen, target: Target, hardware: ws.Hardware) -> ws.TrainGraph:
+    """The step as one graph, with the kernels that run on `hardware`."""
+    return capture(shown, target, options=ws.CaptureOptions(kernels="cuda" if hardware.has_gpus else None))
+
+
 def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
-    return capture(shown, asked.target, stage, asked.options.capture_options(asked.target))
+    return capture(shown, asked.target, stage, asked.options.capture_options(asked.target, asked.hardware))
 
 
 def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:

@@ -18,6 +18,7 @@ from .target import Hf, Layers, Seq, Style, Target, refuse
 
 if TYPE_CHECKING:
     from wholestep.capture.capture_options import CaptureOptions
+    from wholestep.hardware.hardware import Hardware
     from wholestep.planner.recompute_kinds import RecomputeKind
 
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
@@ -100,19 +101,20 @@ class SharedOptions:
         given: dict[str, Any] = {name: getattr(v, "value", v) for name, v in options.items() if v is not None}
         return None if self.hf is None else ModelSpec(self.hf, **given)
 
-    def capture_options(self, target: Target) -> CaptureOptions:
-        """Those of `--precision`: parameters in float32 compute in bfloat16, and are reduced in float32."""
+    def capture_options(self, target: Target, hardware: Hardware) -> CaptureOptions:
+        """With the kernels of `hardware`. By `--precision`, float32 computes in bfloat16 and is reduced in float32."""
         import torch
 
         from wholestep.capture.capture_options import CaptureOptions
         from wholestep.precision import Float8, MixedPrecision
 
+        kernels = "cuda" if hardware.has_gpus else None
         if self.precision is None:
-            return CaptureOptions()
+            return CaptureOptions(kernels=kernels)
         mixed = any(p.dtype is torch.float32 for model in target.models() for p in model.parameters())
         half = MixedPrecision(torch.bfloat16, torch.float32) if mixed else None
         recipes = {Precision.fp8: Float8("tensorwise"), Precision.fp8_rowwise: Float8("rowwise")}
-        return CaptureOptions(mixed_precision=half, float8=recipes.get(self.precision))
+        return CaptureOptions(mixed_precision=half, float8=recipes.get(self.precision), kernels=kernels)
 
     def recomputes(self, default: RecomputeKind = "none") -> RecomputeKind:
         """The kind of `--recompute`."""

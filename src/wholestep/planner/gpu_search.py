@@ -204,7 +204,7 @@ class GpuSearch:
                 found = self._costs(replace(setup, recompute=kind), made, fastest_s)
             except WholestepError as error:
                 return replace(setup, why=f"no plan: {first_line(error)}")
-            if isinstance(found, float):
+            if not isinstance(found, Costs):
                 return replace(setup, recompute=kind, why=f"takes {seconds(found)} at least")
             needs = found.peak_bytes
             if needs <= self.memory_bytes:
@@ -231,9 +231,14 @@ class GpuSearch:
         return least_s if least_s > fastest_s else repeated(one, of(2), setup.micro_batches)
 
     def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
-        first = lost[0]
+        over = [setup for setup in lost if setup.why.endswith("too much")]
+        if not over:
+            raise PlanError(
+                f"no setup of {ranks} GPUs can be planned: {lost[0]}: {lost[0].why}",
+                "GPUs by which the batch and the heads of the model divide", "give other --gpus or --global-batch",
+            )  # fmt: skip
         return BudgetError(
-            f"nothing fits on {ranks} GPUs: {len(lost)} setups, the first of them {first}: {first.why}",
+            f"nothing fits on {ranks} GPUs: {len(lost)} setups, the first of them {over[0]}: {over[0].why}",
             f"at most {human(self.memory_bytes)} on a rank",
             f"give more --gpus, more --memory than {human_at_least(self.memory_bytes)}, or a shorter --seq",
         )
