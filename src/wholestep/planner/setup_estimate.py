@@ -19,7 +19,7 @@ from .short_steps import MadeStep, ShortSteps
 
 
 @dataclass(frozen=True)
-class Profile:
+class BatchTimes:
     """Microseconds of one micro-batch on one rank, in sequence: forward, its part without products, backward, update,
     and collectives along the axis of tensor parallelism.
     """
@@ -44,7 +44,7 @@ class SetupEstimate:
     hardware: Hardware
     tensor_axis: str
     made: dict[tuple[int, int], MadeStep] = field(default_factory=dict[tuple[int, int], MadeStep])
-    profiles: dict[tuple[int, int], Profile] = field(default_factory=dict[tuple[int, int], Profile])
+    profiles: dict[tuple[int, int], BatchTimes] = field(default_factory=dict[tuple[int, int], BatchTimes])
     peaks: dict[tuple[int, int, RecomputeKind], int] = field(default_factory=dict[tuple[int, int, RecomputeKind], int])
 
     def probe(self, mesh: Mesh, strategies: Strategies, batch: int) -> None:
@@ -58,11 +58,11 @@ class SetupEstimate:
         """The ranks that share a layer."""
         return mesh.axis_size(self.tensor_axis) if self.tensor_axis in mesh.names else 1
 
-    def _profiled(self, made: MadeStep) -> Profile:
+    def _profiled(self, made: MadeStep) -> BatchTimes:
         def summed(wanted: str) -> float:
             return made.whole(lambda local: self._summed(local, wanted))
 
-        return Profile(*(summed(one) for one in ("forward", "elementwise", "backward", "update", "tensor")))
+        return BatchTimes(*(summed(one) for one in ("forward", "elementwise", "backward", "update", "tensor")))
 
     def _summed(self, local: LocalGraph, wanted: str) -> float:
         total = 0.0
