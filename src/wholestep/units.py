@@ -1,4 +1,4 @@
-"""Sizes in bytes and times in seconds from text."""
+"""Sizes in bytes, times in seconds, counts and prices from text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 _LONGEST_S = 10**8  # three years
 _TIMES = {"": 1, "MS": 1e-3, "S": 1, "SEC": 1, "MIN": 60, "H": 3600}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST = 10**18  # of anything that is counted
+_PRICE = re.compile(r"\s*\$?\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:/\s*h)?\s*")
 
 
 def parse_seconds(given: float | str, option: str) -> float:
@@ -38,6 +41,24 @@ def parse_bytes(given: int | str, name: str = "memory_bytes") -> int:
     found = _SIZE.fullmatch(given) if isinstance(given, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     return _positive(float(found[1]) * unit if found else 0, given, name)
+
+
+def parse_count(given: str, option: str) -> float:
+    """A number of `"300B"`, `"1.5T"`, `"20M"`, `"4k"` or digits. Raises PlanError, which names the option."""
+    found = _SIZE.fullmatch(given)
+    count = float(found[1]) * _COUNTS.get(found[2].upper(), 0) if found else 0
+    if not 1 <= count <= _MOST:
+        raise PlanError(f"{option}={shown(given)}", 'a positive number, or text like "300B" or "1T"', "correct it")
+    return count
+
+
+def parse_price(given: str, option: str) -> float:
+    """The price of one device for an hour, of `"2.5/h"` or `"2.5"`. Raises PlanError, which names the option."""
+    found = _PRICE.fullmatch(given)
+    if found is None:
+        needed = 'a price of one device for an hour, 0 or above, as "2.5/h"'
+        raise PlanError(f"{option}={shown(given)}", needed, "correct it")
+    return float(found[1])
 
 
 def _positive(size: float, given: object, name: str) -> int:

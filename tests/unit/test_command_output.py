@@ -79,7 +79,7 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
     ("command", "options", "found"),
     [
         ("plan", ["--mesh", "4"], "mesh '4'"),
-        ("plan", ["--mesh", "dp=4", "--auto", "--memory", "1XB"], "memory_bytes='1XB'"),
+        ("plan", ["--mesh", "dp=4", "--auto", "--memory", "1XB"], "--memory='1XB'"),
         ("plan", ["--mesh", "dp=4", "--auto", "--hardware", "nowhere"], "nowhere"),
         ("plan", ["--mesh", "dp=4", "--what-if", "mesh=4"], "mesh '4'"),
         ("plan", ["--mesh", "dp=4", "--what-if", "hardware=nowhere"], "nowhere"),

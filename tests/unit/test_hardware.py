@@ -165,6 +165,59 @@ def test_other_links_between_nodes():
         ws.Hardware.preset("dgx-x")
 
 
+ISSUED = {  # TFLOPS of the fastest half precision, GB/s of memory, GB of memory, processors: as the makers publish them
+    "dgx-a100": (312, 2039, 80, 108), "a100-40gb": (312, 1555, 40, 108), "a100-pcie-40gb": (312, 1555, 40, 108),
+    "a100-pcie-80gb": (312, 1935, 80, 108), "dgx-h100": (989, 3350, 80, 132), "h100-pcie": (756.5, 2000, 80, 114),
+    "h200": (989, 4800, 141, 132), "b200": (2250, 8000, 192, 148), "gb200-nvl72": (2500, 8000, 186, 148),
+    "mi300x": (1307.4, 5300, 192, 304), "l40s": (362.05, 864, 48, 142), "v100-16gb": (125, 900, 16, 80),
+    "v100-32gb": (125, 900, 32, 80), "v100-pcie": (112, 900, 16, 80), "p5": (989, 3350, 80, 132),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ISSUED)
+def test_numbers_of_data_sheets(name):
+    found, (tera, rate, size, processors) = ws.Hardware.preset(name), ISSUED[name]
+    device = found.device
+    assert device.peak_flops_per_us("float16") == pytest.approx(tera * 1e6)
+    assert device.memory_bytes_per_us == rate * 1e3
+    assert device.memory_bytes in (size << 30, size * 10**9)
+    assert device.processors == processors
+    assert found.sources, "each preset says where its numbers are from"
+
+
+def test_what_was_not_measured_says_so():
+    fitted = {"dgx-a100", "dgx-h100", "h200", "b200-nvl72", "h100-96gb-500w", "a3-mega", "p5", "b200", "loopback"}
+    for name in {*ws.Hardware.presets()} - fitted:
+        assert any(text.startswith("assumed, not measured") for text in ws.Hardware.preset(name).sources), name
+
+
+def test_v100_has_no_fast_bfloat16():
+    v100 = ws.Hardware.preset("v100-32gb")
+    assert v100.matmul_us(1, 4096, 4096, 4096, "bfloat16") > 4 * v100.matmul_us(1, 4096, 4096, 4096, "float16")
+
+
+def test_a_spine_that_has_fewer_links():
+    """Inside one group of leaves nothing changes; what crosses takes the longer, the more is shared."""
+    names = ["dgx-h100+infiniband-400", *(f"dgx-h100+infiniband-400:{how}" for how in ("rail", "rail/2", "rail/8"))]
+    plain, rail, two, eight = (ws.Hardware.preset(name) for name in names)
+    assert rail.levels[1].ranks == 32 * 8
+    assert ws.Hardware.preset("dgx-h100+infiniband-400:fat-tree").levels[1].ranks == 4 * 8
+    inside, across = ([one.group_us("all_to_all", GIB, ranks) for one in (plain, rail, two, eight)]
+                      for ranks in (256, 1024))  # fmt: skip
+    assert len({*inside}) == 1
+    assert across[1:] == sorted(across[1:])
+    assert across[3] > across[2] > across[1] == pytest.approx(across[0])
+    assert ws.Hardware.preset("gb200-nvl72+infiniband-400/2").levels[1].bytes_per_us == 25_000
+
+
+@pytest.mark.parametrize("link", ["infiniband-400:ring", "infiniband-400/0.5", "infiniband-400/x", "nothing:rail", ":"])
+def test_wires_that_do_not_exist(link):
+    with pytest.raises(ws.PlanError, match="with K of at least 1 and one of infiniband-100"):
+        ws.Hardware.preset(f"dgx-h100+{link}")
+    with pytest.raises(ws.PlanError, match="there is no hardware"):
+        ws.Hardware.preset(f"loopback+{link}")
+
+
 def test_a_hash_stays_in_its_process():
     """Hashes of text differ between processes: in a key of the compile cache, one would never be found again."""
     made = ws.Hardware.preset("dgx-h100")
@@ -312,7 +365,7 @@ def test_experts_in_groups_count_as_products_of_their_own():
     assert total == apart == 2 * (2 * 64 * 32 * 48)  # forward, gradient of the weights: rows of the batch have none
     assert {node.target for node in found} == {torch.ops.aten._grouped_mm.default}
     hopper = ws.Hardware.preset("dgx-h100")
-    assert peak_us(graph.graph, hopper) == pytest.approx(total / hopper.peak_flops_per_us("bfloat16"))
+    assert peak_us(graph.graph, hopper)[0] == pytest.approx(total / hopper.peak_flops_per_us("bfloat16"))
     for node in found:
         peak = flops(node) / hopper.peak_flops_per_us("bfloat16")
         assert node_us(node, hopper) >= peak

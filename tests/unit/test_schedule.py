@@ -610,3 +610,25 @@ def test_a_flush_and_a_first_call_send_what_a_steady_call_sends(style: str) -> N
         [n.name for n in one.graph.nodes if is_collective(n)] for one in (*reversed(across.across), across)
     )
     assert [*flush, *first] == steady
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
+def test_gradients_of_micro_batches_are_summed_at_once(style: str) -> None:
+    """More micro-batches hold no more than two do."""
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        for part in parts:
+            loss = model(part).square().mean() / len(parts)
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    peaks: list[int] = []
+    for count in (2, 4):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graph = ws.capture(train_step, model, optimizer, [torch.randn(8, 256) for _ in range(count)])
+        local = ws.partition(graph, ws.plan(graph, "dp=8", ws.DataParallel(style)))  # type: ignore[arg-type]
+        peaks.append(ws.peak_memory(ws.run_passes(local, ws.pipeline())).size_bytes)
+    assert peaks[1] < peaks[0] * 1.2

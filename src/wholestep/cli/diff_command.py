@@ -39,5 +39,5 @@ def diff(
         if target is not None or hf is not None:
             found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
             machine, both = hardware_of(hardware), dict(zip((before, after), plans, strict=True))
-            text += "\n\n" + planning.costs_of(shown, planning.capture(shown, found, machine), both, machine)
+            text += "\n\n" + planning.costs_of(shown, planning.captured_for(shown, found, machine), both, machine)
     typer.echo(text)

@@ -25,11 +25,12 @@ class ModelSpec:
 
     Args:
         config: name of a preset, a configuration as JSON, or its folder.
-        batch: sequences for each rank.
+        batch: sequences of a rank at a time.
         seq: tokens in each; by default 2048 or the model's limit, if that is less.
         dtype: of parameters, gradients and optimizer state.
         layers: number of layers to keep; all if None.
         optimizer: adamw or sgd.
+        micro_batches: batches in a step, whose gradients accumulate.
     """
 
     config: str
@@ -38,6 +39,7 @@ class ModelSpec:
     dtype: str = "bfloat16"
     layers: int | None = None
     optimizer: str = "adamw"
+    micro_batches: int = 1
 
 
 def presets() -> list[str]:
@@ -64,21 +66,25 @@ def build(wanted: ModelSpec) -> Target:
     length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
     if length > most:
         refuse(f"--seq {length}: {wanted.config} takes at most {most} positions")
-    tokens = torch.empty(wanted.batch, length, dtype=torch.int64, device="meta")
+    shape = wanted.batch, length
+    tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(wanted.micro_batches)]
     name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
     return Target(name, train_step, (model, _optimizer(wanted.optimizer, model), {"tokens": tokens}))
 
 
 def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    """One step: the mean next-token loss (nats per token), its clipped gradient, and the update."""
-    from torch import nn
+    """One step: the mean next-token loss (nats per token) of all micro-batches, its clipped gradient, the update."""
+    import torch
 
     optimizer.zero_grad()
-    loss = model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    parts, losses = batch["tokens"], list[Any]()
+    for tokens in parts:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        (loss / len(parts) if len(parts) > 1 else loss).backward()
+        losses.append(loss.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.detach()
+    return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
 def _optimizer(name: str, model: Any) -> Any:
@@ -128,6 +134,11 @@ def _read(given: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         refuse(f"--hf {given}: {path} is not a JSON object")
     return cast(dict[str, Any], found)
+
+
+def tokens_of(found: Target) -> int:
+    """Tokens in the batch of a step that `build` made."""
+    return sum(tokens.numel() for tokens in found.args[2]["tokens"])
 
 
 def spec_of(hf: str | None, **options: Any) -> ModelSpec | None:

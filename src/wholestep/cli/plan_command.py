@@ -1,25 +1,18 @@
 """`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import typer
 
 from wholestep.tuning import table
 
-from .hf import load, spec_of
+from .hf import load
 from .plan_options import WHAT_IF_FORMS, batch_sizes, check_what_if, constraints
+from .shared_options import SharedOptions, with_shared_options
 from .target import (
-    FULLY_SHARD,
     RETURNS,
-    AsyncTp,
     HardwareName,
-    Hf,
-    Layers,
-    Seq,
-    Style,
-    Tp,
     check_given,
     check_mesh,
     check_outputs,
@@ -29,15 +22,9 @@ from .target import (
     write_output,
 )
 
-Semantics = StrEnum("Semantics", ["per_rank", "global"])
-Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
-Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
+DEFAULT_GPUS = "dgx-h100"
 _Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
-]
-
-_Batch = Annotated[
-    str | None, typer.Option(help="With --hf: sequences for each rank (1); with --auto several, 1,2,4, or auto.")
 ]
 _Pin = Annotated[
     list[str] | None,
@@ -58,25 +45,22 @@ _Html = Annotated[
 _WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {WHAT_IF_FORMS}; repeatable.")]
 
 
+@with_shared_options
 def plan(
+    step: SharedOptions,
     target: _Model = None,
-    hf: Hf = None,
-    batch: _Batch = None,
-    seq: Seq = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="With --hf: of parameters and state (bfloat16).")] = None,
-    layers: Layers = None,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="With --hf (adamw).")] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
-    style: Annotated[Style | None, typer.Option(help="The data-parallel style (fully_shard).")] = None,
-    semantics: Annotated[
-        Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
-    ] = Semantics.per_rank,
-    tp: Tp = None,
-    async_tp: AsyncTp = None,
-    tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
-    memory: Annotated[str | None, typer.Option(help="With --auto: memory of a rank, as 80GiB.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="With --hf: search how so many train it: mesh, style and more.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="With --gpus: sequences in a step of all.")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", help="The search for each of gpus=8,16,...,1024 or seq=... or batch=...")
+    ] = None,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -101,34 +85,36 @@ def plan(
     """
     from . import planning
 
-    sizes = batch_sizes(batch, auto)
-    first = None if sizes is None else min(sizes, default=1)
-    given = {"batch": first, "seq": seq, "dtype": dtype, "layers": layers, "optimizer": optimizer}
-    check_given(target, hf)
-    single = {"style": style, "explain": explain, "program": show or None}
-    _check_effects(hf, given, compare, single, auto, style, {"memory": memory, "pin": pin, "replicated": replicated})
-    if hardware is not None and not (auto or compare or explain or html or trace or what_if):
-        refuse("--hardware without --auto, --compare, --explain, --html or --trace: nothing else shows times")
+    if gpus is not None or global_batch is not None or sweep is not None:
+        others = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
+                  "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
+        if given := [name for name, value in others.items() if value]:
+            refuse(f"--{given[0]} with --gpus: needed one of them")
+        _search(step, gpus, global_batch, sweep, hardware, html, out)
+        return
+    sizes = batch_sizes(step.batch, auto)
+    check_given(target, step.hf)
+    single = {"style": step.style, "explain": explain, "program": show or None}
+    _check_effects(compare, single, auto, step, {"pin": pin, "replicated": replicated})
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
+        step.check(chooses=auto)
         check_mesh(mesh)
-        check_what_if(what_if or [], hf is not None)
-        described, spec = hardware_of(hardware), spec_of(hf, **given)
-        found, kind = load(shown, target, spec), cast(Literal["per_rank", "global"], semantics.value)
-        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described, async_tp)
-        asked = planning.PlanRequest(
-            found, mesh, described, described if hardware else None, kind, tensor, tp_axis, explain or (), show,
-            stop_after,
+        check_what_if(what_if or [], step.hf is not None)
+        described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
+        asked = planning.request(
+            load(shown, target, spec), mesh, described, described if hardware else None, step,
+            own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
         if compare:
             done = planning.compared(shown, asked)
         elif auto:
-            chooser = planning.chooser(shown, asked, memory, constraints(pin or [], replicated or []))
+            chooser = planning.chooser(shown, asked, constraints(pin or [], replicated or []))
             done, spec = planning.chosen(shown, asked, chooser, sizes, spec)
         else:
-            done = planning.planned(shown, asked, style or FULLY_SHARD)
+            done = planning.planned(shown, asked)
     typer.echo(done.text)
     if verbose:
         typer.echo(f"\n{table()}")
@@ -136,24 +122,47 @@ def plan(
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(done.as_json))
         if what_if or html:
-            cases = planning.what_ifs(shown, what_if or [], done, described, spec)
+            cases = planning.what_ifs(shown, what_if or [], asked, done, spec)
     if what_if:
         typer.echo(f"\n{planning.what_if.show(cases)}")
     if html or trace:
         with working() as shown:
-            planning.draw(shown, done, described, html, trace, cases)
+            planning.draw(shown, done, asked, html, trace, cases)
+
+
+def _search(
+    step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
+    html: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Search setups for a number of GPUs, or for each value of a sweep."""
+    from . import gpu_command
+
+    check_outputs(json=out, html=html)
+    with working() as shown:
+        step.check(chooses=True)
+        wanted = None if sweep is None else gpu_command.sweep_of(sweep)
+        gpu_command.check(step, gpus, global_batch, wanted)
+        if html is not None and wanted is None:
+            refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
+        spec = step.spec(None)
+        assert spec is not None, "checked before"
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware_of(hardware or DEFAULT_GPUS))
+        if wanted is not None:
+            text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
+        else:
+            assert gpus is not None, "checked before"
+            assert global_batch is not None, "checked before"
+            text = gpu_command.search(shown, planner, gpus, global_batch, out)
+    typer.echo(text)
 
 
 def _check_effects(
-    hf: str | None, model: dict[str, Any], compare: bool, single: dict[str, Any], auto: bool, style: Style | None,
-    chosen_by: dict[str, Any],
-) -> None:  # fmt: skip
+    compare: bool, single: dict[str, Any], auto: bool, step: SharedOptions, chosen_by: dict[str, Any]
+) -> None:
     """Refuse options that would have no effect, or that contradict each other."""
-    if hf is None and (unused := [name for name, value in model.items() if value is not None]):
-        refuse(f"--{unused[0]} without --hf: the function that returns the step decides that")
     if compare and (about_one := [name for name, value in single.items() if value]):
         refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
-    if auto and (compare or style):
+    if auto and (compare or step.style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
     if not auto and (unused := [name for name, value in chosen_by.items() if value]):
         refuse(f"--{unused[0]} without --auto: it has no effect")

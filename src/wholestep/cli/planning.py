@@ -7,43 +7,80 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import wholestep as ws
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
-from wholestep.planner.bounds import costs
+from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
+from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.search_result import SearchResult
 from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
+from wholestep.report.figures import Figures
 from wholestep.report.page import program
 from wholestep.report.what_if import WhatIf, WhatIfCase
+from wholestep.units import parse_bytes
 
-from .hf import ModelSpec, build
+from .hf import ModelSpec, build, tokens_of
 from .screen import Screen
-from .target import Style, Target, hardware_of, refuse, write_output
+from .shared_options import SharedOptions
+from .target import FULLY_SHARD, Target, hardware_of, refuse, write_output
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """A step, its hardware, and what to print.
 
-    `hardware` prices layouts, if the user named it. `tensor`: tensor parallelism on `tp_axis`, or the error why the
-    model has none. `stop_after`: the pass after which the program is printed.
+    `hardware` prices layouts, if the user named it. `tensor`: tensor parallelism on the axis of `--tp-axis`, or the
+    error why the model has none. `stop_after`: the pass after which the program is printed.
     """
 
     target: Target
     mesh: str
     hardware: ws.Hardware
     planned_on: ws.Hardware | None
-    semantics: Literal["per_rank", "global"]
+    options: SharedOptions
     tensor: Strategy | ws.WholestepError | None
-    tp_axis: str
     explain: Sequence[str] = ()
     program: bool = False
     stop_after: str | None = None
+
+    @property
+    def data(self) -> ws.DataParallel:
+        """Data parallelism with the options that are not searched."""
+        return ws.DataParallel(semantics=cast(Any, self.options.semantics.value))
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """Data parallelism on the axes besides tensor parallelism. Raises why the model has no plan for that."""
+        if isinstance(self.tensor, ws.WholestepError):
+            raise self.tensor
+        style: Any = style_of(self.options)
+        if self.tensor is None:
+            return [replace(self.data, style=style)]
+        others = tuple(name for name in ws.Mesh(self.mesh).names if name != self.options.tp_axis)
+        return [*([replace(self.data, style=style, axis=others)] if others else []), self.tensor]
+
+    def passes_on(self, hardware: ws.Hardware) -> tuple[Pass, ...]:
+        """The passes that programs go through, with those of `--recompute`."""
+        return passes_of(self.options.recomputes(), hardware, self.options.memory)
+
+    @property
+    def batch_tokens(self) -> float | None:
+        """Tokens in the captured batch; None where that is not known."""
+        return float(tokens_of(self.target)) if self.options.hf is not None else self.options.batch_tokens
+
+    def figures(self, costs: Costs, mesh: ws.Mesh, count: int) -> Figures:
+        """Those of a step with `count` captured batches."""
+        memory, tokens = self.options.memory, self.batch_tokens
+        return Figures(
+            costs, self.hardware, mesh.size, None if tokens is None else tokens * count,
+            parse_bytes(memory) if memory else self.hardware.memory_bytes, self.options.wanted_tokens,
+            self.options.gpu_hour,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,44 +107,74 @@ class Done:
         return self.plan
 
 
+def request(
+    found: Target, mesh: str, hardware: ws.Hardware, planned_on: ws.Hardware | None, step: SharedOptions,
+    own_plan: bool = True, **asked: Any,
+) -> PlanRequest:  # fmt: skip
+    """The request with tensor parallelism by `--tp`; else by the model's `own_plan` where the mesh has the axis."""
+    own = mesh if own_plan else ""
+    tensor = tensor_parallel(found, step.tp or [], step.tp_axis, own, hardware, step.async_tp)
+    return PlanRequest(found, mesh, hardware, planned_on, step, tensor, **asked)
+
+
+def style_of(step: SharedOptions) -> str:
+    """The data-parallel style."""
+    return (step.style or FULLY_SHARD).value
+
+
 def capture(
-    shown: Screen, target: Target, hardware: ws.Hardware, stage: str = "capture", float8: ws.Float8 | None = None
+    shown: Screen, target: Target, stage: str = "capture", options: ws.CaptureOptions | None = None
 ) -> ws.TrainGraph:
-    """The step as one graph, with the kernels that run on `hardware`."""
+    """The step as one graph."""
     with shown.stage(stage) as details:
-        options = ws.CaptureOptions(float8=float8, kernels="cuda" if hardware.has_gpus else None)
         graph = ws.capture(target.step, *target.args, options=options, **target.kwargs)
         details.append(f"{len(graph.graph.nodes):,} operations")
         return graph
 
 
-def chooser(shown: Screen, asked: PlanRequest, memory: str | None, constraints: dict[str, Any]) -> ws.Auto:
+def captured_for(shown: Screen, target: Target, hardware: ws.Hardware) -> ws.TrainGraph:
+    """The step as one graph, with the kernels that run on `hardware`."""
+    return capture(shown, target, options=ws.CaptureOptions(kernels="cuda" if hardware.has_gpus else None))
+
+
+def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
+    """The step of a request as one graph, in its precision."""
+    return capture(shown, asked.target, stage, asked.options.capture_options(asked.target, asked.hardware))
+
+
+def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:
     """What chooses; a model without a plan for tensor parallelism is planned without."""
-    tensor, data = asked.tensor, ws.DataParallel(semantics=asked.semantics)
+    tensor, data = asked.tensor, asked.data
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
-    return ws.Auto(memory, asked.hardware, used, data, **constraints)
+    refits = asked.options.recomputes("auto") == "auto"
+    return ws.Auto(asked.options.memory, asked.hardware, used, data, recompute=refits, **constraints)
 
 
-def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
-    """The plan of one style."""
-    strategies = _strategies(asked.mesh, style, asked.tensor, asked.tp_axis, asked.semantics)
-    graph = capture(shown, asked.target, asked.hardware)
+def planned(shown: Screen, asked: PlanRequest) -> Done:
+    """The plan of one style; where the user named the hardware, with its figures."""
+    strategies = asked.strategies
+    graph = captured(shown, asked)
     with shown.stage("plan"):
         made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
-    return Done("\n".join([str(made), *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+    text = "\n".join([str(made), *_asked_of(shown, made, graph, asked)])
+    if asked.planned_on is not None:
+        with shown.stage("simulate"):
+            found = costs(ws.partition(graph, made), made, asked.hardware, asked.passes_on(asked.hardware))
+        text += f"\n\non {asked.hardware}\n{asked.figures(found, made.mesh, batches_of(made))}"
+    return Done(text, asked.target, graph, made)
 
 
 def chosen(
     shown: Screen, asked: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...] | None, spec: ModelSpec | None
 ) -> tuple[Done, ModelSpec | None]:
     """The candidates of `auto` as a table, and the best plan; with several `sizes`, the model with the best batch."""
-    graph = capture(shown, asked.target, asked.hardware)
+    graph, passes = captured(shown, asked), searched_passes(asked)
     if sizes is not None and len(sizes) != 1 and spec is not None:
         return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
     with shown.each(len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
-        found = auto.search(graph, asked.mesh, watch=watch)
+        found = auto.search(graph, asked.mesh, watch=watch, passes=passes)
     return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec
 
 
@@ -117,14 +184,16 @@ def _chosen_by_batch(
     """The best plan of the fastest size, below a table of all sizes. `first` is the graph of the first size."""
     targets, graphs = {spec.batch: asked.target}, {spec.batch: first}
 
-    def captured(size: int) -> ws.TrainGraph:
+    def of_size(size: int) -> ws.TrainGraph:
         if size in graphs:
             return graphs.pop(size)
         targets[size] = build(replace(spec, batch=size))
-        return capture(shown, targets[size], asked.hardware, f"capture batch {size}")
+        return captured(shown, replace(asked, target=targets[size]), f"capture batch {size}")
 
     with shown.each(0) as watch:
-        best = batch_sizes.search_batches(auto, captured, asked.mesh, sizes or None, watch=watch)
+        best = batch_sizes.search_batches(
+            auto, of_size, asked.mesh, sizes or None, watch=watch, passes=searched_passes(asked)
+        )
     head = (
         f"{asked.target.name} on mesh {asked.mesh}, by batch\n{batch_sizes.show(best)}\n\nwith batches of {best.batch}"
     )
@@ -135,14 +204,17 @@ def _chosen_by_batch(
 def compared(shown: Screen, asked: PlanRequest) -> Done:
     """All templates as a table, and the plan of the fastest."""
     on, name = ws.Mesh(asked.mesh), asked.target.name
-    among = templates(on, asked.tensor, asked.tp_axis, ws.DataParallel(semantics=asked.semantics))
-    graph = capture(shown, asked.target, asked.hardware)
+    among = templates(on, asked.tensor, asked.options.tp_axis, asked.data)
+    graph = captured(shown, asked)
     with shown.each(len(among)) as watch:
-        rows = compare(graph, on, among, asked.hardware, watch)
+        rows = compare(graph, on, among, asked.hardware, watch, asked.passes_on(asked.hardware))
     best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
     made = ws.plan(graph, on, list(best), hardware=asked.hardware) if isinstance(best, tuple) else None
     table = json.dumps(as_json(rows, on, name, asked.hardware), indent=1) + "\n"
-    return Done(f"{name} on mesh {on}\n{show(rows)}", asked.target, graph, made, rows, table)
+    text = f"{name} on mesh {on}\n{show(rows, batch_tokens=asked.batch_tokens, ranks=on.size)}"
+    if rows[0].costs is not None:
+        text += f"\n\n{rows[0].name} on {asked.hardware}\n{asked.figures(rows[0].costs, on, rows[0].batches)}"
+    return Done(text, asked.target, graph, made, rows, table)
 
 
 def tensor_parallel(
@@ -178,9 +250,17 @@ def tensor_parallel(
 
 def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked: PlanRequest, head: str) -> Done:
     """The report of a search, below `head`."""
-    made = search_result.explained(found)
-    text = "\n".join([head, search_result.show(found), f"\n{made}", *_asked_of(shown, made, graph, asked)])
-    return Done(text, asked.target, graph, made)
+    made, best = search_result.explained(found), found.best
+    parts = [head, search_result.show(found)]
+    if best.costs is not None:
+        figures = asked.figures(best.costs, best.mesh, best.batches)
+        parts.append(f"\n{best.name} on {best.mesh}, {asked.hardware}\n{figures}")
+    return Done("\n".join([*parts, f"\n{made}", *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+
+
+def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
+    """The passes of a search: it fits candidates into the memory itself, so `auto` adds none."""
+    return None if asked.options.recomputes("auto") == "auto" else asked.passes_on(asked.hardware)
 
 
 def _asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
@@ -190,7 +270,7 @@ def _asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanReq
         with shown.stage("partition"):
             local = ws.partition(graph, plan)
             if asked.stop_after:
-                local = ws.run_passes(local, _until(asked.stop_after, ws.pipeline(asked.hardware)))
+                local = ws.run_passes(local, _until(asked.stop_after, asked.passes_on(asked.hardware)))
             parts.append(f"\n{local}")
     return parts
 
@@ -203,31 +283,17 @@ def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
     return passes[: len(names) - names[::-1].index(name)]
 
 
-def _strategies(
-    mesh: str, style: Style, tensor: Strategy | ws.WholestepError | None, tp_axis: str,
-    semantics: Literal["per_rank", "global"] = "per_rank",
-) -> list[Strategy]:  # fmt: skip
-    """Data parallelism on the axes besides tensor parallelism. Raises the error of a model without a plan for it."""
-    kind: Any = style.value
-    if tensor is None:
-        return [ws.DataParallel(kind, semantics=semantics)]
-    if isinstance(tensor, ws.WholestepError):
-        raise tensor
-    others = tuple(name for name in ws.Mesh(mesh).names if name != tp_axis)
-    data = [ws.DataParallel(kind, axis=others, semantics=semantics)] if others else []
-    return [*data, tensor]
-
-
 def what_ifs(
-    shown: Screen, asked: Sequence[str], done: Done, hardware: ws.Hardware, spec: ModelSpec | None
+    shown: Screen, cases: Sequence[str], asked: PlanRequest, done: Done, spec: ModelSpec | None
 ) -> list[WhatIf]:
     """Costs of the plan and of each case; by default twice and half the ranks."""
-    cases = [_case(shown, text, done.target, hardware, spec) for text in asked] or what_if.other_sizes(done.made.mesh)
+    made = [_case(shown, text, replace(asked, target=done.target), spec) for text in cases]
     with shown.stage("what if"):
-        return what_if.what_if(done.made, done.graph, hardware, cases)
+        others = made or what_if.other_sizes(done.made.mesh)
+        return what_if.what_if(done.made, done.graph, asked.hardware, others, asked.passes_on)
 
 
-def _case(shown: Screen, text: str, found: Target, hardware: ws.Hardware, spec: ModelSpec | None) -> WhatIfCase:
+def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
     kind, _, value = text.partition("=")
     if kind == "mesh":
         return WhatIfCase(text, mesh=ws.Mesh(value))
@@ -235,43 +301,40 @@ def _case(shown: Screen, text: str, found: Target, hardware: ws.Hardware, spec: 
         return WhatIfCase(text, hardware=hardware_of(value))
     assert spec is not None, "checked before"
     other = build(replace(spec, batch=int(value)) if kind == "batch" else replace(spec, seq=int(value)))
-    tokens = [target.args[2]["tokens"].numel() for target in (other, found)]
-    return WhatIfCase(text, graph=capture(shown, other, hardware, f"capture {text}"), batch_parts=tokens[0] / tokens[1])
+    graph = captured(shown, replace(asked, target=other), f"capture {text}")
+    return WhatIfCase(text, graph=graph, batch_parts=tokens_of(other) / tokens_of(asked.target))
 
 
 def draw(
-    shown: Screen, done: Done, hardware: ws.Hardware, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
+    shown: Screen, done: Done, asked: PlanRequest, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
 ) -> None:
     """Write the page and the trace, after a comparison of the fastest template."""
+    hardware = asked.hardware
     with shown.stage("simulate"):
-        local = program(done.made, done.graph, hardware)
+        local = program(done.made, done.graph, hardware, asked.passes_on(hardware))
     chosen = done.rows[0].name if done.rows else ""
     page = partial(ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases)
     write_output(shown, html, lambda path: page(path, done.made, local, hardware))
     write_output(shown, trace, lambda path: ws.timeline(local, hardware).save(path))
 
 
-def simulated(
-    shown: Screen,
-    found: Target,
-    mesh: str,
-    style: Style,
-    hardware: ws.Hardware,
-    backend: str = "eager",
-    float8: ws.Float8 | None = None,
-    tp: Sequence[str] = (),
-    async_tp: str | None = None,
-) -> ws.Timeline:
-    """The timeline of one style, with tensor parallelism along an axis `tp`: by default the model's own plan."""
-    tensor = tensor_parallel(found, tp, "tp", mesh, hardware, async_tp)
-    strategies = _strategies(mesh, style, tensor, "tp")
-    graph = capture(shown, found, hardware, float8=float8)
+def simulated(shown: Screen, asked: PlanRequest, backend: str = "eager") -> tuple[ws.Timeline, Figures]:
+    """The timeline of one style, and its figures."""
+    strategies, hardware = asked.strategies, asked.hardware
+    graph = captured(shown, asked)
     with shown.stage("plan"):
-        planned = ws.plan(graph, mesh, strategies, hardware=hardware)
+        planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
     with shown.stage("schedule"):
-        local = program(planned, graph, hardware)
+        local = program(planned, graph, hardware, asked.passes_on(hardware))
     with shown.stage("simulate"):
-        return ws.timeline(local, hardware, compiled=backend == "inductor")
+        made = ws.timeline(local, hardware, compiled=backend == "inductor")
+    found = costs_from(local, planned, made.simulated, made.peak)
+    return made, asked.figures(found, planned.mesh, batches_of(planned))
+
+
+def batches_of(plan: ws.Plan) -> int:
+    """Captured batches in one step of the mesh."""
+    return batches(plan.strategies, plan.mesh) if plan.strategies else 1
 
 
 def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:
@@ -279,6 +342,5 @@ def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan],
     rows: list[PlanRow] = []
     for path, plan in plans.items():
         with shown.stage(f"simulate {path}"):
-            count = batches(plan.strategies, plan.mesh) if plan.strategies else 1
-            rows.append(PlanRow(str(path), count, costs(ws.partition(graph, plan), plan, hardware)))
+            rows.append(PlanRow(str(path), batches_of(plan), costs(ws.partition(graph, plan), plan, hardware)))
     return show(rows, "plan")

@@ -83,14 +83,16 @@ def flops(node: Node) -> float:
     return 0.0
 
 
-def peak_us(graph: Graph, hardware: Hardware) -> float:
-    """Microseconds of a graph's arithmetic at the peak rate of the hardware, without recomputed nodes."""
-    total = 0.0
+def peak_us(graph: Graph, hardware: Hardware) -> tuple[float, float]:
+    """Microseconds of a graph's arithmetic at the peak rate of the hardware: without recomputed nodes, and of them."""
+    once = again = 0.0
     for node in graph.nodes:
-        count = 0.0 if node.op != "call_function" or meta.is_recomputed(node) else flops(node)
-        dtype = _multiplied(node) if count and node.all_input_nodes else None
-        total += count / hardware.peak_flops_per_us(str(dtype).removeprefix("torch.")) if dtype else 0.0
-    return total
+        count = flops(node) if node.op == "call_function" else 0.0
+        if not count or not node.all_input_nodes:
+            continue
+        us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))
+        once, again = (once, again + us) if meta.is_recomputed(node) else (once + us, again)
+    return once, again
 
 
 def _multiplied(node: Node) -> torch.dtype:

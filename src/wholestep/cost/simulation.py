@@ -134,7 +134,7 @@ class SimulationResult:
 
     `mfu` is the model FLOPs utilization: the operations of a rank's products, convolutions and attention (two for each
     multiplication and addition; recomputed ones left out), over the step's time and the hardware's peak for their
-    dtypes.
+    dtypes. `hfu` is the hardware FLOPs utilization: the same with the recomputed ones.
 
     Example:
         >>> found = ws.simulate(local, ws.Hardware.preset("dgx-h100"))
@@ -145,6 +145,7 @@ class SimulationResult:
     exposed_us: float
     mfu: float = 0.0
     host_us: float = 0.0
+    hfu: float = 0.0
 
 
 def simulate(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> SimulationResult:
@@ -162,8 +163,10 @@ def simulate(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> S
 
 def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
     """The result of a clock that has run `local`."""
-    mfu = peak_us(local.graph, clock.hardware) / clock.now if clock.now else 0.0
-    return SimulationResult(clock.now, clock.waited, mfu, clock.hardware.start_us * _started_by_host(local, clock))
+    once, again = peak_us(local.graph, clock.hardware)
+    mfu, hfu = (once / clock.now, (once + again) / clock.now) if clock.now else (0.0, 0.0)
+    host = clock.hardware.start_us * _started_by_host(local, clock)
+    return SimulationResult(clock.now, clock.waited, mfu, host, hfu)
 
 
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:

@@ -137,9 +137,10 @@ def _nvls(kind: str, units: Units) -> list[LinkLoad]:
 
 
 def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
-    """Each rank sends one piece directly to each other rank."""
-    pieces = [units[0] / over - units[0] / under for under, over in pairwise(units)]
-    return [LinkLoad(sent / units[0], sent) for sent in pieces]
+    """A rank sends one piece directly to each other rank. What leaves a node crosses its links however far it goes."""
+    hops = [units[0] / over - units[0] / under for under, over in pairwise(units)]
+    sent = [hops[0], *(units[0] - units[0] / under for under in units[1:-1])]
+    return [LinkLoad(pieces / units[0], hop) for pieces, hop in zip(sent, hops, strict=True)]
 
 
 def _gloo(kind: str, units: Units) -> list[LinkLoad]:

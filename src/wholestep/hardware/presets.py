@@ -12,7 +12,9 @@ from dataclasses import replace
 from ..errors import PlanError, shown
 from ..typed_values import check_arguments
 from .curves import Curve, Regime
+from .data_sheets import INFINITY_FABRIC, NVLINK2, PCIE3, PCIE4, PCIE5, SHEETS, assumed, like, mi300x, v100
 from .device import Ceiling, Device, Tile
+from .fabrics import is_wired, wired
 from .hardware import Hardware, Level
 
 _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
@@ -136,6 +138,16 @@ def _ethernet(gbit: int) -> Level:
     return _between(f"ethernet-{gbit}", gbit / 8 * _GB, 25.0, (60.0, 1.0, 0.6), (120.0, 1.2, 0.8))
 
 
+def _roce(gbit: int) -> Level:
+    """RDMA over Ethernet: the latency of InfiniBand's figures and a tenth less of the rate are assumed."""
+    return _between(f"roce-{gbit}", gbit / 8 * _GB, 4.0, (25.0, 1.0, 0.25), (50.0, 5.2, 0.86))
+
+
+def _efa(gbit: int) -> Level:
+    """AWS: latency and share of the rate, between those of InfiniBand and of TCP, are assumed."""
+    return _between(f"efa-{gbit}", gbit / 8 * _GB, 12.0, (40.0, 1.0, 0.3), (90.0, 2.0, 0.85))
+
+
 FASTRAK = Level("fastrak-200", 0, 25 * _GB, 5.0, (
     _curve("all_reduce", "nvls_tree", (140.0, 1.0, 0.1), (880.0, 1.0, 0.92)),
     *(_curve(kind, "ring", (140.0, 1.0, 0.2), (300.0, 2.0, 0.9)) for kind in _RINGS[1:]),
@@ -145,6 +157,8 @@ LINKS = {
     "infiniband-100": _infiniband(100), "infiniband-200": _infiniband(200), "infiniband-400": _infiniband(400, 0.95),
     "ethernet-10": _ethernet(10), "ethernet-100": _ethernet(100), "ethernet-400": _ethernet(400),
     "fastrak-200": FASTRAK,
+    "roce-100": _roce(100), "roce-200": _roce(200), "roce-400": _roce(400),
+    "efa-50": _efa(50), "efa-400": _efa(400), "infiniband-800": _infiniband(800, 0.95),
 }  # fmt: skip
 
 _CPU = Device(
@@ -171,17 +185,63 @@ def presets() -> dict[str, Hardware]:
         Hardware("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
         Hardware("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
         Hardware("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
+        *_by_sheet(),
         Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
     return {row.name: row for row in rows}
 
 
+def _by_sheet() -> list[Hardware]:
+    """Devices that no published times were fitted to."""
+    ampere = {"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
+    hopper = {"bfloat16": 756.5, "float16": 756.5, "tf32": 378.0, "float8": 1513.0, "float32": 51.0, "float64": 51.0}
+    grace = {"bfloat16": 2500.0, "float16": 2500.0, "tf32": 1250.0, "float8": 5000.0, "float32": 80.0, "float64": 40.0}
+    ada = {"bfloat16": 362.05, "float16": 362.05, "tf32": 183.0, "float8": 733.0, "float32": 91.6, "float64": 1.43}
+    ib100, ib200, ib400 = (LINKS[f"infiniband-{gbit}"] for gbit in (100, 200, 400))
+    a100_40 = like(A100, "A100 SXM 40 GB", 40 * _GIB, 1555 * _GB, ampere, 108)
+    a100_pcie = [
+        like(A100, f"A100 PCIe {gb} GB", gb * _GIB, rate * _GB, ampere, 108) for gb, rate in ((40, 1555), (80, 1935))
+    ]
+    h100_pcie = like(H100, "H100 PCIe 80 GB", 80 * _GIB, 2000 * _GB, hopper, 114)
+    gb200 = like(B200, "GB200 186 GB", 186 * 10**9, 8000 * _GB, grace, 148)
+    l40s = like(H100, "L40S 48 GB", 48 * _GIB, 864 * _GB, ada, 142)
+    nvlink5 = replace(NVLINK5, ranks=8)
+    fitted = {
+        "a100": assumed("A100 SXM 80 GB"),
+        "h100": assumed("H100 SXM"),
+        "b200": assumed("B200, itself not fitted"),
+    }
+    rows = [
+        ("a100-40gb", a100_40, NVLINK3, ib200, "A100", fitted["a100"]),
+        ("p4d", a100_40, NVLINK3, LINKS["efa-50"], "A100", fitted["a100"]),
+        ("a100-pcie-40gb", a100_pcie[0], PCIE4, ib200, "A100", fitted["a100"]),
+        ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
+        ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),
+        ("p5", H100, NVLINK4, LINKS["efa-400"], "EFA", _XLA),
+        ("l40s", l40s, PCIE4, ib200, "L40S", fitted["h100"]),
+        ("b200", B200, nvlink5, ib400, "B200", _XLA),
+        ("gb200-nvl72", gb200, NVLINK5, ib400, "GB200", fitted["b200"]),
+        ("mi300x", mi300x(_HOPPER_HALF), INFINITY_FABRIC, ib400, "MI300X", fitted["h100"]),
+        ("v100-16gb", v100("V100 SXM 16 GB", 16, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
+        ("v100-32gb", v100("V100 SXM 32 GB", 32, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
+        ("v100-pcie", v100("V100 PCIe 16 GB", 16, 112, 14), PCIE3, ib100, "V100", fitted["a100"]),
+    ]  # fmt: skip
+    return [
+        Hardware(name, device, (inside, between), (SHEETS[sheet], *([SHEETS["EFA"]] if "efa" in between.name else []),
+                 near, _PEAKS, _NCCL))
+        for name, device, inside, between, sheet, near in rows
+    ]  # fmt: skip
+
+
 def preset(name: str) -> Hardware:
-    """One of `presets()`, or with another link between its nodes."""
+    """One of `presets()`, or with another link between its nodes (`fabrics.wired` for how they are wired)."""
     check_arguments("preset", name=(name, str))
     made = presets()
     base, _, link = name.partition("+")
-    if base not in made or (link and (link not in LINKS or len(made[base].levels) < 2)):
+    many = base in made and len(made[base].levels) > 1
+    if many and is_wired(link):
+        return replace(wired(made[base], link, LINKS), name=name)
+    if base not in made or (link and (link not in LINKS or not many)):
         raise PlanError(
             f"there is no hardware {shown(name)}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
             "correct the name, or give a file to Hardware.load",

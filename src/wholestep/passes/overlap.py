@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import ClassVar
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
@@ -236,6 +237,17 @@ class _Work:
                     self.in_flight.pop(node_at(node, 0), None)
                 if node not in self.tail.place or is_collective(node):
                     self.tail.learn(node, self.clock)
+                self._place_all([n for n in node.users if self._accumulates(n)])
+
+    def _accumulates(self, node: Node) -> bool:
+        """True for the sum of two gradients that are there: it is computed at once, as it frees one of them. Without
+        that, the gradients of all micro-batches would be kept until the last reduction starts.
+        """
+        given = operands(node)
+        return (
+            node.target is torch.ops.aten.add.Tensor and node in self.tail.place and len(given) == 2
+            and self.placed.issuperset(given)
+        )  # fmt: skip
 
     def _gather_ahead(self, node: Node) -> None:
         """Start gathers while the bounds allow, and at least the gathers that `node` reads."""

@@ -11,6 +11,7 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
+from ..passes.base import Pass
 from ..tuning import TUNING
 from .auto import Auto
 from .search_result import Candidate, SearchResult, Watch, unwatched
@@ -45,13 +46,13 @@ class BatchSearch:
 
 def search_batches(
     auto: Auto, capture: Callable[[int], TrainGraph], mesh: Mesh | str, sizes: Sequence[int] | None = None,
-    hardware: Hardware | None = None, watch: Watch | None = None,
+    hardware: Hardware | None = None, watch: Watch | None = None, passes: Sequence[Pass] | None = None,
 ) -> BatchSearch:  # fmt: skip
     """Lets `auto` choose for each of `sizes` (sequences in a captured batch), and compares the winners by time for each
     sequence. Without `sizes`: 1, 2, 4 and on, until nothing fits, or a sequence is hardly faster.
 
     `capture` captures the step with a batch size. It is called in growing order, and for no size above one that does
-    not fit. `watch` is called with the size and the name of each candidate.
+    not fit. `watch` is called with the size and the name of each candidate; `passes` replace `pipeline(hardware)`.
 
     Example:
         >>> search_batches(Auto("80GiB", hardware), lambda size: capture(step, model, optimizer, batch(size)), "dp=16")
@@ -69,8 +70,9 @@ def search_batches(
         graph = capture(size)
         try:
             found = auto.search(
-                graph, mesh, hardware=hardware, watch=lambda name, size=size: told(f"batch {size}: {name}")
-            )
+                graph, mesh, hardware=hardware, passes=passes,
+                watch=lambda name, size=size: told(f"batch {size}: {name}"),
+            )  # fmt: skip
         except BudgetError as error:
             refused = error
             rows.append(BatchSize(size, why=error.found))

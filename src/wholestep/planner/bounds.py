@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from ..backend.pipeline import pipeline
 from ..cost.compute import flops, node_us
-from ..cost.memory import peak_memory
-from ..cost.simulation import kind_of, simulate, whole_bytes
+from ..cost.memory import PeakMemory, peak_memory
+from ..cost.simulation import SimulationResult, kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.nodes import is_collective
 from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..passes.base import run_passes
+from ..passes.base import Pass, run_passes
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
@@ -25,7 +25,14 @@ from ..plan.strategies import Strategies
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes held between steps, peak bytes, bytes sent, collectives and seconds of one step of a rank."""
+    """Bytes held between steps, peak bytes, bytes sent, collectives and seconds of one step of a rank.
+
+    Args:
+        model_s: seconds of the model's arithmetic at the peak rate of the hardware; MFU is its share of `step_s`.
+        again_s: the same of what is recomputed.
+        host_s: that the host of a GPU needs to start the step op by op.
+        held: bytes at the peak by kind (`PeakMemory.by_kind`).
+    """
 
     rest_bytes: int
     peak_bytes: int
@@ -33,23 +40,60 @@ class Costs:
     collectives: int
     step_s: float
     exposed_s: float
+    model_s: float = 0.0
+    again_s: float = 0.0
+    host_s: float = 0.0
+    held: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization."""
+        return self.model_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: recomputed arithmetic counts too."""
+        return (self.model_s + self.again_s) / self.step_s if self.step_s else 0.0
+
+    def towards(self, more: Costs, times: float) -> Costs:
+        """This plus `times` the difference to `more`: costs that grow evenly from one step to a larger one."""
+
+        def line(name: str) -> float:
+            return getattr(self, name) + (getattr(more, name) - getattr(self, name)) * times
+
+        kinds = {**self.held, **more.held}
+        held = {k: self.held.get(k, 0) * (1 - times) + more.held.get(k, 0) * times for k in kinds}
+        return Costs(
+            round(line("rest_bytes")), round(line("peak_bytes")), round(line("sent_bytes")), round(line("collectives")),
+            line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
+            {kind: round(size) for kind, size in held.items() if size > 0},
+        )  # fmt: skip
 
 
-def costs(local: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
-    """The costs of a rank's program after the standard pipeline."""
-    return costs_of(run_passes(local, pipeline(hardware)), planned, hardware)
+def costs(local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None) -> Costs:
+    """The costs of a rank's program after `passes`, the standard pipeline if None."""
+    return costs_of(run_passes(local, pipeline(hardware) if passes is None else passes), planned, hardware)
 
 
 def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
     """The costs of a program that has been through all passes."""
-    took, totals = simulate(program, hardware), program.collectives().values()
+    return costs_from(program, planned, simulate(program, hardware), peak_memory(program))
+
+
+def costs_from(program: LocalGraph, planned: Plan, took: SimulationResult, peak: PeakMemory) -> Costs:
+    """The same from its simulation."""
+    totals, step_s = program.collectives().values(), took.step_us / 1e6
     return Costs(
         planned.stored_bytes("param") + planned.stored_bytes("state"),
-        peak_memory(program).size_bytes,
+        peak.size_bytes,
         sum(total.bytes for total in totals),
         sum(total.count for total in totals),
-        took.step_us / 1e6,
+        step_s,
         took.exposed_us / 1e6,
+        took.mfu * step_s,
+        (took.hfu - took.mfu) * step_s,
+        took.host_us / 1e6,
+        peak.by_kind(),
     )
 
 
@@ -106,12 +150,12 @@ def rough_estimate_us(
     ranks = prod(mesh.axis_size(axis) for axis in strategies.axes(mesh) if axis not in data)
     computed = computing_us / ranks
     whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
-    collectives = _collectives(mesh, strategies.data, whole) if strategies.data else ()
+    collectives = data_collectives(mesh, strategies.data, whole) if strategies.data else ()
     sent = sum(hardware.collective_us(kind, size, mesh, axis) for kind, size, axis in collectives)
     return max(computed, sent) + 0.5 * min(computed, sent)
 
 
-def _collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[str, float, str]]:
+def data_collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[str, float, str]]:
     """The collectives of a data-parallel step, one of each kind along each axis."""
     axes = [a for a in data.axes(mesh) if mesh.axis_size(a) > 1]
     sharded = axes[-1:] if data.kind.grouped else axes if data.kind.shards_state else []

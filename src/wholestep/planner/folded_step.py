@@ -32,19 +32,20 @@ FEWEST = TUNING.folded_layers
 @dataclass
 class FoldedStep:
     """A step with equal blocks of layers. Its costs are linear in the number of blocks, so the costs of two steps with
-    few blocks (a `pair`) give the costs of the whole step.
+    few blocks (a `pair`) give the costs of the whole step. `left_out`: blocks that `graph` was captured without.
     """
 
     graph: TrainGraph
     repeats: Repeats
     hardware: Hardware
+    left_out: int = 0
     graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
     symmetric: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
     @property
     def count(self) -> int:
         """How many equal blocks the whole step has."""
-        return self.repeats.count
+        return self.repeats.count + self.left_out
 
     def with_blocks(self, blocks: int) -> TrainGraph:
         """The step with `blocks` of them."""
@@ -94,9 +95,8 @@ class FoldedStep:
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
         """Costs of the whole step from the plans and programs of a pair; `passes` size buckets for the whole step."""
         passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
-        a, b = (astuple(costs_of(run_passes(local, passes), planned, self.hardware)) for planned, local in made)
-        rest, peak, sent, collectives, step_s, exposed_s = (self.whole(pair, two) for two in zip(a, b, strict=True))
-        return Costs(round(rest), round(peak), round(sent), round(collectives), step_s, max(exposed_s, 0.0))
+        a, b = (costs_of(run_passes(local, passes), planned, self.hardware) for planned, local in made)
+        return a.towards(b, (self.count - pair[0]) / (pair[1] - pair[0]))
 
     def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> CollectiveTraffic:
         """Bytes of the collectives of the whole step, from the programs of a pair."""
@@ -129,7 +129,8 @@ class FoldedStep:
                 if reader in slots and given in slots:
                     found.setdefault((slots[reader], slots[given]), []).append(states)
             numbers = {len(states) for states in found.values()}
-            self.symmetric[key] = numbers <= {1, self.count - 1, self.count} and all(
+            every = self.repeats.count
+            self.symmetric[key] = numbers <= {1, every - 1, every} and all(
                 state == states[0] for states in found.values() for state in states
             )
         return self.symmetric[key]
@@ -141,19 +142,22 @@ class FoldedStep:
 
 def fold_step(
     graph: TrainGraph, hardware: Hardware, placed: Mapping[str, Layout] | None = None,
-    marks: Mapping[Node, Hashable] | None = None,
+    marks: Mapping[Node, Hashable] | None = None, layers_left_out: int = 0,
 ) -> FoldedStep | None:  # fmt: skip
     """`graph` as a step that can be folded; None where it has too few equal layers, or they are `placed` differently.
-    Nodes with different `marks` are not equal.
+    Nodes with different `marks` are not equal. `layers_left_out`: equal layers that `graph` was captured without.
     """
     repeats = find_repeats(graph, marks)
-    if repeats is None or sum(FEWEST) > repeats.count * TUNING.folded_share:
+    if repeats is None or layers_left_out % repeats.period:
+        return None
+    left_out = layers_left_out // repeats.period
+    if sum(FEWEST) > (repeats.count + left_out) * TUNING.folded_share or repeats.count < FEWEST[0]:
         return None
     names = {node: given.name for given, node in graph.placeholders()}
     for columns in zip(*repeats.blocks, strict=True):
         if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
             return None
-    step = FoldedStep(graph, repeats, hardware)
+    step = FoldedStep(graph, repeats, hardware, left_out)
     try:
         step.with_blocks(FEWEST[0])
     except GraphError:

@@ -66,7 +66,7 @@ class Search:
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
         """Tries candidates, the most promising first."""
         graph, hardware = self.evaluator.graph, self.evaluator.hardware
-        rows, computing_us = [self.evaluator.candidate(*one) for one in candidates], peak_us(graph.graph, hardware)
+        rows, computing_us = [self.evaluator.candidate(*one) for one in candidates], peak_us(graph.graph, hardware)[0]
 
         def estimate_us(i: int) -> float:
             row = rows[i]

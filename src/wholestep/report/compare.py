@@ -13,6 +13,8 @@ from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import lowered
+from ..passes.base import Pass
+from ..passes.fit_memory import FitMemory
 from ..plan.strategies import compose
 from ..planner.bounds import Costs, costs
 from ..planner.candidates import Template, batches, templates
@@ -47,28 +49,33 @@ def compare(
     chosen: Sequence[Template],
     hardware: Hardware | None = None,
     watch: Callable[[str], None] | None = None,
+    passes: Sequence[Pass] | None = None,
 ) -> list[PlanRow]:
     """A row for each template, the fastest for each batch first, errors last.
 
     Costs of a deep step are extrapolated from steps with few of its equal layers, except those of the fastest template.
-    `watch` is called with the name of each template before it is planned.
+    `watch` is called with the name of each template before it is planned. Programs go through `passes`, the standard
+    pipeline if None.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
-    short, rows = fold_step(graph, hardware), list[PlanRow]()
+    passes = pipeline(hardware) if passes is None else passes
+    whole = any(isinstance(one, FitMemory) for one in passes)  # a budget is for all layers
+    short, rows = None if whole else fold_step(graph, hardware), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
-        rows.append(_row(graph, mesh, template, hardware, short))
+        rows.append(_row(graph, mesh, template, hardware, passes, short))
     rows = sorted(rows, key=lambda row: row.batch_s)
     while rows and rows[0].layers is not None:
-        rows[0] = _row(graph, mesh, by_name[rows[0].name], hardware)
+        rows[0] = _row(graph, mesh, by_name[rows[0].name], hardware, passes)
         rows = sorted(rows, key=lambda row: row.batch_s)
     return rows
 
 
 def _row(
-    graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, short: FoldedStep | None = None
-) -> PlanRow:
+    graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, passes: Sequence[Pass],
+    short: FoldedStep | None = None,
+) -> PlanRow:  # fmt: skip
     """A row with all layers, or extrapolated if `short` can."""
     if isinstance(template.strategies, WholestepError):
         return PlanRow(template.name, 1, None, first_line(template.strategies))
@@ -79,26 +86,35 @@ def _row(
         plans = [plan(one, mesh, strategies, hardware=hardware) for one in graphs]
         made = [(planned, lowered(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
         if short and layers:
-            found = short.priced(layers, made, pipeline(hardware))
+            found = short.priced(layers, made, passes)
         else:
-            found = costs(made[0][1], made[0][0], hardware)
+            found = costs(made[0][1], made[0][0], hardware, passes)
     except WholestepError as error:
-        return _row(graph, mesh, template, hardware) if layers else PlanRow(template.name, 1, None, first_line(error))
+        return (
+            _row(graph, mesh, template, hardware, passes)
+            if layers
+            else PlanRow(template.name, 1, None, first_line(error))
+        )
     return PlanRow(template.name, batches(strategies, mesh), found, layers=layers)
 
 
-def show(rows: Sequence[PlanRow], what: str = "template") -> str:
-    """The rows as a text table; `what` is the title of the first column."""
+def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | None = None, ranks: int = 1) -> str:
+    """The rows as a text table; `what` is the title of the first column. With the tokens in a captured batch also
+    throughput on each of `ranks`, and utilization.
+    """
     head = (what, "stored", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
-    cells = [head, *(_cells(row) for row in rows if row.costs is not None)]
+    more = () if batch_tokens is None else ("tokens/s/GPU", "MFU")
+    cells = [(*head, *more), *(_cells(row, batch_tokens, ranks) for row in rows if row.costs is not None)]
     failed = [f"{row.name}: no plan: {row.error}" for row in rows if row.costs is None]
     about = ["about: extrapolated from steps with few of the equal layers"] if any(row.layers for row in rows) else []
     return "\n".join([*table(cells), *failed, *about])
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
-    about = "about " if row.layers else ""
-    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s)
+def _cells(row: PlanRow, batch_tokens: float | None, ranks: int) -> tuple[str, ...]:
+    about, found = "about " if row.layers else "", row.costs
+    assert found is not None, "only rows with costs have cells"
+    more = () if batch_tokens is None else (f"{batch_tokens / row.batch_s / ranks:,.0f}", f"{found.mfu:.1%}")
+    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s), *more
 
 
 def cost_cells(row: PlanRow, about: str = "") -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..partition.lower import partition
-from ..passes.base import run_passes
+from ..passes.base import Pass, run_passes
 from ..plan.plan import Plan
 from ..typed_values import check_arguments
 from .compare import PlanRow
@@ -87,10 +87,14 @@ def report(
     Path(path).write_text(text, encoding="utf-8")
 
 
-def program(plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware) -> LocalGraph:
-    """The program of a rank for `plan`, scheduled as in a compiled step; a program of it is returned unchanged."""
+def program(
+    plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, passes: Sequence[Pass] | None = None
+) -> LocalGraph:
+    """The program of a rank for `plan` after `passes`, by default scheduled as in a compiled step; a program of it is
+    returned unchanged.
+    """
     if isinstance(graph, TrainGraph):
-        return run_passes(partition(graph, plan), pipeline(hardware))
+        return run_passes(partition(graph, plan), pipeline(hardware) if passes is None else passes)
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh:

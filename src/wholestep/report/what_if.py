@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..backend.pipeline import pipeline
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
+from ..passes.base import Pass
 from ..plan.plan import Plan
 from ..planner.candidates import Template
 from .compare import PlanRow, compare, cost_cells
@@ -39,15 +41,21 @@ class WhatIf:
     times: float
 
 
-def what_if(plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase]) -> list[WhatIf]:
-    """The plan itself, then each case; the row of a case that cannot be planned has the error."""
+def what_if(
+    plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase],
+    passes_on: Callable[[Hardware], Sequence[Pass]] = pipeline,
+) -> list[WhatIf]:  # fmt: skip
+    """The plan itself, then each case; the row of a case that cannot be planned has the error. `passes_on` gives the
+    passes that programs go through.
+    """
     if plan.strategies is None:
         text = f"the plan does not hold what made it ({plan.strategy})"
         raise PlanError(text, "a plan of strategies that a file can store", "plan again")
     found: list[WhatIf] = []
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
-        row = compare(case.graph or graph, mesh, [template], case.hardware or hardware)[0]
+        on = case.hardware or hardware
+        row = compare(case.graph or graph, mesh, [template], on, passes=passes_on(on))[0]
         batch_s = row.batch_s / case.batch_parts
         times = batch_s / (found[0].batch_s if found else batch_s) if row.costs else float("inf")
         found.append(WhatIf(case, mesh, row, batch_s, times))

@@ -1,0 +1,152 @@
+"""The options about a step that `plan` and `simulate` share: one declaration, whose fields become options of both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+
+import typer
+
+from wholestep.units import parse_bytes, parse_count, parse_price
+
+from .hf import ModelSpec
+from .target import AsyncTp, Hf, Layers, Seq, Style, Target, Tp, refuse
+
+if TYPE_CHECKING:
+    from wholestep.capture.capture_options import CaptureOptions
+    from wholestep.hardware.hardware import Hardware
+    from wholestep.planner.recompute_kinds import RecomputeKind
+
+Semantics = StrEnum("Semantics", ["per_rank", "global"])
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
+Precision = StrEnum("Precision", {"bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8-rowwise"})
+Recompute = StrEnum("Recompute", ["none", "selective", "full", "auto"])
+_PANEL = "The step"
+
+
+def _option(text: str, *names: str, least: int | None = None) -> Any:
+    return typer.Option(*names, help=text, min=least, rich_help_panel=_PANEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """A step, how it is trained, and what to say of its price. None where the user gave nothing."""
+
+    hf: Hf = None
+    layers: Layers = None
+    batch: Annotated[
+        str | None, _option("With --hf: sequences of a rank at a time (1); with --auto several, 1,2,4, or auto.")
+    ] = None
+    micro_batches: Annotated[
+        int | None, _option("With --hf: batches in a step, whose gradients accumulate (1).", least=1)
+    ] = None
+    seq: Seq = None
+    dtype: Annotated[Dtype | None, _option("With --hf: of parameters and state (bfloat16).")] = None
+    precision: Annotated[
+        Precision | None, _option("bf16: float32 parameters compute in it; fp8: large linear layers multiply in it.")
+    ] = None
+    optimizer: Annotated[Optimizer | None, _option("With --hf (adamw).")] = None
+    style: Annotated[Style | None, _option("The data-parallel style (fully_shard).")] = None
+    semantics: Annotated[Semantics, _option("per_rank: as DDP; global: as one device on the whole batch.")] = (
+        Semantics.per_rank
+    )
+    tp: Tp = None
+    async_tp: AsyncTp = None
+    tp_axis: Annotated[str, _option("The axis of --tp; with --hf, of the model's own plan.")] = "tp"
+    recompute: Annotated[
+        Recompute | None, _option("In the backward: none, selective or full of each layer, auto to fit --memory.")
+    ] = None
+    memory: Annotated[
+        str | None, _option("Memory of a rank, as 80GiB: that --auto, --gpus or --recompute auto fits into.")
+    ] = None
+    tokens: Annotated[str | None, _option("Show the time of a run of so many, as 300B or 1T.")] = None
+    price: Annotated[str | None, _option("With --tokens, its price; of a GPU and hour, as 2.5/h.")] = None
+    batch_tokens: Annotated[
+        int | None, _option("With MODEL: tokens in the batch that its function returns.", least=1)
+    ] = None
+
+    def check(self, chooses: bool) -> None:
+        """Refuse options that would have no effect; `chooses`: a search fits plans into --memory.
+
+        Raises:
+            PlanError: a size, a number or a price is malformed.
+        """
+        if self.hf is None and (unused := [name for name, value in self._of_hf.items() if value is not None]):
+            refuse(f"--{unused[0].replace('_', '-')} without --hf: the function that returns the step decides that")
+        if self.hf is not None and self.batch_tokens is not None:
+            refuse("--batch-tokens with --hf: --batch and --seq say it")
+        if self.memory is not None and not chooses and self.recompute is not Recompute.auto:
+            refuse("--memory without --auto, --gpus or --recompute auto: it has no effect")
+        if self.price is not None and self.tokens is None:
+            refuse("--price without --tokens: it has no effect")
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
+        _ = self.wanted_tokens, self.gpu_hour
+
+    @property
+    def _of_hf(self) -> dict[str, Any]:
+        names = ("batch", "seq", "dtype", "layers", "optimizer", "micro_batches")
+        return {name: getattr(self, name) for name in names}
+
+    def spec(self, batch: int | None) -> ModelSpec | None:
+        """The model of `--hf` with sequences of a rank; None without `--hf`."""
+        options = self._of_hf | {"batch": batch}
+        given: dict[str, Any] = {name: getattr(v, "value", v) for name, v in options.items() if v is not None}
+        return None if self.hf is None else ModelSpec(self.hf, **given)
+
+    def capture_options(self, target: Target, hardware: Hardware) -> CaptureOptions:
+        """With the kernels of `hardware`. By `--precision`, float32 computes in bfloat16 and is reduced in float32."""
+        import torch
+
+        from wholestep.capture.capture_options import CaptureOptions
+        from wholestep.precision import Float8, MixedPrecision
+
+        kernels = "cuda" if hardware.has_gpus else None
+        if self.precision is None:
+            return CaptureOptions(kernels=kernels)
+        mixed = any(p.dtype is torch.float32 for model in target.models() for p in model.parameters())
+        half = MixedPrecision(torch.bfloat16, torch.float32) if mixed else None
+        recipes = {Precision.fp8: Float8("tensorwise"), Precision.fp8_rowwise: Float8("rowwise")}
+        return CaptureOptions(mixed_precision=half, float8=recipes.get(self.precision), kernels=kernels)
+
+    def recomputes(self, default: RecomputeKind = "none") -> RecomputeKind:
+        """The kind of `--recompute`."""
+        return default if self.recompute is None else cast(Any, self.recompute.value)
+
+    @property
+    def wanted_tokens(self) -> float | None:
+        """`--tokens` as a number."""
+        return None if self.tokens is None else parse_count(self.tokens, "--tokens")
+
+    @property
+    def gpu_hour(self) -> float | None:
+        """`--price` as a number."""
+        return None if self.price is None else parse_price(self.price, "--price")
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, whose parameter `step` is made of the options that are the fields of `SharedOptions`."""
+    hints, own = (
+        get_type_hints(SharedOptions, include_extras=True),
+        inspect.signature(command, eval_str=True).parameters,
+    )
+    shared = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(SharedOptions)
+    ]
+    rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own.values() if one.name != "step"]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        step = {one.name: given.pop(one.name) for one in shared}
+        command(step=SharedOptions(**step), **given)
+
+    made: Any = run
+    made.__signature__ = inspect.Signature([*rest, *shared])
+    made.__annotations__ = {one.name: one.annotation for one in (*rest, *shared)}
+    return run

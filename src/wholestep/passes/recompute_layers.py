@@ -1,0 +1,99 @@
+"""Recomputes activations of layers by a rule, as activation checkpointing does, whatever the memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch.fx import Node
+
+from ..errors import PlanError, shown
+from ..graph import meta
+from ..graph.graph import LocalGraph
+from ..graph.nodes import operands
+from ..graph.op_kinds import arithmetic
+from ..typed_values import check_fields
+from .rematerialize import rematerialized
+from .saved_tensors import SavedTensor, SavedTensors
+
+_LAYER = re.compile(r"(?:^|.*?[./])\d+(?=[./]|$)")
+KINDS = ("full", "selective")
+
+
+@dataclass(frozen=True)
+class RecomputeLayers:
+    """Recomputes in the backward what the layers of a model save from the forward. A layer is a module whose name is a
+    number, as `layers.3`. Bitwise the same.
+
+    `full` keeps what a layer hands to others. `selective` recomputes only what needs no matrix product, convolution or
+    attention to run twice. Results of collectives and random numbers are always kept.
+
+    Example:
+        >>> full = wholestep.passes.recompute_layers.RecomputeLayers("full")
+        >>> step = wholestep.compile(train_step, passes=lambda passes: [full, *passes])
+
+    Raises:
+        PlanError: an unknown kind; no module of the step has a number as its name.
+    """
+
+    kind: Literal["full", "selective"] = "full"
+
+    must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"RecomputeLayers({shown(self.kind)})", f"one of {', '.join(KINDS)}", "correct it")
+        check_fields(self)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """A copy in which layers recompute."""
+        saved, layers = SavedTensors(local, gathers=False), _layers(local)
+        if not any(layers.values()):
+            raise PlanError(
+                f"recompute {self.kind}: no module of the step has a number as its name",
+                "layers in a ModuleList or Sequential",
+                "let a budget of memory decide (recompute auto)",
+            )
+        dropped: dict[int, str] = {}
+        for value in saved.candidates:
+            if _stays_inside(value, saved, layers):
+                segment = min(value.reads)
+                if self.kind == "full" or not _repeats_products(value.storage.node, segment, saved, dropped):
+                    dropped[id(value.storage)] = value.name
+        return rematerialized(saved, list(dropped.values()))
+
+
+def _stays_inside(value: SavedTensor, saved: SavedTensors, layers: dict[Node, str]) -> bool:
+    """True for what a layer computes from the batch, and no other layer reads in the forward."""
+    made = value.storage.node
+    if not layers[made] or made not in saved.batch_dependent:
+        return False
+    readers = {user for member in value.storage.members for user in member.users}
+    return all(layers[user] == layers[made] for user in readers if saved.segment.get(user) == saved.segment[made])
+
+
+def _repeats_products(made: Node, segment: int, saved: SavedTensors, dropped: Collection[int]) -> bool:
+    """True if a product runs again when `made` is recomputed in `segment` from what is alive there."""
+    todo, seen = [made], {made}
+    while todo:
+        node = todo.pop()
+        if arithmetic(node.target):
+            return True
+        for given in operands(node):
+            if given.op == "call_function" and given not in seen and not saved.is_alive(given, segment, dropped):
+                seen.add(given)
+                todo.append(given)
+    return False
+
+
+def _layers(local: LocalGraph) -> dict[Node, str]:
+    """The path of the layer that each node belongs to; a node that partitioning made, by its operands; else ""."""
+    found: dict[Node, str] = {}
+    for node in local.graph.nodes:
+        path = meta.module_path(node)
+        match = _LAYER.match(path)
+        above = () if path or node.op != "call_function" else (found[given] for given in operands(node))
+        found[node] = match[0] if match else next((one for one in above if one), "")
+    return found

@@ -1,0 +1,25 @@
+"""What a step recomputes in its backward, by name, as passes."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from ..backend.pipeline import pipeline
+from ..hardware.hardware import Hardware
+from ..passes.base import Pass
+from ..passes.recompute_layers import RecomputeLayers
+
+RecomputeKind: TypeAlias = Literal["none", "selective", "full", "auto"]
+
+
+def passes_of(kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None) -> tuple[Pass, ...]:
+    """The standard pipeline with `RecomputeLayers` before it; for `auto`, with what fits the step into `memory_bytes`,
+    the memory of the hardware if None.
+
+    Raises:
+        PlanError: `memory_bytes` is not a size.
+    """
+    if kind == "auto":
+        return pipeline(hardware, memory_bytes=memory_bytes or hardware.memory_bytes)
+    before = () if kind == "none" else (RecomputeLayers(kind),)
+    return (*before, *pipeline(hardware))

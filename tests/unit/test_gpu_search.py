@@ -1,0 +1,192 @@
+"""How a number of GPUs trains a model: what is searched, what is extrapolated, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import wholestep as ws
+from wholestep.cli import app, hf
+from wholestep.cli.gpu_command import sweep_of
+from wholestep.cli.hf import ModelSpec, build
+from wholestep.planner.bounds import Costs, costs
+from wholestep.planner.gpu_search import GpuSearch
+from wholestep.planner.recompute_kinds import passes_of
+from wholestep.planner.short_steps import ShortSteps, repeated
+
+pytestmark = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
+H100 = ws.Hardware.preset("dgx-h100")
+LAYERS = 10
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def captured(config: str, batch: int, micro_batches: int, layers: int) -> ws.TrainGraph:
+    target = build(ModelSpec(config, batch=batch, seq=64, layers=layers, micro_batches=micro_batches))
+    return ws.capture(target.step, *target.args)
+
+
+def run(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", *args])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without a plan for tensor parallelism: few meshes."""
+    path = tmp_path_factory.mktemp("flat") / "config.json"
+    config = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def steps(tiny: str) -> ShortSteps:
+    return ShortSteps(lambda *given: captured(tiny, *given), LAYERS, H100)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
+def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any) -> None:
+    """Three micro-batches from one and two are nearly what three captured ones take, and hold the same."""
+    strategies = ws.plan(captured(tiny, 2, 1, 2), "dp=8", ws.DataParallel(style)).strategies
+    assert strategies is not None
+    mesh, passes = ws.Mesh("dp=8"), passes_of("none", H100)
+    one, two = (steps.made(mesh, strategies, 2, count).costs(passes, H100) for count in (1, 2))
+    graph = captured(tiny, 2, 3, LAYERS)
+    plan = ws.plan(graph, mesh, ws.DataParallel(style), hardware=H100)
+    found, exact = repeated(one, two, 3), costs(ws.partition(graph, plan), plan, H100, passes)
+    assert found.step_s == pytest.approx(exact.step_s, rel=0.05)
+    assert found.model_s == pytest.approx(exact.model_s, rel=1e-3)
+    assert found.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.1)
+    assert found.rest_bytes == exact.rest_bytes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_search(steps: ShortSteps, tiny: str) -> None:
+    tensor = ws.TensorParallel.of(build(ModelSpec(tiny, layers=2)).args[0])
+    search = GpuSearch(steps, H100, 1 << 30, tensor, 1_000_000)
+    found = search.run(16, 32)
+    times = [one.costs.step_s for one in found.best if one.costs]
+    assert times == sorted(times)
+    assert len(times) >= 5
+    for setup in (*found.best, *found.lost):
+        split = search.estimate.split(setup.mesh)
+        assert setup.batch * setup.micro_batches * 16 // split == 32, "all setups train on the same batch"
+    assert all(one.costs.peak_bytes <= 1 << 30 for one in found.best if one.costs)
+    assert all(one.why for one in found.lost)
+    before = len(search.simulated)
+    assert [one.costs for one in search.run(16, 32).best] == [one.costs for one in found.best]
+    assert len(search.simulated) == before, "nothing is simulated twice"
+    least = min(one.costs.peak_bytes for one in found.best if one.costs)
+    tight = GpuSearch(steps, H100, int(least * 0.8), tensor, 1_000_000).run(16, 32)
+    assert all(one.costs.peak_bytes <= least * 0.8 for one in tight.best if one.costs)
+    assert any("too much" in one.why for one in tight.lost)
+    with pytest.raises(ws.BudgetError, match="nothing fits on 16 GPUs"):
+        GpuSearch(steps, H100, 1 << 20, tensor, 1_000_000).run(16, 32)
+    with pytest.raises(ws.PlanError, match="7 sequences on 16 GPUs: no mesh has a number of data-parallel ranks"):
+        GpuSearch(steps, H100, 1 << 30, None, 1_000_000).run(16, 7)
+
+
+def test_the_command(flat: str, tmp_path: Path) -> None:
+    out = tmp_path / "search.json"
+    code, said = run(
+        "--hf", flat, "--gpus", "8", "--global-batch", "8", "--seq", "64", "--style", "zero1", "--tokens", "1B",
+        "--price", "2/h", "--json", str(out),
+    )  # fmt: skip
+    assert code == 0, said
+    for text in ("tokens/s/GPU", "the first: zero1 on", "why the others lost", "GPU hours", "to plan it: wholestep"):
+        assert text in said
+    made = json.loads(out.read_text())
+    assert made["format"] == "wholestep search"
+    assert made["setups"][0]["figures"]["step_tokens"] == 8 * 64
+    command = next(line for line in said.splitlines() if line.startswith("to plan it")).split("wholestep plan ")[1]
+    code, said = run(*command.split())
+    assert code == 0, said
+
+
+@pytest.mark.full
+def test_a_sweep(flat: str, tmp_path: Path) -> None:
+    html, out = tmp_path / "sweep.html", tmp_path / "sweep.json"
+    code, said = run(
+        "--hf", flat, "--sweep", "gpus=2,3,8", "--global-batch", "8", "--seq", "64", "--style", "zero1",
+        "--html", str(html), "--json", str(out),
+    )  # fmt: skip
+    assert code == 0, said
+    points = json.loads(out.read_text())["points"]
+    assert [one["value"] for one in points] == [2, 3, 8]
+    assert points[1]["setup"] is None, "3 ranks do not divide 8 sequences"
+    rates = [one["figures"]["tokens_per_s"] for one in points if one["figures"]]
+    assert rates == sorted(rates)
+    page = html.read_text()
+    assert page.count("<svg") == 3
+    assert "http" not in page.replace("http-equiv", "")
+    assert said.count("capture 10 layers, 1 x 1") + said.count("capture 4 layers, 1 x 1") <= 1, "captured once"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("gpus=8,16,...,128", (8, 16, 32, 64, 128)), ("seq=1024", (1024,)), ("batch=3,9,...,80", (3, 9, 27, 80))],
+)
+def test_values_of_a_sweep(text: str, values: tuple[int, ...]) -> None:
+    found = sweep_of(text)
+    assert (found.over, found.values) == (text.partition("=")[0], values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["gpus", "gpus=", "gpus=a", "gpus=0", "dtype=1", "gpus=8,...", "gpus=8,...,16", "gpus=16,8,...,64", "gpus=8,8"],
+)
+def test_what_is_no_sweep(text: str) -> None:
+    with pytest.raises(ws.PlanError, match="--sweep '"):
+        sweep_of(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "8"], "--gpus needs --global-batch N"),
+        (["--global-batch", "8"], "need --gpus N, or --sweep gpus=..."),
+        (["--sweep", "gpus=8,16"], "--gpus needs --global-batch N"),
+        (["--gpus", "8", "--global-batch", "8", "--auto"], "--auto with --gpus: needed one of them"),
+        (["--gpus", "8", "--global-batch", "8", "--batch", "2"], "--batch with --gpus: the search chooses that"),
+        (["--gpus", "8", "--global-batch", "8", "--semantics", "global"], "--semantics global with --gpus"),
+        (["--gpus", "8", "--global-batch", "8", "--html", "x.html"], "--html with --gpus and no --sweep"),
+        (["--gpus", "7", "--global-batch", "3", "--seq", "64"], "no setup of 7 GPUs can be planned"),
+        (["--sweep", "gpus=x", "--global-batch", "8"], "--sweep 'gpus=x'"),
+    ],
+)
+def test_what_is_refused(tiny: str, options: list[str], said: str) -> None:
+    code, text = run("--hf", tiny, *options)
+    assert code == 2
+    assert said in text
+
+
+def test_a_function_has_one_batch() -> None:
+    code, text = run("x.py:build", "--gpus", "8", "--global-batch", "8")
+    assert code == 2
+    assert "--gpus without --hf" in text
+
+
+def test_costs_grow_evenly() -> None:
+    one = Costs(10, 100, 5, 2, 1.0, 0.5, 0.4, 0.1, 0.2, {"a": 60, "b": 40})
+    two = Costs(10, 150, 9, 3, 1.8, 0.6, 0.8, 0.2, 0.4, {"a": 90, "c": 60})
+    four = repeated(one, two, 4)
+    assert (four.step_s, four.model_s, four.sent_bytes) == pytest.approx((3.4, 1.6, 17))
+    assert (four.peak_bytes, four.held, four.rest_bytes) == (150, two.held, 10)
+    assert repeated(one, two, 1).peak_bytes == 100
+    with pytest.raises(ws.PlanError, match="0 micro-batches"):
+        repeated(one, two, 0)

@@ -1,0 +1,93 @@
+"""Layers recomputed by a rule: the same bits, less memory, and arithmetic that is counted once in MFU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.steps import mean_square
+from tests.unit.test_recompute import bits, captured, parallel, same
+from wholestep.passes.recompute_layers import RecomputeLayers
+from wholestep.passes.saved_tensors import SavedTensors
+from wholestep.planner.recompute_kinds import passes_of
+
+H100 = ws.Hardware.preset("dgx-h100")
+
+
+class Block(nn.Module):
+    """A residual block: norm, wide layer, activation, narrow layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(layers: int = 4, width: int = 64) -> ws.TrainGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(width) for _ in range(layers)))
+        x = torch.empty(512, width)
+    return ws.capture(mean_square, model, torch.optim.AdamW(model.parameters(), fused=True), x)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("case", ["twice", "micro-batches", "tokens"])
+def test_the_same_bits(case: str, kind: Any) -> None:
+    capture = captured(case, "AdamW-plain")
+    plan = ws.plan(capture.graph, "dp=2", parallel("fully_shard", True))
+    local = ws.partition(capture.graph, plan)
+    try:
+        changed = ws.run_passes(local, [RecomputeLayers(kind), *ws.pipeline()])
+    except ws.PlanError as error:
+        assert "no module of the step has a number as its name" in str(error)  # noqa: PT017  # two of the cases
+        assert case != "micro-batches"
+        return
+    assert same(bits(capture, plan, changed, case), bits(capture, plan, local, case))
+
+
+def test_the_more_is_recomputed_the_less_is_held() -> None:
+    graph = blocks()
+    plan = ws.plan(graph, "dp=2", ws.DataParallel("replicate"), hardware=H100)
+    local = ws.partition(graph, plan)
+    made = {kind: ws.run_passes(local, passes_of(kind, H100)) for kind in ("none", "selective", "full")}
+    peaks = [ws.peak_memory(program).by_kind()["activation"] for program in made.values()]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len({*peaks}) == 3
+    took = {kind: ws.simulate(program, H100) for kind, program in made.items()}
+    assert took["none"].step_us < took["selective"].step_us < took["full"].step_us
+    assert took["none"].mfu == took["none"].hfu
+    assert took["selective"].mfu == took["selective"].hfu, "no product runs twice"
+    assert took["full"].mfu < took["full"].hfu
+
+
+def test_full_keeps_what_layers_hand_on() -> None:
+    """With one more layer, `full` keeps one more result of a layer and nothing else."""
+    held: list[int] = []
+    for layers in (4, 5, 6):
+        graph = blocks(layers)
+        local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate"), hardware=H100))
+        kept = SavedTensors(RecomputeLayers("full")(local))
+        held.append(sum(v.storage.size_bytes for v in kept.candidates if v.storage.node in kept.batch_dependent))
+    assert held[1] - held[0] == held[2] - held[1] == 512 * 64 * 4
+
+
+def test_auto_fits_a_budget() -> None:
+    graph = blocks()
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate"), hardware=H100))
+    most = ws.peak_memory(ws.run_passes(local, passes_of("none", H100))).size_bytes
+    fitted = ws.run_passes(local, passes_of("auto", H100, int(most * 0.9)))
+    assert ws.peak_memory(fitted).size_bytes <= most * 0.9
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ws.PlanError, match="one of full, selective"):
+        RecomputeLayers("some")  # type: ignore[arg-type]
+    model = nn.Linear(4, 4)
+    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters()), torch.ones(2, 4))
+    local = ws.partition(graph, ws.plan(graph, "dp=2"))
+    with pytest.raises(ws.PlanError, match="recompute full: no module of the step has a number as its name"):
+        ws.run_passes(local, [RecomputeLayers("full")])
