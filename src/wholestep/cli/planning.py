@@ -250,6 +250,8 @@ def simulated(
     hardware: ws.Hardware,
     backend: str = "eager",
     float8: ws.Float8 | None = None,
+    stack: ws.Stack | None = None,
+    profile: ws.KernelTimes | None = None,
 ) -> ws.Timeline:
     """The timeline of one style, with the model's own plan along an axis `tp`."""
     strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
@@ -259,7 +261,7 @@ def simulated(
     with shown.stage("schedule"):
         local = program(planned, graph, hardware)
     with shown.stage("simulate"):
-        return ws.timeline(local, hardware, compiled=backend == "inductor")
+        return ws.timeline(local, hardware, compiled=backend == "inductor", stack=stack, profile=profile)
 
 
 def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:

@@ -45,6 +45,12 @@ def simulate(
     backend: Annotated[
         str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
     ] = "eager",
+    stack: Annotated[
+        str | None, typer.Option(help="Kernels and host of other software, as torchtitan-compile; names them if wrong.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured kernels: a table, or a trace of torch.profiler with shapes.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -64,9 +70,11 @@ def simulate(
     with working() as shown:
         check_mesh(mesh)
         machine = hardware_of(hardware)
+        software = None if stack is None else ws.Stack.named(stack)
+        measured = None if profile is None else ws.KernelTimes.load(profile)
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
         eight = ws.Float8(cast(Any, str(float8))) if float8 else None
-        made = simulated(shown, found, mesh, style, machine, backend, eight)
+        made = simulated(shown, found, mesh, style, machine, backend, eight, software, measured)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     figures = {
