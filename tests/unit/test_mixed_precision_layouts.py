@@ -1,4 +1,4 @@
-"""Parameters that are cast for a module: tensor parallelism cuts them as without, gradients are reduced as they come."""
+"""Parameters cast for a module: tensor parallelism cuts them as without, gradients are reduced as they come."""
 
 from functools import partial
 from typing import Any

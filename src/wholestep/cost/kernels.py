@@ -6,11 +6,12 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.nodes import is_collective, is_wait
+from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from .compute import node_us, work
 from .fusion import compiled_us
 from .kernel_times import KernelTimes
-from .stack import Stack, attention_us
+from .stack import Stack, attention_us, started
 
 
 def op_times(
@@ -38,11 +39,13 @@ def op_times(
 
 
 def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: Stack) -> dict[Node, float]:
-    """Microseconds of the host for each op that it starts."""
+    """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once."""
     found: dict[Node, float] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and not is_wait(node) and (is_collective(node) or times[node] > 0):
-            made = work(node) if not stack.flash_attention else None
-            several = 5 if made is not None and made.attention else 1  # products, softmax, dropout, a copy
-            found[node] = several * stack.host_us(hardware, meta.is_backward(node) and not meta.is_recomputed(node))
+        if node.op != "call_function" or is_wait(node) or not (is_collective(node) or times[node] > 0):
+            continue
+        if is_collective(node) or is_list_op(node.target) or not meta.is_batch_invariant(node):
+            several = started(work(node), stack)
+            recomputes = bool(meta.module_path(node))  # a module runs again: its Python too
+            found[node] = several * stack.host_us(hardware, meta.is_backward(node) and not recomputes)
     return found
