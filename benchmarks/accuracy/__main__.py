@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 from rich.console import Console
@@ -32,13 +33,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"published {what}")
     parser.add_argument("--table", type=Path, metavar="PAGE.md", help="write the tables here too")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="of sources with 100 runs and more, each Nth run alone"
+        "--most", type=int, default=0, metavar="N", help="runs of a source, spread over it; 0: all of them"
     )
     given = parser.parse_args()
     if not (given.runs or given.collectives or given.gemms):
         parser.error("give at least one of --runs, --collectives, --gemms")
     console, made = Console(), list[Table]()
-    of_runs = partial(_runs, given.every)
+    of_runs = partial(_runs, given.most)
     for path, tables in ((given.collectives, _collectives), (given.gemms, _gemms), (given.runs, of_runs)):
         if path:
             for table in tables(path):
@@ -46,8 +47,8 @@ def main() -> None:
                 made.append(table)
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
-        every = [f"--every {given.every}"] if given.every > 1 else []
-        command = " ".join(["python -m benchmarks.accuracy", *files, *every, f"--table {given.table.name}"])
+        most = [f"--most {given.most}"] if given.most else []
+        command = " ".join(["python -m benchmarks.accuracy", *files, *most, f"--table {given.table.name}"])
         old = given.table.read_text() if given.table.exists() else ""
         own = "".join(["\n", *old.partition(_OWN)[1:]]) if _OWN in old else ""
         given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)) + own)
@@ -94,24 +95,21 @@ def _gemms(path: Path) -> Iterator[Table]:
     yield left_out("Matrix products left out", left)
 
 
-_LARGE = 100  # runs of a source
-
-
-def thinned(given: list[Row], every: int) -> list[Row]:
-    """Each `every`th row of large sources, all of the others."""
+def thinned(given: list[Row], most: int) -> list[Row]:
+    """At most so many rows of a source, at equal distances; all for 0."""
     sources = {row["source_id"]: [one for one in given if one["source_id"] == row["source_id"]] for row in given}
-    return [row for several in sources.values() for row in several[:: every if len(several) >= _LARGE else 1]]
+    return [row for several in sources.values() for row in several[:: ceil(len(several) / (most or len(several)))]]
 
 
-def _runs(every: int, path: Path) -> Iterator[Table]:
+def _runs(most: int, path: Path) -> Iterator[Table]:
     yield from assumed.tables()
-    yield from run_tables(*runs.read(thinned(rows(path, config.COLUMNS), every)))
+    yield from run_tables(*runs.read(thinned(rows(path, config.COLUMNS), most)))
 
 
 def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]:
     """Errors of step times in three columns, of memory, and what is left out."""
     columns = (
-        ("from the data sheet", "presets as they are, nothing fitted to runs of any hardware but the host of one stack",
+        ("from the data sheet", "presets as they are: of runs, A100's memory rate and one host were fitted to some",
          runs.from_the_data_sheet(found)),
         ("factor of other sources", "one factor for a device, from all other sources, where there are some",
          runs.by_other_sources(found)),

@@ -14,9 +14,7 @@ def tables() -> Iterator[Table]:
     rows = [_device(one) for one in machines if data_sheet(one).ceiling("bfloat16").tiles]
     columns = ("preset", "peak bf16 TFLOPS", "best tile", "clock under load", "attention forward", "backward",
                "memory GB/s", "reached", "host us an op", "slower beside NCCL", "from")  # fmt: skip
-    yield Table(
-        "Assumed of devices", "shares of the peaks of data sheets; none is fitted to runs", columns, tuple(rows)
-    )
+    yield Table("Assumed of devices", "shares of the peaks of data sheets", columns, tuple(rows))
     columns = ("stack", "ops on elements fused", "norms fused", "flash attention", "update fused", "buckets copied",
                "overlap", "recompute", "CUDA graph", "host us a kernel", "from")  # fmt: skip
     said = "which kernels exist; recompute where a run does not say"

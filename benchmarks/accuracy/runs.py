@@ -45,7 +45,7 @@ def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
 
 
 def from_the_data_sheet(found: Sequence[Predicted]) -> list[Case]:
-    """Presets as they are: their figures are from data sheets and isolated kernels, none from runs."""
+    """Presets as they are: their figures are from data sheets and isolated kernels, but for two of A100."""
     return [case(one, 1.0) for one in found if one.run.step_s]
 
 

@@ -23,11 +23,10 @@ from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
 from wholestep.passes.overlap import Overlap
-from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
 
-TIMED, HELD = (2, 3), (8, 10)
+TIMED, HELD = (2, 3), (4, 6)
 """Layers that are simulated: of peaks more, since some gradients may wait to be reduced until the link is free."""
 HALF = ws.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
 _ABOUT = (8, 16, 32, 64, 128)
@@ -125,8 +124,8 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int, pair: tuple[int, in
 
 
 def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
-    """The pipeline without what a stack lacks: ops in place of their operands, an update in parts, overlap."""
-    lacks = (Reinplace, SplitOptimizer, *(() if stack.overlaps else (Overlap, SinkWaits)))
+    """The pipeline without what a stack lacks: an update in parts, and overlap."""
+    lacks = (SplitOptimizer, *(() if stack.overlaps else (Overlap, SinkWaits)))
     return [one for one in ws.pipeline(hardware) if not isinstance(one, lacks)]
 
 

@@ -75,11 +75,13 @@ def simulate(
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
         eight = ws.Float8(cast(Any, str(float8))) if float8 else None
         made = simulated(shown, found, mesh, style, machine, backend, eight, software, measured)
-    typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
+    on = machine if stack is None else f"{machine}, {stack}"
+    typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {on}\n{made}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     figures = {
         "model": found.name, "mesh": mesh, "hardware": str(machine), "step_us": took.step_us,
         "exposed_us": took.exposed_us, "host_us": took.host_us, "backend": backend,
+        "stack": stack,
         "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
         "rest_bytes": made.peak.rest_bytes, "busy_us": busy,
     }  # fmt: skip

@@ -45,18 +45,19 @@ _NCCL_BLOCKS = 16
 """Processors that collectives keep busy: one a channel, two channels for each of eight adapters."""
 _SLOWEST = 727 / 752
 """A step waits for the slowest of its ranks: TFLOPS of the slowest and of the median of 8 busy H200 (`_CLOCKS`)."""
-_HOPPER_SUSTAINED, _B200_SUSTAINED, _A100_SUSTAINED = (
-    698.6 / 850 * _SLOWEST, 1426.4 / 1751.2 * _SLOWEST, 1305 / 1410 * _SLOWEST,
-)  # fmt: skip
-"""What lasts of the rate of short runs: H200 of the 850 TFLOPS of XLA's tables, B200 of its bursts (`_CLOCKS`), A100 by
-its clock under HPL (`_HPL`)."""
+_H200_SUSTAINED, _B200_SUSTAINED = 698.6 / 850 * _SLOWEST, 1426.4 / 1751.2 * _SLOWEST
+_H100_SUSTAINED, _A100_SUSTAINED = _H200_SUSTAINED * 792.1 / 825.8, 1305 / 1410 * _SLOWEST
+"""What lasts of the rate of short runs: H200 of the 850 TFLOPS of XLA's tables, B200 of its bursts, H100 as H200, by
+the bursts of both (`_CLOCKS`), A100 by its clock under HPL (`_HPL`)."""
 
 
-def _hopper(name: str, memory_bytes: int, memory_rate: float, watts: int = 700) -> Device:
+def _hopper(
+    name: str, memory_bytes: int, memory_rate: float, sustained: float = _H100_SUSTAINED, watts: int = 700
+) -> Device:
     """H100 SXM: 132 processors, bf16 989 TFLOPS dense. Of less power than 700 W, the clock keeps the cube root,
     but for 100 W that do not depend on the clock.
     """
-    sustained = _HOPPER_SUSTAINED * ((watts - 100) / 600) ** (1 / 3)
+    sustained *= ((watts - 100) / 600) ** (1 / 3)
     ceilings = (
         Ceiling("bfloat16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
         Ceiling("float16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
@@ -89,7 +90,7 @@ A100 = Device(
 A100_40GB = replace(A100, name="A100 SXM 40 GB", memory_bytes=40 * _GIB, memory_bytes_per_us=1555 * _GB)
 H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
 H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, watts=500)
-H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB)
+H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB, _H200_SUSTAINED)
 B200 = Device(
     "B200 192 GB", 192 * 10**9, 8000 * _GB,
     (
