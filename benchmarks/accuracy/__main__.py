@@ -17,8 +17,10 @@ _HEAD = """# How far the cost model is from what was measured
 
 Made by `{command}`. The files hold published measurements; their columns are those that
 `benchmarks/accuracy` names when one is missing. *Held out* means that a figure was fitted without the rows that are
-tested; *as shipped* means the presets of `ws.Hardware`, whose figures were fitted to these files as a whole. Errors are
-absolute, as a share of what was measured; *bias* keeps the sign, above 0 where the prediction is too slow or too large.
+tested; *as shipped* means the presets of `ws.Hardware`, whose curves of collectives and tiles of products were fitted
+to these files as a whole. Runs are simulated by the functions of `wholestep simulate`, on what two tables assume.
+Errors are absolute, as a share of what was measured; *bias* keeps the sign, above 0 where the prediction is too slow or
+too large.
 
 """
 

@@ -125,4 +125,6 @@ def _reason(one: Predicted, error: float) -> str:
         return "a nearly full memory: the allocator's retries are not modelled"
     if one.run.stack.start_us > 0 and one.run.width <= 2048:
         return "bound by the host, whose time for a layer differs between runs"
+    if error > 0 and one.run.tp > 1 and one.run.stack.recompute == "ops":
+        return "tensor-parallel collectives that are hidden behind products are not scheduled"
     return "not explained"

@@ -290,7 +290,7 @@ def test_tables() -> None:
 def test_the_command(tmp_path: Path) -> None:
     runs_csv = write(
         tmp_path / "runs.csv",
-        [RUN | SMALL, RUN | SMALL | {"source_id": "other"}, RUN | {"pp": "4"}, RUN | SMALL | {"mem_gib": "40"}],
+        [RUN | SMALL, RUN | SMALL | {"source_id": "other"}, RUN | {"pp": "4"}],
     )
     sent_csv = write(tmp_path / "sent.csv", measured(0.02))
     page = tmp_path / "page.md"
