@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +124,7 @@ def _with_recompute(run: Run, layer: nn.Module, number: int, layers: int) -> Cal
 
 def _again(made: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
     """`made`, recomputed in the backward. The models draw no numbers."""
-    again: Any = checkpoint.checkpoint
+    again = cast(Any, checkpoint.checkpoint)
     return partial(again, made, use_reentrant=False, preserve_rng_state=False, **options)
 
 
@@ -138,7 +138,7 @@ def _every_other_product() -> Any:
             return CheckpointPolicy(3 if met[context.is_recompute] % 2 == 0 else 0)
         return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: Any = checkpoint.create_selective_checkpoint_contexts
+    contexts = cast(Any, checkpoint.create_selective_checkpoint_contexts)
     return contexts(policy)
 
 

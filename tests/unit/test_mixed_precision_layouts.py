@@ -1,12 +1,13 @@
 """Parameters cast for a module: tensor parallelism cuts them as without, gradients are reduced as they come."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
 from wholestep.graph.ops import GRAD_READY
@@ -70,10 +71,15 @@ def test_gradients_are_complete_while_the_backward_runs() -> None:
     assert all(str(name).startswith("layers.0") for name in late)
 
 
+def again(layer: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    """The layer, recomputed in the backward. It draws no numbers."""
+    call = cast(Any, checkpoint.checkpoint)
+    return call(layer, x, use_reentrant=False, preserve_rng_state=False, **options)
+
+
 def test_checkpoints_recompute_with_the_casts_of_the_forward() -> None:
     """Two products are made again, of the third nothing needs the result."""
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    plain, made = captured(), captured(lambda layer, x: again(layer, x))
+    plain, made = captured(), captured(again)
     assert count(made) == count(plain) + 3
     casts = [g for g in (plain, made) for n in g.graph.nodes if n.op == "placeholder" and n.name.endswith("up_weight")
              for u in n.users if u.target is torch.ops.aten._to_copy.default]  # fmt: skip
@@ -84,14 +90,11 @@ def test_selective_checkpoints_keep_what_their_policy_keeps() -> None:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def layer_again(layer: nn.Module, x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
     def activations(graph: ws.TrainGraph) -> int:
         local = ws.partition(graph, ws.plan(graph, "dp=1", ws.DataParallel("replicate")))
         return sum(node.target is torch.ops.aten.relu.default for node in local.graph.nodes)
 
-    plain, made = captured(), captured(layer_again)
+    contexts = cast(Any, checkpoint.create_selective_checkpoint_contexts)
+    plain, made = captured(), captured(partial(again, context_fn=partial(contexts, policy)))
     assert count(made) == count(plain)
     assert activations(made) == 2 * activations(plain)
