@@ -2,21 +2,25 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
+from math import ceil
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
 
-from benchmarks.accuracy import collectives, config, gemms, refit, runs
-from benchmarks.accuracy.read import Case, rows
+from benchmarks.accuracy import assumed, collectives, config, gemms, runs
+from benchmarks.accuracy.read import Case, Left, Row, rows
 from benchmarks.accuracy.report import Table, errors, far, left_out, markdown, worst
 
 _HEAD = """# How far the cost model is from what was measured
 
 Made by `{command}`. The files hold published measurements; their columns are those that
 `benchmarks/accuracy` names when one is missing. *Held out* means that a figure was fitted without the rows that are
-tested; *as shipped* means the presets of `ws.Hardware`, whose figures were fitted to these files as a whole. Errors are
-absolute, as a share of what was measured; *bias* keeps the sign, above 0 where the prediction is too slow or too large.
+tested; *as shipped* means the presets of `ws.Hardware`, whose curves of collectives and tiles of products were fitted
+to these files as a whole. Runs are simulated by the functions of `wholestep simulate`, on what two tables assume.
+Errors are absolute, as a share of what was measured; *bias* keeps the sign, above 0 where the prediction is too slow or
+too large.
 
 """
 
@@ -29,27 +33,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     for name, what in (("runs", "training runs"), ("collectives", "collectives"), ("gemms", "matrix products")):
         parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"published {what}")
-    parser.add_argument(
-        "--refit", action="store_true", help="fit the figures of presets again too, to half of the runs"
-    )
     parser.add_argument("--table", type=Path, metavar="PAGE.md", help="write the tables here too")
+    parser.add_argument(
+        "--most", type=int, default=0, metavar="N", help="runs of a source, spread over it; 0: all of them"
+    )
     given = parser.parse_args()
     if not (given.runs or given.collectives or given.gemms):
         parser.error("give at least one of --runs, --collectives, --gemms")
     console, made = Console(), list[Table]()
-    for path, tables in ((given.collectives, _collectives), (given.gemms, _gemms), (given.runs, _runs)):
+    of_runs = partial(_runs, given.most)
+    for path, tables in ((given.collectives, _collectives), (given.gemms, _gemms), (given.runs, of_runs)):
         if path:
             for table in tables(path):
                 _show(console, table)
                 made.append(table)
-    if given.refit and given.runs:
-        made.append(_refitted(given.runs))
-        _show(console, made[-1])
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
-        command = " ".join(
-            ["python -m benchmarks.accuracy", *files, *(["--refit"] * given.refit), f"--table {given.table.name}"]
-        )
+        most = [f"--most {given.most}"] if given.most else []
+        command = " ".join(["python -m benchmarks.accuracy", *files, *most, f"--table {given.table.name}"])
         old = given.table.read_text() if given.table.exists() else ""
         own = "".join(["\n", *old.partition(_OWN)[1:]]) if _OWN in old else ""
         given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)) + own)
@@ -96,31 +97,53 @@ def _gemms(path: Path) -> Iterator[Table]:
     yield left_out("Matrix products left out", left)
 
 
-def _runs(path: Path) -> Iterator[Table]:
-    found, held, left = runs.read(rows(path, config.COLUMNS))
-    if found:
-        said = "one scalar for each hardware, fitted to its other models"
-        tested = runs.held_out(found)
-        yield errors("Step times, held out by model", said, tested, _source, ("source", "hardware"))
-        yield errors("Step times by parallelism, held out by model", said, tested, lambda c: (c.group,), ("kind",))
-        yield errors("Step times, in sample", "one scalar for each hardware, fitted to all of its rows",
-                     runs.in_sample(found), _source, ("source", "hardware"))  # fmt: skip
-        yield worst("Step times, held out by model: the worst (seconds)", tested)
-        yield far("Step times, held out by model: what is far off", tested)
-        yield Table("Scalars", "measured time by that of the model as shipped", ("hardware", "scalar"),
-                    tuple((name, f"{value:.3f}") for name, value in sorted(runs.scalars(found).items())))  # fmt: skip
+def thinned(given: list[Row], most: int) -> list[Row]:
+    """At most so many rows of a source, at equal distances; all for 0."""
+    sources = {row["source_id"]: [one for one in given if one["source_id"] == row["source_id"]] for row in given}
+    return [row for several in sources.values() for row in several[:: ceil(len(several) / (most or len(several)))]]
+
+
+def _runs(most: int, path: Path) -> Iterator[Table]:
+    yield from assumed.tables()
+    yield from run_tables(*runs.read(thinned(rows(path, config.COLUMNS), most)))
+
+
+def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]:
+    """Errors of step times in three columns, of memory, and what is left out."""
+    columns = (
+        ("from the data sheet", "presets as they are: of runs, A100's memory rate and one host were fitted to some",
+         runs.from_the_data_sheet(found)),
+        ("factor of other sources", "one factor for a device, from all other sources, where there are some",
+         runs.by_other_sources(found)),
+        ("after one row", "one factor for a source and a hardware, from its row of median length, which is left out",
+         runs.after_one_row(found)),
+    )  # fmt: skip
+    for title, said, cases in columns:
+        if cases:
+            yield errors(f"Step times, {title}", said, cases, _source, ("source", "hardware"))
+    sheet = columns[0][2]
+    if sheet:
+        yield errors("Step times by device, from the data sheet", columns[0][1], sheet, _hardware, ("hardware",))
+        yield errors("Step times by device, after one row", columns[2][1], columns[2][2], _hardware, ("hardware",))
+        yield errors("Step times by parallelism, from the data sheet", columns[0][1], sheet, _kind, ("kind",))
+        yield worst("Step times, from the data sheet: the worst (seconds)", sheet)
+        yield far("Step times, from the data sheet: what is far off", sheet)
+        yield far("Step times, after one row: what is far off", columns[2][2])
+    held = runs.memory(found)
     if held:
         yield errors("Memory", "nothing is fitted", held, _source, ("source", "hardware"))
-        yield worst("Memory: the worst (GiB)", held)
+        yield worst("Memory: the worst (GiB)", held, len(held))
     else:
         yield Table("Memory", "no row of this file has bytes (`mem_gib`)", (), ())
     yield left_out("Runs left out", left)
 
 
-def _refitted(path: Path) -> Table:
-    found, _, _ = runs.read(rows(path, config.COLUMNS))
-    said = "figures of presets and scalars fitted to half of the models, tested on the other half"
-    return errors("Step times, all figures held out", said, refit.halves(found), _source, ("source", "hardware"))
+def _hardware(case: Case) -> tuple[str, ...]:
+    return (case.hardware,)
+
+
+def _kind(case: Case) -> tuple[str, ...]:
+    return (case.group,)
 
 
 def _source(case: Case) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+import wholestep as ws
 from benchmarks.accuracy.read import Row, data_sheet, hardware_of, number, whole
 
 COLUMNS = (
@@ -13,6 +14,7 @@ COLUMNS = (
 _GATED = r"llama|mistral|qwen|gemma|deepseek|phi-?[34]|mixtral|olmo|nemotron-?h"
 _VOCABULARY = ((r"llama-?3", 128256), (r"llama", 32000), (r"mpt", 50368), (r"gpt", 51200), (r"qwen", 151936),
                (r"mistral", 32000))  # fmt: skip
+_HEAD = ((r"qwen-?3", 128),)  # whose heads together are wider than the model
 _LENGTH = ((r"llama-?3", 8192), (r"llama", 4096))
 _SIZES = {  # by family and billions: layers, width, heads, heads of keys, hidden; as their configurations say
     r"llama-?[12]?-?7b": (32, 4096, 32, 32, 11008), r"llama-?[12]?-?13b": (40, 5120, 40, 40, 13824),
@@ -44,20 +46,22 @@ class Run:
         micro: sequences of a rank at a time; `accumulate` of them in a step.
         ac: none, full, ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
-        flash: attention never writes its scores; else kernels of their own do.
-        overlapped: gradients are reduced while the backward runs.
-        compiled: ops on elements are fused.
+        biased: linear layers add biases.
         pure: gradients are scattered in half precision too.
-        slow_host: Megatron-DeepSpeed of 2022 starts the ops.
+        eight: large linear layers multiply in float8.
+        stack: which software runs it.
     """
 
     source: str
+    ref: str
     hardware: str
+    device: str
     model: str
     layers: int
     width: int
     heads: int
     kv_heads: int
+    head: int
     hidden: int
     vocabulary: int
     length: int
@@ -72,45 +76,22 @@ class Run:
     accumulate: int
     ac: str
     checkpointed: float
-    flash: bool
-    overlapped: bool
-    compiled: bool
+    biased: bool
     pure: bool
-    slow_host: bool
+    eight: bool
+    stack: ws.Stack
     per_node: int
     step_s: float | None
     memory_gib: float | None
     device_gib: float
 
-    @property
-    def head(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one layer, on all ranks together."""
-        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
-        return attention + self.width * self.hidden * (3 if self.gated else 2) + 2 * self.width
-
-    @property
-    def parameters(self) -> int:
-        """Of the model."""
-        ends = self.vocabulary * self.width * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + ends
-
-    @property
-    def tokens(self) -> int:
-        """Of one rank's micro-batch."""
-        return self.micro * self.length
-
 
 def read(row: Row) -> Run | str:
-    """The run, or why the model cannot express it."""
+    """The run, or why it cannot be expressed."""
     row = _completed(row)
-    why = _inexpressible(row)
-    if why:
-        return why
+    why, hardware = _inexpressible(row), hardware_of(row["hw"])
+    if why or hardware is None:
+        return why or "no preset for this hardware"
     model, ranks = _model(row), whole(row, "n_gpus")
     layers, width, heads = (whole(row, name) for name in ("n_layers", "d_model", "n_heads"))
     tp = whole(row, "tp", 1) or 1
@@ -130,20 +111,21 @@ def read(row: Row) -> Run | str:
     rate = number(row, "tokens_per_s_per_gpu")
     if step is None and rate:
         step = micro * length * accumulate / tp / rate
-    source, dtype = row["source_id"].lower(), row["dtype"].lower()
-    old = "vtrain" in source or "seqsel" in source or "megatron-deepspeed" in source
-    recompute = _recompute(row["ac"].lower(), source)
+    dtype = row["dtype"].lower()
+    stack = _stack(row)
+    recompute = _recompute(row["ac"].lower(), stack)
     assert recompute is not None, "a kind that is known"
     notes = f"{row['sharding']} {row['ac']} {row['notes']}".lower()
     return Run(
-        row["source_id"], row["hw"], row["model"], layers, width, heads, whole(row, "n_kv_heads") or heads, hidden,
+        row["source_id"], row.get("ref") or row["source_id"], row["hw"], data_sheet(hardware).name, row["model"],
+        layers, width, heads, whole(row, "n_kv_heads") or heads, _by_family(model, _HEAD) or width // heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
-        bool(re.search("sequence parallel|fsdp2.*tp", notes)), micro, accumulate, recompute,
+        tp > 1 and (stack.name.startswith("torchtitan") or "sequence parallel" in notes), micro, accumulate, recompute,
         _checkpointed(row["ac"].lower(), layers),
-        not old, "vtrain" not in source, row["compile"].lower() in ("yes", "true", "1"), "pure" in dtype,
-        "vtrain" in source,
-        _per_node(row), step, number(row, "mem_gib"), _device_gib(row),
+        bool(re.search(r"gpt", model)), "pure" in dtype or stack.name.startswith("megatron"),
+        bool(re.search(r"fp8|float8", dtype)), stack,
+        _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware),
     )  # fmt: skip
 
 
@@ -153,10 +135,11 @@ def _inexpressible(row: Row) -> str:
         (whole(row, "pp", 1) > 1, "pipeline parallel"),
         (whole(row, "cp", 1) > 1, "context parallel"),
         (whole(row, "ep", 1) > 1 or bool(re.search(r"mixtral|moe|-a\d+b|deepseek|dbrx|\dx\d+b", model)), "experts"),
-        (bool(re.search(r"fp8|float8|mxfp|nvfp|fp4", dtype)), "8 bit or less"),
+        (bool(re.search(r"mxfp|nvfp|fp4", dtype)), "8 bit with scales of blocks, or less"),
+        (bool(re.search(r"fp8|float8", dtype)) and whole(row, "tp", 1) > 1, "8 bit with tensor parallelism"),
         (bool(re.search(r"async.?tp", f"{row['notes']} {row['sharding']}".lower())), "asynchronous tensor parallel"),
         (bool(re.search(r"lora|sft|peft", f"{row['notes']} {model}".lower())), "fine-tuning a part"),
-        (_recompute(row["ac"].lower(), row["source_id"].lower()) is None, "recompute of an unknown kind"),
+        (_recompute(row["ac"].lower(), _stack(row)) is None, "recompute of an unknown kind"),
         (not all(whole(row, name) for name in ("n_layers", "d_model", "n_heads")), "no sizes of layers"),
         (not whole(row, "n_gpus"), "no number of ranks"),
         (not whole(row, "micro_batch"), "no size of the micro-batch"),
@@ -174,12 +157,9 @@ def _per_node(row: Row) -> int:
     return 72 if rack else whole(row, "gpus_per_node", 8) or 8
 
 
-def _device_gib(row: Row) -> float:
-    """Of the row, whose gigabytes are those of a name; else of the preset; endless where neither is known."""
-    if given := number(row, "gpu_mem_gb"):
-        return given
-    hardware = hardware_of(row["hw"])
-    return data_sheet(hardware).memory_bytes / 2**30 if hardware else float("inf")
+def _device_gib(row: Row, hardware: ws.Hardware) -> float:
+    """Of the row, whose gigabytes are those of a name; else of the preset."""
+    return number(row, "gpu_mem_gb") or data_sheet(hardware).memory_bytes / 2**30
 
 
 def _by_family(model: str, table: tuple[tuple[str, int], ...]) -> int:
@@ -197,16 +177,39 @@ def _style(text: str, dtype: str) -> str:
 
 _COUNTED = r"(\d+)(?: of \d+)? layers?(?: of \d+)? checkpoint|checkpoint\w* (\d+)(?: of \d+)? layers?"
 _RECOMPUTE = (
-    (r"^(none|no|false)?$", "none"), (r"full|selective layer|every|selective 2", "full"),
+    (r"^(none|no|false)$", "none"), (r"full|selective layer|every|selective 2", "full"),
     (_COUNTED, "full"), (r"\bop\b", "ops"), (r"selective|\bsac\b", "attention"),
-    (r"checkpoint", "full"), (r"\bac\b", "attention"),
+    (r"checkpoint|\bac\b", "full"),
 )  # fmt: skip
 
 
-def _recompute(text: str, source: str) -> str | None:
+def _recompute(text: str, stack: ws.Stack) -> str | None:
     """Without a word more, torchtitan's selective is by op, and Megatron's by attention; None for what is unknown."""
+    if not text:
+        return stack.recompute
     found = next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), None)
-    return "ops" if found == "attention" and "torchtitan" in source else found
+    return "ops" if found == "attention" and stack.recompute == "ops" else found
+
+
+_STACKS = (  # the first whose pattern is found in the source, the reference, the sharding and the notes
+    (r"vtrain|megatron-deepspeed", "megatron-deepspeed-2022"),
+    (r"seqsel|2205\.05198|megatron-lm.*202[12]", "megatron-2022"),
+    (r"megatron|nemo", "megatron"), (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
+    (r"deepspeed", "deepspeed"), (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
+)  # fmt: skip
+
+
+def _stack(row: Row) -> ws.Stack:
+    """That of the row's column `stack`, where it has one; else of its source, compiled where the row says so."""
+    if row.get("stack"):
+        return ws.Stack.named(row["stack"])
+    said = " ".join(row.get(name, "") for name in ("source_id", "ref", "sharding", "notes")).lower()
+    name = next(stack for pattern, stack in _STACKS if re.search(pattern, said))
+    built = row["compile"].lower()
+    compiled = built in ("yes", "true", "1") or bool(re.search(r"(?<!no )inductor", built))
+    if name == "torchtitan" and compiled and "cudagraph" in built:
+        return ws.Stack.named("torchtitan-cudagraph")
+    return ws.Stack.named(f"{name}-compile" if compiled and name in ("fsdp", "torchtitan") else name)
 
 
 def _checkpointed(text: str, layers: int) -> float:
@@ -232,4 +235,6 @@ def _completed(row: Row) -> Row:
     micro, rest = divmod(whole(row, "global_batch"), parts)
     if not whole(row, "micro_batch") and micro and not rest:
         made["micro_batch"] = str(micro)
+    elif not whole(row, "micro_batch") and not micro and _stack(row).name.startswith("torchtitan"):
+        made["micro_batch"] = "1"  # local_batch_size of its configurations of Llama 3
     return made

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
+import wholestep as ws
 from benchmarks.accuracy.read import Case, Left, Row, data_sheet, hardware_of, number
 
 COLUMNS = ("device", "b", "m", "n", "k", "dtype", "time_us")
@@ -28,8 +30,13 @@ def read(rows: Iterable[Row]) -> tuple[list[Case], list[Left]]:
             left.append(Left(row.get("source_id", ""), label, why))
             continue
         b, m, n, k = (int(size or 0) for size in sizes)
-        made = hardware.matmul_us(b, m, n, k, dtype)
+        made = _in_a_burst(hardware).matmul_us(b, m, n, k, dtype)
         rate = 2.0 * b * m * n * k / us
         why = "faster than the data sheet's peak" if rate > data_sheet(hardware).ceiling(dtype).flops_per_us else ""
         cases.append(Case(row.get("source_id", "gemms"), row["device"], label, dtype, us, made, why))
     return cases, left
+
+
+def _in_a_burst(hardware: ws.Hardware) -> ws.Hardware:
+    """At the clock of short runs, as tables of products are measured."""
+    return replace(hardware, device=replace(data_sheet(hardware), sustained=1.0))

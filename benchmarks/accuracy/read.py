@@ -10,11 +10,12 @@ import wholestep as ws
 from wholestep.hardware.device import Device
 
 Row = dict[str, str]
+_FIGURE = r"\d+(?:\.\d+)?"
 
 # the first whose pattern is found in what a source calls its hardware
 _MACHINES = (
     (r"a3", "a3-mega"), (r"b[23]00", "b200-nvl72"), (r"h200", "h200"), (r"h100.*\b9[456] ?gi?b", "h100-96gb-500w"),
-    (r"h100", "dgx-h100"), (r"a100", "dgx-a100"),
+    (r"h100", "dgx-h100"), (r"a100.*\b40 ?gi?b", "dgx-a100-40gb"), (r"a100", "dgx-a100"),
 )  # fmt: skip
 
 
@@ -77,9 +78,14 @@ def hardware_of(name: str) -> ws.Hardware | None:
 
 
 def number(row: Row, column: str) -> float | None:
-    """A figure; None where the cell is empty or no number."""
+    """A figure, the middle of a range (6100-6300), or a share of a figure (30% of 95); None where the cell has none."""
+    text = row.get(column, "").strip().replace(",", "")
+    if found := re.fullmatch(rf"({_FIGURE})-({_FIGURE})", text):
+        return (float(found[1]) + float(found[2])) / 2
+    if found := re.fullmatch(rf"({_FIGURE}) ?% of ({_FIGURE})", text):
+        return float(found[1]) * float(found[2]) / 100
     try:
-        return float(row.get(column, "").strip().replace(",", ""))
+        return float(text)
     except ValueError:
         return None
 

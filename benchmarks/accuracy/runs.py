@@ -1,10 +1,12 @@
-"""Published training runs: step times after one scalar for each hardware, fitted without the model that is tested."""
+"""Published training runs beside the simulator: from the data sheet, with a factor of other sources, after one row."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
-from benchmarks.accuracy import config, memory, step
+import wholestep as ws
+from benchmarks.accuracy import config, simulated
 from benchmarks.accuracy.read import Case, Left, Row, hardware_of
 
 _FAR, _NEARLY_FULL = 0.2, 0.9
@@ -12,104 +14,117 @@ _FAR, _NEARLY_FULL = 0.2, 0.9
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, and seconds of its step by the model as it is."""
+    """A run, seconds of its step on presets, and GiB that a rank holds, of a run that reports them."""
 
     run: config.Run
     step_s: float
+    peak_gib: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Measured time by simulated time."""
+        return (self.run.step_s or 0.0) / self.step_s
 
 
-def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Case], list[Left]]:
-    """Runs with a time, memory cases, and rows that cannot be expressed."""
+def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
+    """Runs that the simulator can be asked about, and the others with the reason."""
     found: list[Predicted] = []
-    held: list[Case] = []
     left: list[Left] = []
     for row in rows:
         run, hardware = config.read(row), hardware_of(row["hw"])
-        label = f"{row['model']} on {row['n_gpus']} {row['hw']}"
+        where = f"{row['model']} on {row['n_gpus']} {row['hw']}"
         if isinstance(run, str) or hardware is None:
-            left.append(Left(row["source_id"], label, run if isinstance(run, str) else "no preset for this hardware"))
+            left.append(Left(row["source_id"], where, run if isinstance(run, str) else "no preset for this hardware"))
             continue
-        if run.step_s:
-            found.append(Predicted(run, step.step_s(run, hardware)))
-        if run.memory_gib:
-            held.append(Case(run.source, run.hardware, _label(run), run.model, run.memory_gib, memory.peak_gib(run)))
-    return found, held, left
+        try:
+            held = simulated.peak_gib(run, hardware) if run.memory_gib else 0.0
+            found.append(Predicted(run, simulated.step_s(run, hardware), held))
+        except ws.WholestepError as error:
+            left.append(Left(row["source_id"], where, str(error).splitlines()[0]))
+    return found, left
 
 
-def held_out(found: Sequence[Predicted]) -> list[Case]:
-    """For each model, the scalar of its hardware from all other models there; 1 where there are none."""
+def from_the_data_sheet(found: Sequence[Predicted]) -> list[Case]:
+    """Presets as they are: their figures are from data sheets and isolated kernels, but for two of A100."""
+    return [case(one, 1.0) for one in found if one.run.step_s]
+
+
+def by_other_sources(found: Sequence[Predicted]) -> list[Case]:
+    """With one factor for a device, from all other sources that ran on it; nothing where there are none."""
     cases: list[Case] = []
-    for members in _by_hardware(found):
-        for model in sorted({one.run.model for one in members}):
-            others = [one for one in members if one.run.model != model]
-            scalar = fit_scalar(others)
-            cases += [case(one, scalar, alone=not others) for one in members if one.run.model == model]
+    for members in _grouped(found, lambda one: one.run.device):
+        for source in sorted({one.run.ref for one in members}):
+            others = [one for one in members if one.run.ref != source]
+            if others:
+                cases += [case(one, fit_factor(others)) for one in members if one.run.ref == source]
     return cases
 
 
-def in_sample(found: Sequence[Predicted]) -> list[Case]:
-    """The scalar of a hardware from all of its rows."""
-    return [case(one, fit_scalar(members)) for members in _by_hardware(found) for one in members]
+def after_one_row(found: Sequence[Predicted]) -> list[Case]:
+    """With one factor for a source and a hardware, from one of its rows, which is left out: the one of median length by
+    simulation. It stands for the profile of a layer that a user makes first.
+    """
+    cases: list[Case] = []
+    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
+        chosen = median_low(one.step_s for one in members)
+        known = next(one for one in members if one.step_s == chosen)
+        cases += [case(one, known.ratio) for one in members if one is not known]
+    return cases
 
 
-def scalars(found: Sequence[Predicted]) -> dict[str, float]:
-    """That of each hardware, from all of its rows."""
-    return {members[0].run.hardware: fit_scalar(members) for members in _by_hardware(found)}
+def memory(found: Sequence[Predicted]) -> list[Case]:
+    """Peaks of the runs that report one."""
+    return [
+        Case(one.run.source, one.run.hardware, label(one.run), one.run.model, one.run.memory_gib, one.peak_gib)
+        for one in found if one.run.memory_gib
+    ]  # fmt: skip
 
 
-def fit_scalar(members: Sequence[Predicted]) -> float:
+def fit_factor(members: Sequence[Predicted]) -> float:
     """The factor that makes the mean absolute error least. At the least, one row is exact: each is tried."""
-    pairs = [(one.step_s, one.run.step_s or 1.0) for one in members]
 
-    def mean(scalar: float) -> float:
-        return sum(abs(scalar * made / measured - 1) for made, measured in pairs)
+    def mean(factor: float) -> float:
+        return sum(abs(factor / one.ratio - 1) for one in members)
 
-    return min((measured / made for made, measured in pairs), key=mean, default=1.0)
+    return min((one.ratio for one in members), key=mean)
 
 
-def _by_hardware(found: Sequence[Predicted]) -> list[list[Predicted]]:
-    groups: dict[str, list[Predicted]] = defaultdict(list)
+def _grouped(found: Sequence[Predicted], key: Callable[[Predicted], object]) -> list[list[Predicted]]:
+    groups: dict[object, list[Predicted]] = defaultdict(list)
     for one in found:
-        groups[one.run.hardware].append(one)
+        if one.run.step_s:
+            groups[key(one)].append(one)
     return list(groups.values())
 
 
-def case(one: Predicted, scalar: float, alone: bool = False) -> Case:
-    """A run as predicted after a scalar."""
+def case(one: Predicted, factor: float) -> Case:
+    """A run as predicted after a factor."""
     run = one.run
-    made = Case(run.source, run.hardware, _label(run), _kind(run), run.step_s or 0.0, scalar * one.step_s)
-    return replace(made, reason=_reason(run, made.error, alone) if abs(made.error) > _FAR / 2 else "")
+    made = Case(run.source, run.hardware, label(run), kind(run), run.step_s or 0.0, factor * one.step_s)
+    return replace(made, reason=_reason(one, made.error) if abs(made.error) > _FAR / 2 else "")
 
 
-def _kind(run: config.Run) -> str:
+def kind(run: config.Run) -> str:
+    """What is parallel."""
     data, split = run.replicate * run.shard > 1, run.tp > 1
     return "DP and TP" if data and split else "TP" if split else "DP" if data else "one rank"
 
 
-def _label(run: config.Run) -> str:
+def label(run: config.Run) -> str:
+    """Model, sizes, recompute, ranks, stack."""
+    again = run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
     return (
-        f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={_recomputed(run)} "
-        f"dp{run.replicate * run.shard} tp{run.tp}"
+        f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={again} "
+        f"dp{run.replicate * run.shard} tp{run.tp} {run.stack.name}"
     )
 
 
-def _recomputed(run: config.Run) -> str:
-    return run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
-
-
-def _is_nearly_full(run: config.Run) -> bool:
-    """Whether it held nine tenths of its device, as measured, else as predicted."""
-    return (run.memory_gib or memory.peak_gib(run)) > _NEARLY_FULL * run.device_gib
-
-
-def _reason(run: config.Run, error: float, alone: bool) -> str:
-    """What is known about rows like it that the model leaves out."""
-    if alone:
-        return "the only model on this hardware: no scalar could be fitted"
-    if run.slow_host and run.tp > 1 and run.micro <= 2:
-        return "bound by the host: at tp 4 it took 3.1 ms for a layer of 2048, 3.6 for the same ops of 1024"
-    if run.slow_host:
-        return "host and device take alike: how far the host runs ahead is not modelled"
-    if error < 0 and _is_nearly_full(run):
-        return "slower than its neighbours in the source: a nearly full memory is not modelled"
+def _reason(one: Predicted, error: float) -> str:
+    """What is known about rows like it that the simulator leaves out."""
+    if error < 0 and (one.run.memory_gib or 0) > _NEARLY_FULL * one.run.device_gib:
+        return "a nearly full memory: the allocator's retries are not modelled"
+    if one.run.stack.start_us > 0 and one.run.width <= 2048:
+        return "bound by the host, whose time for a layer differs between runs"
+    if error > 0 and one.run.tp > 1 and one.run.stack.recompute == "ops":
+        return "tensor-parallel collectives that are hidden behind products are not scheduled"
     return "not explained"

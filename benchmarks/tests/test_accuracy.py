@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import wholestep as ws
-from benchmarks.accuracy import collectives, config, gemms, memory, refit, runs, step
-from benchmarks.accuracy.read import Case, hardware_of, rows
+from benchmarks.accuracy import collectives, config, gemms, model, runs, simulated
+from benchmarks.accuracy.__main__ import thinned
+from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
 from benchmarks.accuracy.report import errors, left_out, worst
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
@@ -26,11 +28,23 @@ RUN = {
     "tokens_per_s_per_gpu": "", "step_time_s": "2.0", "mem_gib": "", "notes": "",
 }  # fmt: skip
 
+SMALL = {"n_layers": "16", "d_model": "2048", "n_heads": "16", "n_kv_heads": "16", "d_ff": "5632"}
+A100 = ws.Hardware.preset("dgx-a100")
+
 
 def run_of(**changed: str) -> config.Run:
     found = config.read(RUN | changed)
     assert isinstance(found, config.Run), found
     return found
+
+
+def parameters(run: config.Run) -> int:
+    with torch.device("meta"):
+        return sum(one.numel() for one in model.Decoder(run, run.layers).parameters())
+
+
+def seconds(hardware: ws.Hardware = A100, **changed: str) -> float:
+    return simulated.step_s(run_of(**SMALL | changed), hardware)
 
 
 def write(path: Path, made: list[dict[str, str]]) -> Path:
@@ -61,7 +75,7 @@ def test_a_curve_is_found_again_from_its_own_times(algorithm: str) -> None:
 def measured(noise: float = 0.0) -> list[dict[str, str]]:
     """All-gathers of the preset, each some percent off."""
     h100 = ws.Hardware.preset("dgx-h100")
-    made = []
+    made: list[dict[str, str]] = []
     for ranks in (2, 8):
         for power in range(16, 31):
             us = h100.group_us("all_gather", 2.0**power, ranks) * (1 + noise * (-1) ** power)
@@ -101,7 +115,7 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
     [
         ({"pp": "2"}, "pipeline parallel"),
         ({"cp": "4"}, "context parallel"),
-        ({"dtype": "bf16+float8"}, "8 bit or less"),
+        ({"dtype": "mxfp8"}, "8 bit with scales of blocks, or less"),
         ({"model": "Mixtral-8x7B"}, "experts"),
         ({"micro_batch": "", "global_batch": ""}, "no size of the micro-batch"),
         ({"n_layers": ""}, "no sizes of layers"),
@@ -111,8 +125,8 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
 )
 def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: str) -> None:
     assert config.read(RUN | changed) == reason
-    found, held, left = runs.read([RUN, RUN | changed, RUN | {"hw": "TPU v5"}])
-    assert (len(found), len(held)) == (1, 0)
+    found, left = runs.read([RUN | changed, RUN | {"hw": "TPU v5"}])
+    assert found == []
     assert [one.reason for one in left] == [reason, "no preset for this hardware"]
     assert left_out("left", left).rows[0][2] == "1"
 
@@ -121,7 +135,7 @@ def test_a_run_is_read_from_its_columns() -> None:
     run = run_of(tokens_per_s_per_gpu="2048", step_time_s="", grad_accum="", global_batch="64", ac="selective op")
     assert (run.style, run.shard, run.replicate, run.accumulate, run.ac) == ("full", 16, 1, 4, "ops")
     assert run.step_s == pytest.approx(4096 * 4 / 2048)
-    assert run.parameters == pytest.approx(6.74e9, rel=0.01)
+    assert parameters(run) == pytest.approx(6.74e9, rel=0.01)
     assert run_of(sharding="HSDP (FSDP)", dp_replicate="2", dp_shard="8").replicate == 2
     assert run_of(sharding="none", tp="8", dp_shard="").style == "replicate"
     assert run_of(n_kv_heads="").kv_heads == 32
@@ -134,8 +148,9 @@ def test_sizes_of_layers_are_known_by_the_name_of_the_model(name: str) -> None:
     unknown = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len"), "")
     assert replace(run_of(**unknown, model=name), model="") == replace(run_of(), model="")
     assert config.read(RUN | unknown | {"model": "Llama-2-8B"}) == "no sizes of layers"
-    assert run_of(**unknown, model="Llama-3-70B").parameters == pytest.approx(70.6e9, rel=0.01)
-    assert run_of(**unknown, model="Llama3.1-405B").parameters == pytest.approx(405.8e9, rel=0.01)
+    assert parameters(run_of(**unknown, model="Llama-3-70B")) == pytest.approx(70.6e9, rel=0.01)
+    assert parameters(run_of(**unknown, model="Llama3.1-405B")) == pytest.approx(405.8e9, rel=0.01)
+    assert parameters(run_of(**unknown | {"seq_len": "4096"}, model="Qwen3-32B")) == pytest.approx(32.8e9, rel=0.01)
 
 
 def test_the_micro_batch_is_the_batch_of_all_over_the_ranks() -> None:
@@ -160,90 +175,108 @@ def test_kinds_of_recompute(text: str, kind: str, share: float) -> None:
     assert (run.ac, run.checkpointed) == (kind, share)
 
 
-def test_part_of_the_layers_made_again_is_between_none_and_all() -> None:
-    chosen = [run_of(ac=text) for text in ("none", "5 layers checkpointed", "20 layers checkpointed", "full")]
-    seconds = [step.step_s(run, ws.Hardware.preset("dgx-a100")) for run in chosen]
-    held = [memory.peak_gib(run) for run in chosen]
-    assert seconds == sorted(seconds)
-    assert held[:3] == sorted(held[:3], reverse=True)
-
-
 def test_parts_of_95_gib_are_those_of_96_gb() -> None:
+    assert [hardware_of(name) for name in ("A100 40GB", "A100 80GB", "A100")] == [
+        ws.Hardware.preset("dgx-a100-40gb"), A100, A100
+    ]  # fmt: skip
     names = ("H100 SXM (95 GiB)", "H100 94GB", "H100 96 GB", "H100 80GB")
     assert [found.name for name in names if (found := hardware_of(name))] == ["h100-96gb-500w"] * 3 + ["dgx-h100"]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"source_id": "vtrain_single"}, "megatron-deepspeed-2022"), ({"source_id": "torchtitan_pr"}, "torchtitan"),
+        ({"source_id": "torchtitan_pr", "compile": "yes"}, "torchtitan-compile"),
+        ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan"),
+        ({"source_id": "torchtitan_pr", "compile": "full inductor + cudagraph"}, "torchtitan-cudagraph"),
+        ({"sharding": "FSDP", "compile": "yes"}, "fsdp-compile"), ({"sharding": "DeepSpeed ZeRO-3"}, "deepspeed"),
+        ({"stack": "megatron"}, "megatron"), ({"source_id": "nemo_25"}, "megatron"), ({}, "fsdp"),
+    ],
+)  # fmt: skip
+def test_the_stack_follows_from_the_source_or_is_named(row: dict[str, str], name: str) -> None:
+    assert run_of(**row).stack == ws.Stack.named(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1,024", 1024.0), ("6100-6300", 6200.0), ("25% of 96", 24.0), ("", None), ("about 3", None)]
+)
+def test_figures_of_a_cell(text: str, value: float | None) -> None:
+    assert number({"x": text}, "x") == value
+
+
+def test_steps_are_slower_where_they_must_be() -> None:
+    base = seconds()
+    flops = 6 * parameters(run_of(**SMALL)) * 4096
+    assert flops * 4 / 3 / 312e12 < base < 4 * flops / 312e12
+    assert seconds(ac="none") < seconds(ac="8 layers checkpointed") < base
+    assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.2)
+    assert seconds(ws.Hardware.preset("dgx-a100+ethernet-10")) > 2 * base
+    assert seconds(compile="yes") < base
+
+
+@pytest.mark.full
+def test_memory_falls_with_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the layers that times are taken from, which are fewer."""
+    monkeypatch.setattr(simulated, "HELD", simulated.TIMED)
+
+    def gib(**changed: str) -> float:
+        return simulated.peak_gib(run_of(**SMALL | changed), A100)
+
+    held, kept = gib(), gib(ac="none")
+    at_rest = parameters(run_of(**SMALL)) * 12 / 16 / 2**30
+    assert at_rest < held < gib(ac="8 layers checkpointed") < kept
+    assert held < gib(ac="selective op", source_id="torchtitan_x") < kept
+
+
+@pytest.mark.full
+def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
+    """A step of two and of three layers says what one of eight takes."""
+    run = run_of(**SMALL | {"n_layers": "8"})
+    step, *given = model.build(run, 8)
+    graph = ws.capture(step, *given, options=ws.CaptureOptions(mixed_precision=simulated.HALF))
+    local = ws.partition(graph, ws.plan(graph, "dp=16", model.strategies(run), hardware=A100))
+    local = ws.run_passes(local, simulated.passes(A100, run.stack))
+    whole = ws.simulate(local, A100, stack=run.stack).step_us / 1e6
+    assert simulated.step_s(run, A100) == pytest.approx(whole, rel=0.1)
+
+
+def test_large_sources_are_thinned() -> None:
+    given = [RUN | {"source_id": "large", "model": str(i)} for i in range(100)] + [RUN] * 3
+    found = thinned(given, 15)
+    assert [row["model"] for row in found[:3]] == ["0", "7", "14"]
+    assert len(found) == 15 + 3
+    assert thinned(given, 0) == given
+
+
+def test_columns_of_cross_validation() -> None:
+    """Source a takes twice what is simulated, b three times but for one row."""
+    run = run_of(memory_gib="")
+
+    def one(ref: str, step_s: float, made: float) -> runs.Predicted:
+        return runs.Predicted(replace(run, ref=ref, step_s=step_s), made, 10.0)
+
+    found = [one("a", 2.0, 1.0), one("a", 4.0, 2.0), one("a", 6.0, 3.0), one("b", 3.0, 1.0), one("b", 9.0, 3.0)]
+    assert [round(case.error, 3) for case in runs.from_the_data_sheet(found)] == [-0.5, -0.5, -0.5, -0.667, -0.667]
+    assert [round(case.error, 3) for case in runs.by_other_sources(found)] == [0.5, 0.5, 0.5, -0.333, -0.333]
+    assert [case.error for case in runs.after_one_row(found)] == [pytest.approx(0)] * 3
+    assert runs.by_other_sources(found[:3]) == []
+    assert runs.after_one_row([found[0]]) == []
 
 
 @pytest.mark.parametrize(("held", "reason"), [("74.9", "nearly full"), ("50", "not explained")])
 def test_a_nearly_full_memory_is_named_only_where_it_is(held: str, reason: str) -> None:
     """The device has 80 GiB."""
     run = run_of(mem_gib=held, gpu_mem_gb="80", step_time_s="20")
-    cases = runs.held_out([runs.Predicted(run, 10.0), runs.Predicted(replace(run, model="other", step_s=10.0), 10.0)])
-    assert reason in cases[0].reason
-
-
-def test_steps_are_slower_where_they_must_be() -> None:
-    a100 = ws.Hardware.preset("dgx-a100")
-
-    def seconds(hardware: ws.Hardware = a100, **changed: str) -> float:
-        return step.step_s(run_of(**changed), hardware)
-
-    base = seconds()
-    flops = 6 * run_of().parameters * 4096
-    assert flops * 4 / 3 / 312e12 < base < 3 * flops / 312e12
-    assert seconds(ac="none") < seconds(ac="selective op") < base
-    assert seconds(micro_batch="4") == pytest.approx(4 * base, rel=0.2)
-    assert seconds(ws.Hardware.preset("dgx-a100+ethernet-10")) > 4 * base
-    assert seconds(tp="8", dp_shard="2") < base
-    assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "compiled", "published"), [(8, "no", 82.4), (8, "yes", 77.0), (128, "no", 67.0), (128, "yes", 62.0)]
-)
-def test_memory_of_runs_that_torchtitan_published(ranks: int, compiled: str, published: float) -> None:
-    """Llama-3.1-8B under FSDP2, two sequences of 8192 a rank, in its benchmarks of December 2024; two causes were found
-    by them: gradients on a stream of their own, and what a compiled loss keeps.
-    """
-    run = run_of(
-        n_layers="32", d_model="4096", n_heads="32", n_kv_heads="8", d_ff="14336", vocab="128256", seq_len="8192",
-        n_gpus=str(ranks), dp_shard=str(ranks), dp_replicate="", tp="", sharding="FSDP2", micro_batch="2",
-        global_batch=str(2 * ranks), ac="selective op", compile=compiled,
-    )  # fmt: skip
-    assert memory.peak_gib(run) == pytest.approx(published, rel=0.05)
-
-
-def test_memory_is_what_its_parts_are() -> None:
-    run = run_of(ac="full", compile="yes")
-    rest = run.parameters * 12 / 16
-    made = memory.peak_gib(run) * 2**30
-    logits = 4096 * 32000 * 12
-    kept = 32 * 4096 * 4096 * 2
-    assert rest + logits + kept < made < rest + logits + kept + 6e9
-    assert memory.peak_gib(run_of(ac="none")) > memory.peak_gib(run_of(ac="selective op")) > memory.peak_gib(run_of())
-    assert memory.peak_gib(run_of(dp_shard="64", n_gpus="64")) < memory.peak_gib(run_of())
-
-
-def test_one_scalar_for_a_hardware_is_fitted_to_other_models() -> None:
-    """Every time is twice the model's, but one model's three times: its own scalar is not used for it."""
-    made = []
-    for model, factor in (("Llama2-7B", 2.0), ("Llama2-13B", 2.0), ("Llama2-70B", 3.0)):
-        predicted = step.step_s(run_of(model=model), ws.Hardware.preset("dgx-a100"))
-        made.append(RUN | {"model": model, "step_time_s": str(factor * predicted)})
-    found, _, _ = runs.read(made)
-    assert runs.fit_scalar(found) == pytest.approx(2)
-    by_model = {case.label.split()[0]: case.error for case in runs.held_out(found)}
-    assert by_model["Llama2-7B"] in (pytest.approx(0), pytest.approx(0.5))
-    assert by_model["Llama2-70B"] == pytest.approx(-1 / 3)
-    alone = runs.held_out(found[:1])[0]
-    assert alone.error == pytest.approx(-0.5)
-    assert alone.reason == "the only model on this hardware: no scalar could be fitted"
+    assert reason in runs.case(runs.Predicted(run, 10.0, 1.0), 1.0).reason
 
 
 def test_products_are_read_by_dtype() -> None:
     h100 = ws.Hardware.preset("dgx-h100")
     row = {"device": "H100 (sm_90)", "b": "2", "m": "512", "n": "256", "k": "1024", "dtype": "bf16xbf16->bf16"}
     cases, left = gemms.read([row | {"time_us": "10"}, row | {"dtype": "int4", "time_us": "10"}, row | {"time_us": ""}])
-    assert cases[0].predicted == h100.matmul_us(2, 512, 256, 1024)
+    burst = replace(h100, device=replace(data_sheet(h100), sustained=1.0))
+    assert cases[0].predicted == burst.matmul_us(2, 512, 256, 1024) < h100.matmul_us(2, 512, 256, 1024)
     assert [one.reason for one in left] == ["no such dtype", "no time"]
 
 
@@ -256,7 +289,8 @@ def test_tables() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     runs_csv = write(
-        tmp_path / "runs.csv", [RUN, RUN | {"model": "Llama2-13B"}, RUN | {"pp": "4"}, RUN | {"mem_gib": "40"}]
+        tmp_path / "runs.csv",
+        [RUN | SMALL, RUN | SMALL | {"source_id": "other"}, RUN | {"pp": "4"}],
     )
     sent_csv = write(tmp_path / "sent.csv", measured(0.02))
     page = tmp_path / "page.md"
@@ -264,7 +298,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--table", str(page)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     text = page.read_text()
-    for heading in ("Collectives, by size, held out", "Step times, held out by model", "Memory", "Runs left out"):
+    for heading in ("Collectives, by size, held out", "Step times, from the data sheet", "Memory", "Runs left out"):
         assert f"### {heading}" in text
     assert "| made | pipeline parallel | 1 |" in text
     bad = write(tmp_path / "bad.csv", [{"device": "H100"}])
@@ -274,20 +308,6 @@ def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="cannot be read"):
         rows(tmp_path / "none.csv", ())
     assert math.isfinite(len(text))
-
-
-def test_figures_are_fitted_again_to_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of odd and even place take alike; then one model's times are doubled, and it is off by half."""
-    monkeypatch.setattr(refit, "_ROUNDS", 5)
-    a100 = ws.Hardware.preset("dgx-a100")
-    made = [
-        RUN | {"model": f"Llama2-{i}B", "n_layers": str(10 + i), "micro_batch": str(1 + i % 3)} for i in range(1, 9)
-    ]
-    timed = [row | {"step_time_s": str(step.step_s(run_of(**row), a100))} for row in made]
-    found, _, _ = runs.read(timed)
-    assert max(abs(case.error) for case in refit.halves(found)) < 0.2
-    found[0] = replace(found[0], run=replace(found[0].run, step_s=2 * (found[0].run.step_s or 0)))
-    assert min(case.error for case in refit.halves(found)) == pytest.approx(-0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", [4, 12, 19, 20])

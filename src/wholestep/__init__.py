@@ -10,8 +10,10 @@ from .checkpoint.checkpoint import Checkpoint, load, save
 from .checkpoint.export import export
 from .checkpoint.memory_copies import MemoryCopies
 from .compile import capture, compile
+from .cost.kernel_times import KernelTimes
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
 from .cost.simulation import SimulationResult, simulate
+from .cost.stack import Stack
 from .cost.timeline import Span, Timeline, timeline
 from .ddp.backend import ddp_backend
 from .errors import (
@@ -73,6 +75,7 @@ __all__ = [
     "GraphError",
     "Hardware",
     "Inductor",
+    "KernelTimes",
     "Layout",
     "LayoutError",
     "LiveTensor",
@@ -92,6 +95,7 @@ __all__ = [
     "Schedule",
     "SimulationResult",
     "Span",
+    "Stack",
     "StateError",
     "TensorParallel",
     "Timeline",

@@ -17,6 +17,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   that never forgets; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): replaces members of a module; public writable views.
 - compiler._is_compiling_flag (2.1): selects the capturable form of torch.optim; a public switch.
+- utils.checkpoint._is_compiling (2.4): selective checkpointing recomputes while it is traced; a public switch.
 - autograd.graph._engine_run_backward (2.2): marks nodes made in a backward; node.meta["autograd_backward"] on every op.
 - _decomp.get_decompositions (1.13): batch norm's hidden write into its statistics; schemas that name every mutation.
 - _C._get_mkldnn_enabled, _set_mkldnn_enabled (1.2): torch.backends.mkldnn.enabled, which torch's test library locks,

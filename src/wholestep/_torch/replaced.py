@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.optim._adafactor
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
@@ -43,7 +44,8 @@ def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], device: st
     """Call `on_backward` with the tensors that a backward starts from, and annotate its nodes with `backward`.
 
     Validation in torch.distributions, which reads values, is disabled. For a GPU, torch takes its foreach kernels by
-    default, as for tensors that are not fake.
+    default, as for tensors that are not fake. Selective checkpointing recomputes by its policy, as it does uncompiled;
+    for a compiler it would keep everything and leave the choice to it.
     """
 
     def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,13 +62,20 @@ def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], device: st
         (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),
     ]
-    changes: list[tuple[Any, str, Any]] = [(torch.distributions.Distribution, "_validate_args", False)]
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.distributions.Distribution, "_validate_args", False),
+        (torch.utils.checkpoint, "_is_compiling", _never),
+    ]
     if not device.startswith("cpu"):
         modules: tuple[Any, ...] = sys.modules[torch.optim.Optimizer.__module__], _foreach_utils
         lists = [(module, module._foreach_supported_types) for module in modules]
         changes += [(module, "_foreach_supported_types", [*types, FakeTensor]) for module, types in lists]
     with attributes_set(changes), forms_set(forms):
         yield
+
+
+def _never(*_: object) -> bool:
+    return False
 
 
 def _apply_unless_idle(

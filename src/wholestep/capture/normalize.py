@@ -15,7 +15,7 @@ from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph
 from ..graph.nodes import node_at, redirect
 from ..graph.op_kinds import CHEAP
-from ..graph.ops import LOSS
+from ..graph.ops import GRAD_READY, LOSS
 from ..graph.verify import check_train_graph
 from .functional import functionalize
 from .methods import refuse_collectives
@@ -40,6 +40,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     traced.draws.share(graph)
     _fuse_alpha(graph, traced.stand_ins.inputs)
     _share_views(graph, traced.stand_ins.inputs)
+    _cast_gradients_early(graph)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
@@ -130,6 +131,21 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
             else:
                 made[key] = node
                 roles[node] = Role.PARAM if views else Role.HYPER
+
+
+def _cast_gradients_early(graph: Graph) -> None:
+    """Move casts of gradients to where these are made. Autograd goes backwards: casts of all parameters that stand
+    before a forward (`MixedPrecision`) would have their backward, and so every reduction, behind the whole backward.
+    """
+    for ready in graph.find_nodes(op="call_function", target=GRAD_READY):
+        chain: list[Node] = [ready]
+        while node_at(chain[-1], 0).target is aten._to_copy.default:
+            chain.append(node_at(chain[-1], 0))
+        if len(chain) > 1:
+            behind = node_at(chain[-1], 0)
+            for node in reversed(chain):
+                behind.append(node)
+                behind = node
 
 
 def _same_as(node: Node) -> Node | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .. import _torch
 from ..errors import CaptureError
@@ -23,12 +24,13 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
     """Annotate traced nodes with their module's path; with `precision`, modules compute in its dtype.
 
     As in FSDP2, optimizers see the original parameters: these are cast when the outermost module of a tree is entered
-    and restored when it returns.
+    and restored when it returns. A module that is entered in the backward recomputes, with the casts of its forward.
     """
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
     dtype = precision.param if precision else None
     stack: list[tuple[nn.Module, Any, list[tuple[dict[str, Any], str, Any]]]] = []  # the modules that are running
+    casts: dict[int, torch.Tensor] = {}
 
     def in_dtype(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -37,7 +39,11 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
         if id(module) not in paths:
             return None
         root = owner[id(module)]
-        changed = _cast_tree(root, dtype) if dtype and all(entered is not root for entered, _, _ in stack) else []
+        changed = list[tuple[dict[str, Any], str, Any]]()
+        if dtype and all(entered is not root for entered, _, _ in stack):
+            if not _torch.noted("backward"):
+                casts.clear()
+            changed = _cast_tree(root, dtype, casts)
         stack.append((root, _torch.noted("module"), changed))
         _torch.note_on_nodes(module=paths[id(module)])
         return _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else None
@@ -52,15 +58,19 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
-        yield
+        # a recomputation that stops early leaves modules without their hooks; what it would skip is dead code
+        with set_checkpoint_early_stop(False):
+            yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _cast_tree(root: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, Any]]:
+def _cast_tree(
+    root: nn.Module, dtype: torch.dtype, casts: dict[int, torch.Tensor]
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put the cast of each parameter into its place: of `casts`, by id of the parameter, else a new one."""
     done: list[tuple[dict[str, Any], str, Any]] = []
-    casts: dict[int, torch.Tensor] = {}
     for module in root.modules():
         held = cast(dict[str, Any], _torch.parameters_of(module))
         for key, param in held.items():

@@ -318,7 +318,10 @@ def draw(
     write_output(shown, trace, lambda path: ws.timeline(local, hardware).save(path))
 
 
-def simulated(shown: Screen, asked: PlanRequest, backend: str = "eager") -> tuple[ws.Timeline, Figures]:
+def simulated(
+    shown: Screen, asked: PlanRequest, backend: str = "eager", stack: ws.Stack | None = None,
+    profile: ws.KernelTimes | None = None,
+) -> tuple[ws.Timeline, Figures]:  # fmt: skip
     """The timeline of one style, and its figures."""
     strategies, hardware = asked.strategies, asked.hardware
     graph = captured(shown, asked)
@@ -327,7 +330,7 @@ def simulated(shown: Screen, asked: PlanRequest, backend: str = "eager") -> tupl
     with shown.stage("schedule"):
         local = program(planned, graph, hardware, asked.passes_on(hardware))
     with shown.stage("simulate"):
-        made = ws.timeline(local, hardware, compiled=backend == "inductor")
+        made = ws.timeline(local, hardware, compiled=backend == "inductor", stack=stack, profile=profile)
     found = costs_from(local, planned, made.simulated, made.peak)
     return made, asked.figures(found, planned.mesh, batches_of(planned))
 

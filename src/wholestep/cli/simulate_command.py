@@ -23,6 +23,12 @@ def simulate(
     backend: Annotated[
         str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
     ] = "eager",
+    stack: Annotated[
+        str | None, typer.Option(help="Kernels and host of other software, as torchtitan-compile; names them if wrong.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured kernels: a table, or a trace of torch.profiler with shapes.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -30,6 +36,7 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
+    import wholestep as ws
     from wholestep.backend.build import BACKENDS
 
     from . import planning
@@ -45,12 +52,16 @@ def simulate(
         described = hardware_of(hardware)
         found = load(shown, target, step.spec(None if sizes is None else sizes[0]))
         asked = planning.request(found, mesh, described, described, step)
-        made, figures = planning.simulated(shown, asked, backend)
-    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {described}\n{made}\n{figures}")
+        software = None if stack is None else ws.Stack.named(stack)
+        measured = None if profile is None else ws.KernelTimes.load(profile)
+        made, figures = planning.simulated(shown, asked, backend, software, measured)
+    on = described if stack is None else f"{described}, {stack}"
+    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {on}\n{made}\n{figures}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     body = {
         "model": found.name, "mesh": mesh, "hardware": str(described), "step_us": took.step_us,
         "exposed_us": took.exposed_us, "host_us": took.host_us, "backend": backend,
+        "stack": stack,
         "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
         "rest_bytes": made.peak.rest_bytes, "busy_us": busy, "figures": figures.as_json(),
     }  # fmt: skip

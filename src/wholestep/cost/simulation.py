@@ -17,7 +17,9 @@ from ..tuning import TUNING
 from ..typed_values import check_arguments
 from .compute import node_us, peak_us, work
 from .fused import fused_us, is_fused
-from .fusion import compiled_us
+from .kernel_times import KernelTimes
+from .kernels import op_times, starts
+from .stack import Stack
 
 
 @dataclass
@@ -34,7 +36,9 @@ class Clock:
         begun, done: when a collective starts and completes.
         in_flight: the axis of each collective that nobody has waited for.
         stolen_us: compute time that a collective in flight costs, spread evenly from its start to its completion.
-        compiled: of a compiled program, the microseconds of each op (`cost.fusion.compiled_us`).
+        times: microseconds of each op, where ops are not kernels of their own (`cost.kernels.op_times`).
+        starts: microseconds of the host for each op that it starts, where it does not start all at once.
+        host: when the host has started the last op.
     """
 
     hardware: Hardware
@@ -46,7 +50,14 @@ class Clock:
     begun: dict[Node, float] = field(default_factory=dict[Node, float])
     in_flight: dict[Node, str] = field(default_factory=dict[Node, str])
     stolen_us: dict[Node, float] = field(default_factory=dict[Node, float])
-    compiled: Mapping[Node, float] | None = None
+    times: Mapping[Node, float] | None = None
+    starts: Mapping[Node, float] | None = None
+    host: float = 0.0
+
+    @property
+    def host_us(self) -> float:
+        """What the host takes to start all ops."""
+        return sum((self.starts or {}).values())
 
     @property
     def links_free(self) -> float:
@@ -54,7 +65,10 @@ class Clock:
         return max(self.link_free.values(), default=0.0)
 
     def run(self, node: Node) -> None:
-        """Run `node` as the next call of the computing stream."""
+        """Run `node` as the next call of the computing stream, once the host has started it."""
+        if self.starts is not None:
+            self.host += self.starts.get(node, 0.0)
+            self.now = max(self.now, self.host)
         if is_wait(node):
             sent = node_at(node, 0)
             self._stop_overlap(sent)
@@ -70,7 +84,7 @@ class Clock:
         elif is_fused(node):
             self._compute(fused_us(node, self.hardware))
         else:
-            self._compute(node_us(node, self.hardware) if self.compiled is None else self.compiled[node])
+            self._compute(node_us(node, self.hardware) if self.times is None else self.times[node])
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
@@ -129,8 +143,9 @@ class Clock:
 class SimulationResult:
     """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives.
 
-    `step_us` is the device's. `host_us` is what the host of a GPU needs to start the step op by op: a step that is not
-    recorded as a CUDA graph takes at least that. It is 0 where the host computes.
+    `step_us` is the device's, or where a `Stack` starts ops one by one, that of both. `host_us` is what the host of a
+    GPU needs to start the step op by op: a step that is not recorded as a CUDA graph takes at least that. It is 0 where
+    the host computes.
 
     `mfu` is the model FLOPs utilization: the operations of a rank's products, convolutions and attention (two for each
     multiplication and addition; recomputed ones left out), over the step's time and the hardware's peak for their
@@ -148,40 +163,61 @@ class SimulationResult:
     hfu: float = 0.0
 
 
-def simulate(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> SimulationResult:
+def simulate(
+    local: LocalGraph,
+    hardware: Hardware,
+    compiled: bool = False,
+    *,
+    stack: Stack | None = None,
+    profile: KernelTimes | None = None,
+) -> SimulationResult:
     """Predict the time of a step from the order of its program. If a step ends in the next call, the result is that of
-    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them.
+    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them. `stack`: the
+    kernels are those of other software, started by its host. `profile`: measured kernels count as measured.
 
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    check_arguments("simulate", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool))
-    clock = steady_start(local, hardware, compiled_us(local.graph, hardware) if compiled else None)
+    check_arguments(
+        "simulate", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
+        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
+    )  # fmt: skip
+    clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)
+
+
+def priced(
+    local: LocalGraph, hardware: Hardware, compiled: bool = False, stack: Stack | None = None,
+    profile: KernelTimes | None = None,
+) -> Clock:  # fmt: skip
+    """A clock that knows what each op of `local` takes."""
+    times = op_times(local.graph, hardware, compiled, stack, profile)
+    begun = None if stack is None or times is None else starts(local.graph, times, hardware, stack)
+    return Clock(hardware, local.mesh, times=times, starts=begun)
 
 
 def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
     """The result of a clock that has run `local`."""
     once, again = peak_us(local.graph, clock.hardware)
     mfu, hfu = (once / clock.now, (once + again) / clock.now) if clock.now else (0.0, 0.0)
-    host = clock.hardware.start_us * _started_by_host(local, clock)
-    return SimulationResult(clock.now, clock.waited, mfu, host, hfu)
+    hosted = clock.hardware.start_us * _started_by_host(local, clock) if clock.starts is None else clock.host_us
+    return SimulationResult(clock.now, clock.waited, mfu, hosted, hfu)
 
 
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
-    if clock.compiled is not None:
-        return sum(is_collective(node) or clock.compiled[node] > 0 for node in calls)
+    if clock.times is not None:
+        return sum(is_collective(node) or clock.times[node] > 0 for node in calls)
     return sum(is_collective(node) or (not is_wait(node) and work(node) is not None) for node in calls)
 
 
-def start(
-    local: LocalGraph, hardware: Hardware, arrivals: Mapping[str, float], compiled: Mapping[Node, float] | None = None
-) -> Clock:
-    """The clock at the start of a step. `arrivals`: when the collectives that it carries complete, in microseconds."""
-    clock = Clock(hardware, local.mesh, compiled=compiled)
+def start(local: LocalGraph, clock: Clock, arrivals: Mapping[str, float]) -> Clock:
+    """A clock like `clock` at the start of a step. `arrivals`: when the collectives that it carries complete, in
+    microseconds.
+    """
+    clock = Clock(clock.hardware, local.mesh, times=clock.times, starts=clock.starts)
     for given, node in local.placeholders():
         if given.role is Role.CARRY:
             clock.done[node] = arrivals.get(given.name, 0.0)
@@ -190,12 +226,12 @@ def start(
     return clock
 
 
-def steady_start(local: LocalGraph, hardware: Hardware, compiled: Mapping[Node, float] | None = None) -> Clock:
+def steady_start(local: LocalGraph, clock: Clock) -> Clock:
     """The clock at the start of a step; of one that ends in the next call, at the start of the second of two steps."""
-    clock = start(local, hardware, {}, compiled)
+    clock = start(local, clock, {})
     if any(i.role is Role.CARRY for i in local.inputs):
         run_all(clock, local.graph.nodes)
-        clock = start(local, hardware, arrivals_after(local, clock), compiled)
+        clock = start(local, clock, arrivals_after(local, clock))
     return clock
 
 

@@ -18,9 +18,10 @@ from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..typed_values import check_arguments
-from .fusion import compiled_us
+from .kernel_times import KernelTimes
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import SimulationResult, kind_of, result_of, steady_start, whole_bytes
+from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
+from .stack import Stack
 
 COMPUTE, WAIT = "compute", "wait"
 _SHOWN = 8
@@ -109,16 +110,27 @@ class Timeline:
         return "\n".join([*rows, str(self.peak)])
 
 
-def timeline(local: LocalGraph, hardware: Hardware, compiled: bool = False) -> Timeline:
+def timeline(
+    local: LocalGraph,
+    hardware: Hardware,
+    compiled: bool = False,
+    *,
+    stack: Stack | None = None,
+    profile: KernelTimes | None = None,
+) -> Timeline:
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
     `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
-    Memory is that of the program op by op.
+    `stack`: the kernels are those of other software; `profile`: measured ones count. Memory is that of the program op
+    by op.
 
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    check_arguments("timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool))
-    clock = steady_start(local, hardware, compiled_us(local.graph, hardware) if compiled else None)
+    check_arguments(
+        "timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
+        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
+    )  # fmt: skip
+    clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     found: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]

@@ -62,7 +62,7 @@ class Ceiling:
         tiles: of which a product uses the fastest for its shape.
         rate: share of the peak that a product reaches without `tiles`, and attention without `attention`.
         wave_us: overhead of a processor for each tile.
-        attention: share of the peak that fused attention reaches in the forward.
+        attention: share of the peak that fused attention (FlashAttention-2) reaches in the forward, in long runs.
         attention_backward: the same in the backward.
     """
 
@@ -89,6 +89,8 @@ class Device:
         host_us: time of the host to start one op in eager mode.
         processors: that tiles are spread over.
         contention: how many times longer compute takes while a collective overlaps it.
+        sustained: the clock under load for hours, as a share of that of the short runs that `tiles` and `rate` are
+            from: power caps it.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Device:
     host_us: float = 5.0
     processors: int = 1
     contention: float = 1.0
+    sustained: float = 1.0
 
     view_us: ClassVar[float] = 0.0  # the host makes views while the device computes
 
@@ -118,7 +121,7 @@ class Device:
         moved = b * (m * k + k * n + m * n) * item_bytes(dtype)
         memory_us = self.bytes_us(moved)
         if not top.tiles:
-            return max(2.0 * b * m * n * k / (top.flops_per_us * top.rate), memory_us)
+            return max(2.0 * b * m * n * k / (top.flops_per_us * top.rate * self.sustained), memory_us)
         return max(memory_us, min(self._tiled_us(top, tile, b, m, n, k) for tile in top.tiles))
 
     def _tiled_us(self, top: Ceiling, tile: Tile, b: int, m: int, n: int, k: int) -> float:
@@ -126,7 +129,7 @@ class Device:
         tiles is split along k, which writes and reads partial sums.
         """
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
-        rate = top.flops_per_us * tile.rate / self.processors
+        rate = top.flops_per_us * tile.rate * self.sustained / self.processors
         found = float("inf")
         for split in TUNING.split_k:
             waves = ceil(tiles * split / self.processors)
@@ -141,7 +144,7 @@ class Device:
         """Fused attention without the launch. A backward has five products, a forward two."""
         top = self.ceiling(dtype)
         flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
-        rate = (top.attention_backward if backward else top.attention) or top.rate
+        rate = (top.attention_backward if backward else top.attention) or top.rate * self.sustained
         moved = batch * heads * (2 * queries + 2 * keys) * width * item_bytes(dtype) * (2 if backward else 1)
         return max(flops / (top.flops_per_us * rate), self.bytes_us(moved))
 
@@ -164,7 +167,7 @@ class Device:
         if work.flops:
             top = self.ceiling(work.dtype)
             reached = max((tile.rate for tile in top.tiles), default=top.rate)
-            return max(self.launch_us + work.flops / (top.flops_per_us * reached), moved)
+            return max(self.launch_us + work.flops / (top.flops_per_us * reached * self.sustained), moved)
         return moved
 
 

@@ -24,6 +24,9 @@ _VTRAIN = "vTrain nccl-tests tables (MIT): A100 all-reduce of 2, 4 and 8 ranks"
 _H200_SOURCE = "nccl-tests of 8 H200 (NCCL 2.27.7, NVLS), published plot"
 _A3 = "GCP A3-mega nccl-tests, 16 H100"
 _PEAKS = "NVIDIA GTC24 S62129: peak bus bandwidths by link"
+_CLOCKS = "sustained rates of bf16 products beside bursts (stas00/ml-engineering: MSMF and MAMF, 8 busy H200 and B200)"
+_HPL = "A100: 1305 of 1410 MHz under HPL at its power limit; bursts reach 86 % of the peak (stas00/ml-engineering)"
+_FLASH = "FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608): causal, heads of 128, 2k to 16k tokens"
 _NCCL = "NCCL src/graph/tuning.cc: latencies of a hop by protocol"
 
 
@@ -40,50 +43,68 @@ _HOPPER_HALF, _HOPPER_TF32, _HOPPER_EIGHT = (
 )  # fmt: skip
 
 
-def _hopper(name: str, memory_bytes: int, memory_rate: float, power: float = 1.0) -> Device:
-    """H100 SXM: 132 processors, bf16 989 TFLOPS dense. `power` is the share of the clock that its power cap leaves."""
+_NCCL_BLOCKS = 16
+"""Processors that collectives keep busy: one a channel, two channels for each of eight adapters."""
+_SLOWEST = 727 / 752
+"""A step waits for the slowest of its ranks: TFLOPS of the slowest and of the median of 8 busy H200 (`_CLOCKS`)."""
+_H200_SUSTAINED, _B200_SUSTAINED = 698.6 / 850 * _SLOWEST, 1426.4 / 1751.2 * _SLOWEST
+_H100_SUSTAINED, _A100_SUSTAINED = _H200_SUSTAINED * 792.1 / 825.8, 1305 / 1410 * _SLOWEST
+"""What lasts of the rate of short runs: H200 of the 850 TFLOPS of XLA's tables, B200 of its bursts, H100 as H200, by
+the bursts of both (`_CLOCKS`), A100 by its clock under HPL (`_HPL`)."""
+
+
+def _hopper(
+    name: str, memory_bytes: int, memory_rate: float, sustained: float = _H100_SUSTAINED, watts: int = 700
+) -> Device:
+    """H100 SXM: 132 processors, bf16 989 TFLOPS dense. Of less power than 700 W, the clock keeps the cube root,
+    but for 100 W that do not depend on the clock.
+    """
+    sustained *= ((watts - 100) / 600) ** (1 / 3)
     ceilings = (
-        Ceiling("bfloat16", 989 * _TERA * power, _HOPPER_HALF, 0.75, 0.7, attention=0.55, attention_backward=0.45),
-        Ceiling("float16", 989 * _TERA * power, _HOPPER_HALF, 0.75, 0.7, attention=0.55, attention_backward=0.45),
-        Ceiling("tf32", 495 * _TERA * power, _HOPPER_TF32, 0.65, 0.62, attention=0.4, attention_backward=0.3),
-        Ceiling("float8", 1979 * _TERA * power, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
-        Ceiling("float32", 67 * _TERA * power, (), 0.8),
-        Ceiling("float64", 67 * _TERA * power, (), 0.8),
+        Ceiling("bfloat16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
+        Ceiling("float16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
+        Ceiling("tf32", 495 * _TERA, _HOPPER_TF32, 0.65, 0.62, attention=0.4, attention_backward=0.3),
+        Ceiling("float8", 1979 * _TERA, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
+        Ceiling("float32", 67 * _TERA, (), 0.8),
+        Ceiling("float64", 67 * _TERA, (), 0.8),
     )
     return Device(
         name, memory_bytes, memory_rate, ceilings, memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=132,
-        contention=1.08,
+        contention=132 / (132 - _NCCL_BLOCKS), sustained=sustained,
     )  # fmt: skip
 
 
 _A100_TILES = (
-    Tile(256, 128, 0.756), Tile(128, 256, 0.756), Tile(128, 128, 0.722), Tile(128, 64, 0.62), Tile(64, 64, 0.52)
+    Tile(256, 128, 0.859), Tile(128, 256, 0.859), Tile(128, 128, 0.82), Tile(128, 64, 0.7), Tile(64, 64, 0.59)
 )  # fmt: skip
 A100 = Device(
     "A100 SXM 80 GB", 80 * _GIB, 2039 * _GB,
     (
-        Ceiling("bfloat16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.73, attention_backward=0.245),
-        Ceiling("float16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.73, attention_backward=0.245),
+        Ceiling("bfloat16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.6, attention_backward=0.5),
+        Ceiling("float16", 312 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.6, attention_backward=0.5),
         Ceiling("tf32", 156 * _TERA, _A100_TILES, 0.72, 2.8, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 19.5 * _TERA, (), 0.8),
         Ceiling("float64", 19.5 * _TERA, (), 0.8),
     ),
-    memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=1.08,
+    memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=108 / (108 - _NCCL_BLOCKS),
+    sustained=_A100_SUSTAINED,
 )  # fmt: skip
+A100_40GB = replace(A100, name="A100 SXM 40 GB", memory_bytes=40 * _GIB, memory_bytes_per_us=1555 * _GB)
 H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
-H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, power=0.85)
-H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB)
+H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, watts=500)
+H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB, _H200_SUSTAINED)
 B200 = Device(
     "B200 192 GB", 192 * 10**9, 8000 * _GB,
     (
-        Ceiling("bfloat16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.5, attention_backward=0.4),
-        Ceiling("float16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.5, attention_backward=0.4),
+        Ceiling("bfloat16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
+        Ceiling("float16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
         Ceiling("tf32", 1125 * _TERA, _HOPPER_TF32, 0.65, 0.6, attention=0.4, attention_backward=0.3),
         Ceiling("float8", 4500 * _TERA, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 75 * _TERA, (), 0.8),
         Ceiling("float64", 37 * _TERA, (), 0.8),
     ),
-    memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=1.08,
+    memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=148 / (148 - _NCCL_BLOCKS),
+    sustained=_B200_SUSTAINED,
 )  # fmt: skip
 
 
@@ -179,12 +200,12 @@ def presets() -> dict[str, Hardware]:
     """All presets by name; each also as `NAME+LINK`."""
     ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
     rows = [
-        Hardware("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL)),
-        Hardware("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Hardware("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL)),
-        Hardware("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Hardware("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL)),
-        Hardware("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3)),
+        Hardware("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL, _HPL, _FLASH)),
+        Hardware("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
+        Hardware("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
+        Hardware("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
+        Hardware("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
+        Hardware("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3, _CLOCKS, _FLASH)),
         *_by_sheet(),
         Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
@@ -198,7 +219,6 @@ def _by_sheet() -> list[Hardware]:
     grace = {"bfloat16": 2500.0, "float16": 2500.0, "tf32": 1250.0, "float8": 5000.0, "float32": 80.0, "float64": 40.0}
     ada = {"bfloat16": 362.05, "float16": 362.05, "tf32": 183.0, "float8": 733.0, "float32": 91.6, "float64": 1.43}
     ib100, ib200, ib400 = (LINKS[f"infiniband-{gbit}"] for gbit in (100, 200, 400))
-    a100_40 = like(A100, "A100 SXM 40 GB", 40 * _GIB, 1555 * _GB, ampere, 108)
     a100_pcie = [
         like(A100, f"A100 PCIe {gb} GB", gb * _GIB, rate * _GB, ampere, 108) for gb, rate in ((40, 1555), (80, 1935))
     ]
@@ -212,8 +232,8 @@ def _by_sheet() -> list[Hardware]:
         "b200": assumed("B200, itself not fitted"),
     }
     rows = [
-        ("a100-40gb", a100_40, NVLINK3, ib200, "A100", fitted["a100"]),
-        ("p4d", a100_40, NVLINK3, LINKS["efa-50"], "A100", fitted["a100"]),
+        ("dgx-a100-40gb", A100_40GB, NVLINK3, ib200, "A100", fitted["a100"]),
+        ("p4d", A100_40GB, NVLINK3, LINKS["efa-50"], "A100", fitted["a100"]),
         ("a100-pcie-40gb", a100_pcie[0], PCIE4, ib200, "A100", fitted["a100"]),
         ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
         ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),

@@ -162,7 +162,7 @@ class _Work:
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
-        self.clock = start(self.local, self.hardware, self.arrivals)
+        self.clock = start(self.local, Clock(self.hardware, self.local.mesh), self.arrivals)
         varying, main = forward_backward(self.local, later_stages=False)
         urgency = self._urgency([n for n in calls if n in main and n in varying])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in varying]

@@ -8,11 +8,14 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,13 @@ class Modules:
         """Direct parameters of a module, or the (tied) parameters that it reads if it has none; a parameter itself."""
         direct = [name for name in self.params if name == path or name.rpartition(".")[0] == path]
         inside = self._inside.get(path, {})
-        return direct or [name for name, node in self.params.items() if any(u in inside for u in node.users)]
+        return direct or [name for name, node in self.params.items() if any(u in inside for u in _readers(node))]
 
     def uses(self, param: str, path: str) -> list[Node]:
-        """Forward nodes of a module that read a parameter; all forward readers if the module has none."""
-        users = [u for u in self.params[param].users if not meta.is_backward(u)]
+        """Forward nodes of a module that read a parameter; all forward readers if the module has none. What reads its
+        cast reads the parameter (`MixedPrecision`).
+        """
+        users = [u for u in _readers(self.params[param]) if not meta.is_backward(u)]
         return [u for u in users if u in self._inside.get(path, {})] or users
 
     def inside(self, path: str) -> list[Node]:
@@ -84,6 +89,11 @@ def fits(path: str, pattern: str) -> bool:
     """True if `path` matches `pattern` name by name."""
     have, want = path.split("."), pattern.split(".")
     return len(have) == len(want) and all(fnmatchcase(h, w) for h, w in zip(have, want, strict=True))
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        yield from _readers(user) if user.target is _CAST else (user,)
 
 
 def _above(path: str) -> Iterator[str]:

@@ -1,0 +1,140 @@
+"""Measured times of kernels in the place of predicted ones: of a user's own table, or an export of `torch.profiler`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.nodes import operands
+from ..graph.op_kinds import arithmetic, packet_name
+from ..typed_json import MalformedError, as_list, as_object, parse, read, wrong
+from ..typed_values import check_arguments
+
+Shapes = tuple[tuple[int, ...], ...]
+_DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
+_FORM = '{"kernels": [{"op": "mm", "shapes": [[8192, 4096], [4096, 4096]], "dtype": "bfloat16", "us": 450.0}, ...]}'
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel.
+
+    Args:
+        op: name of the ATen op without overload, as "mm"; "attention" and "attention_backward" for those of any kernel.
+        shapes: of its tensors on one rank, in order; of attention, those of queries, keys and values.
+        dtype: of the first tensor, without `torch.`.
+        us: microseconds.
+    """
+
+    op: str
+    shapes: Shapes
+    dtype: str
+    us: float
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Measured kernels, which are looked up by op, shapes and dtype; of several measurements the median counts.
+
+    Example:
+        >>> times = ws.KernelTimes.load("kernels.json")
+        >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100"), profile=times))
+    """
+
+    kernels: tuple[KernelTime, ...]
+
+    @staticmethod
+    def load(path: str | Path) -> KernelTimes:
+        """Read a table of kernels, or a trace that `torch.profiler` exported with `record_shapes=True`.
+
+        Raises:
+            PlanError: the file cannot be read, or an entry is malformed; the message names it.
+        """
+        check_arguments("load", path=(path, str | Path))
+        try:
+            body = as_object(parse(Path(path).read_bytes()), "")
+            if "traceEvents" in body:
+                found = tuple(_traced(as_list(body["traceEvents"], "traceEvents")))
+            else:
+                found = cast(KernelTimes, read(KernelTimes, body)).kernels
+            for i, one in enumerate(found):
+                if not one.us > 0:
+                    raise wrong(f"kernels[{i}].us", one.us, "a number above 0")
+        except (OSError, ValueError) as error:  # also a path with a null
+            raise PlanError(f"profile {str(path)!r} cannot be read: {error}", _FORM) from error
+        except MalformedError as error:
+            raise PlanError(f"profile {str(path)!r}: {error.found}", error.needed, "correct that entry") from error
+        if not found:
+            needed = f"{_FORM}, or an export of torch.profiler with record_shapes=True on a GPU"
+            raise PlanError(f"profile {str(path)!r} has no kernel", needed)
+        return KernelTimes(found)
+
+    @cached_property
+    def _by_key(self) -> Mapping[tuple[str, Shapes, str], float]:
+        several: dict[tuple[str, Shapes, str], list[float]] = defaultdict(list)
+        for one in self.kernels:
+            several[one.op, one.shapes, one.dtype].append(one.us)
+        return {key: median(times) for key, times in several.items()}
+
+    def us(self, node: Node) -> float | None:
+        """Microseconds of a call node; None where it was not measured."""
+        made = [m for given in operands(node) if (m := meta.tensor(given)) is not None]
+        if not made:
+            return None
+        op = packet_name(node.target)
+        found = arithmetic(node.target)
+        shapes = tuple(tuple(one.shape) for one in made)
+        if found is not None and found.kind == "attention":
+            op, shapes = _attention(found.backward, shapes)
+        return self._by_key.get((op.removesuffix("_"), shapes, str(made[0].dtype).removeprefix("torch.")))
+
+
+def _attention(backward: bool, shapes: Shapes) -> tuple[str, Shapes]:
+    """A backward has the gradient of the output first."""
+    first = int(backward)
+    return "attention_backward" if backward else "attention", shapes[first : first + 3]
+
+
+def _traced(events: list[Any]) -> Iterator[KernelTime]:
+    """An op and its kernels share their "External id". Durations are in microseconds. The format is
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+    """
+    ops: dict[Any, tuple[str, Shapes, str]] = {}
+    took: dict[Any, float] = defaultdict(float)
+    for i, given in enumerate(events):
+        event = as_object(given, f"traceEvents[{i}]")
+        told = as_object(event.get("args", {}), f"traceEvents[{i}].args")
+        kind, number = event.get("cat"), told.get("External id")
+        if kind == "kernel":
+            took[number] += read(float, event.get("dur"), f"traceEvents[{i}].dur")
+        elif kind == "cpu_op" and "Input Dims" in told:
+            where = f"traceEvents[{i}].args['Input Dims']"
+            ops[number] = _op(str(event.get("name")), as_list(told["Input Dims"], where), told, where)
+    for number, us in took.items():
+        if number in ops and us > 0:
+            yield KernelTime(*ops[number], us)
+
+
+def _op(name: str, dims: list[Any], told: Mapping[str, Any], where: str) -> tuple[str, Shapes, str]:
+    """Arguments that are no tensors have no dims."""
+    shapes = tuple(
+        cast("tuple[int, ...]", read(tuple[int, ...], one, f"{where}[{i}]"))
+        for i, one in enumerate(dims) if isinstance(one, list) and one and not isinstance(one[0], list)
+    )  # fmt: skip
+    types = as_list(told.get("Input type", []), where)
+    dtype = next((_DTYPES[one] for one in types if one in _DTYPES), "float32")
+    op = name.removeprefix("aten::")
+    found = arithmetic(getattr(getattr(torch.ops.aten, op, None), "default", None))
+    if found is not None and found.kind == "attention":
+        return *_attention(found.backward, shapes), dtype
+    return op.removesuffix("_"), shapes, dtype

@@ -1,0 +1,51 @@
+"""Microseconds of every op of a program: as each op is a kernel, as a compiler fuses them, or as a stack has them."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from ..graph import meta
+from ..graph.nodes import is_collective, is_wait
+from ..graph.op_kinds import is_list_op
+from ..hardware.hardware import Hardware
+from .compute import node_us, work
+from .fusion import compiled_us
+from .kernel_times import KernelTimes
+from .stack import Stack, attention_us, started
+
+
+def op_times(
+    graph: Graph, hardware: Hardware, compiled: bool, stack: Stack | None = None, profile: KernelTimes | None = None
+) -> dict[Node, float] | None:
+    """Microseconds of each op; None where each op is a kernel that `node_us` prices. What `profile` has measured counts
+    for ops that are kernels of their own.
+    """
+    if stack is None and profile is None and not compiled:
+        return None
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if compiled or (stack is not None and stack.compiled):
+        times = compiled_us(graph, hardware)
+    else:
+        alone = {node: node_us(node, hardware) for node in calls if not (is_collective(node) or is_wait(node))}
+        times = dict.fromkeys(calls, 0.0) | alone
+    generation = 2 if stack is None else stack.flash_attention
+    for node in calls if generation != 2 else ():
+        made = work(node)
+        if made is not None and made.attention is not None:
+            times[node] = attention_us(made, hardware, generation)
+    if profile is not None:
+        times |= {node: us for node in calls if times[node] > 0 and (us := profile.us(node)) is not None}
+    return times
+
+
+def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: Stack) -> dict[Node, float]:
+    """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once."""
+    found: dict[Node, float] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or is_wait(node) or not (is_collective(node) or times[node] > 0):
+            continue
+        if is_collective(node) or is_list_op(node.target) or not meta.is_batch_invariant(node):
+            several = started(work(node), stack)
+            recomputes = bool(meta.module_path(node))  # a module runs again: its Python too
+            found[node] = several * stack.host_us(hardware, meta.is_backward(node) and not recomputes)
+    return found

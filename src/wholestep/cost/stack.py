@@ -1,0 +1,134 @@
+"""Stacks: which kernels exist where a step runs, and what the host takes to start them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import PlanError, shown
+from ..hardware.device import Work, item_bytes
+from ..hardware.hardware import Hardware
+
+Recompute = Literal["none", "attention", "ops", "full"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The software that runs a step, by what it has and others lack.
+
+    `simulate` and `timeline` price a program by the first group of fields. The second says how the software writes and
+    schedules a step, for whoever makes the program.
+
+    Args:
+        name: as for `wholestep simulate --stack`.
+        compiled: ops on elements, norms and losses run as the kernels that Inductor makes of them (`cost.fusion`);
+            else each op is a kernel.
+        flash_attention: its generation, 1 to 3; 0: attention writes its scores, normalizes and reads them.
+        recorded: the step is a CUDA graph, which the host starts at once.
+        start_us: of the host for one kernel of the forward, with the Python around it; 0 for the device's `host_us`.
+        backward_start_us: the same in the backward, which autograd starts from C++; 0 for `start_us`.
+        fused_norms: RMSNorm is one kernel.
+        fused_optimizer: the update of all parameters is one kernel.
+        copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
+        overlaps: gradients are reduced while the backward runs.
+        recompute: what the backward computes again where nobody says so.
+        source: of the figures.
+
+    Example:
+        >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100"), stack=ws.Stack.named("torchtitan-compile")))
+    """
+
+    name: str
+    compiled: bool = False
+    flash_attention: int = 2
+    recorded: bool = False
+    start_us: float = 0.0
+    backward_start_us: float = 0.0
+    fused_norms: bool = True
+    fused_optimizer: bool = True
+    copies: bool = False
+    overlaps: bool = True
+    recompute: Recompute = "none"
+    source: str = ""
+
+    @staticmethod
+    def named(name: str) -> Stack:
+        """The stack of a name.
+
+        Raises:
+            PlanError: there is none.
+        """
+        found = next((one for one in STACKS if one.name == name), None)
+        if found is None:
+            known = ", ".join(one.name for one in STACKS)
+            raise PlanError(f"there is no stack {shown(name)}", f"one of {known}", "correct the name")
+        return found
+
+    def host_us(self, hardware: Hardware, backward: bool) -> float:
+        """Microseconds of the host to start one kernel; 0 where it starts all of them at once, or computes itself."""
+        if self.recorded or not hardware.start_us:
+            return 0.0
+        own = self.start_us or hardware.start_us
+        return (self.backward_start_us or own) if backward else own
+
+
+_MEASURED = "vTrain's runs: 3.7 ms of the host for a layer of any width, recomputed"
+STACKS = (
+    Stack("wholestep", recorded=True),
+    Stack("wholestep-compile", compiled=True, recorded=True),
+    Stack("fsdp", copies=True),
+    Stack("llm-foundry-2023", flash_attention=1),
+    Stack("fsdp-compile", copies=True, compiled=True),
+    Stack("torchtitan", copies=True, recompute="ops"),
+    Stack("torchtitan-compile", copies=True, compiled=True, recompute="ops"),
+    Stack("torchtitan-cudagraph", copies=True, compiled=True, recompute="ops", recorded=True),
+    Stack("megatron", compiled=True, flash_attention=3),
+    Stack("megatron-2022", compiled=True, flash_attention=0),
+    Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False,
+          start_us=74.0, backward_start_us=8.0, source=_MEASURED),
+    Stack("deepspeed", copies=True),
+    Stack("xla", compiled=True, flash_attention=3, recorded=True),
+)  # fmt: skip
+"""`wholestep` is what `ws.compile` runs; the first of them is priced as if nothing were said."""
+
+FLASH = {1: 0.55, 2: 1.0, 3: 1.6}
+"""Rates of attention by generation, as shares of the second's. The first reaches 25 to 40 % of an A100's peak, the
+second 50 to 73 % (arXiv 2307.08691); the third, and cuDNN's, is 1.5 to 2 times as fast on Hopper (arXiv 2407.08608)."""
+_FORWARD_PASSES, _BACKWARD_PASSES = (4.5, 12.0), 6.0
+"""Accesses of each score: a fused kernel scales, masks and normalizes (2), dropout reads, writes and keeps a mask of
+half the bytes (2.5); else there are a cast, scaling, a mask, softmax and a cast. The backward reads gradients, scores
+and mask, and writes gradients, twice."""
+_STARTED = 10, 17
+"""Ops of such an attention, views and copies included, with that kernel and without."""
+
+
+def is_softmax_fused(work: Work) -> bool:
+    """Megatron's kernel takes four heads of a batch at a time (its `FusedScaleMaskSoftmax.is_kernel_available`)."""
+    assert work.attention is not None, "it is attention"
+    return work.attention[0] * work.attention[1] % 4 == 0
+
+
+def started(work: Work | None, stack: Stack) -> int:
+    """How many kernels the host starts for an op."""
+    if stack.flash_attention or work is None or work.attention is None:
+        return 1
+    return _STARTED[not is_softmax_fused(work)]
+
+
+def attention_us(work: Work, hardware: Hardware, generation: int) -> float:
+    """Attention of a generation; the third needs Hopper, which multiplies in float8. Of 0, scores are written: two
+    products and a fused softmax, twice as many products in the backward.
+    """
+    assert work.attention is not None, "it is attention"
+    if generation:
+        moved = hardware.launch_us + hardware.bytes_us(work.moved_bytes)
+        newest = 3 if hardware.peak_flops_per_us("float8") > hardware.peak_flops_per_us("bfloat16") else 2
+        return max(hardware.work_us(work) / FLASH[min(generation, newest)], moved)
+    batch, heads, queries, keys, width = work.attention
+    several = batch * heads
+    scores = several * queries * keys * item_bytes(work.dtype)
+    products = hardware.matmul_us(several, queries, keys, width, work.dtype) + hardware.matmul_us(
+        several, queries, width, keys, work.dtype
+    )
+    passes = _BACKWARD_PASSES if work.backward else _FORWARD_PASSES[not is_softmax_fused(work)]
+    return products * (2 if work.backward else 1) + hardware.bytes_us(passes * scores)

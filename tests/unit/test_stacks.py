@@ -1,0 +1,220 @@
+"""Stacks and measured kernels: which kernels a step has, what starts them, and bounds that physics sets."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import wholestep as ws
+from wholestep.cost.compute import flops, node_us, work
+from wholestep.cost.kernels import op_times
+from wholestep.cost.simulation import kind_of, whole_bytes
+from wholestep.cost.stack import STACKS
+from wholestep.graph.nodes import is_collective
+from wholestep.hardware.device import Device
+
+PRESETS = [name for name in ws.Hardware.presets() if name != "loopback"]
+H100 = ws.Hardware.preset("dgx-h100")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def train_step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture(scope="module")
+def local() -> ws.LocalGraph:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[Block(1024) for _ in range(2)]), torch.empty(4, 2048, 1024)
+    half = ws.MixedPrecision(torch.bfloat16, torch.float32)
+    graph = ws.capture(train_step, model, AdamW(model.parameters(), fused=True), x,
+                       options=ws.CaptureOptions(mixed_precision=half))  # fmt: skip
+    made = ws.partition(graph, ws.plan(graph, "dp=16", ws.DataParallel("fully_shard")))
+    return ws.run_passes(made, ws.pipeline(H100))
+
+
+def device_of(hardware: ws.Hardware) -> Device:
+    assert isinstance(hardware.device, Device)
+    return hardware.device
+
+
+# -- what physics allows -------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_op_is_faster_than_the_peak(local: ws.LocalGraph, name: str) -> None:
+    """Operations by the peak, and bytes by the peak memory rate, are below every op's time, on every stack."""
+    hardware = ws.Hardware.preset(name)
+    for stack in (None, *STACKS):
+        times = op_times(local.graph, hardware, False, stack)
+        for node in local.graph.nodes:
+            made = work(node) if node.op == "call_function" and not is_collective(node) else None
+            if made is None or not flops(node):
+                continue
+            us = node_us(node, hardware) if times is None else times[node]
+            computed = flops(node) * (0.5 if made.causal else 1.0)
+            assert us >= computed / hardware.peak_flops_per_us(made.dtype), (node.name, stack)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_utilization_is_at_most_what_tiles_reach(local: ws.LocalGraph, name: str) -> None:
+    """Attention counts masked elements, twice what it computes."""
+    hardware = ws.Hardware.preset(name)
+    top = device_of(hardware).ceiling("bfloat16")
+    most = max(
+        max((t.rate for t in top.tiles), default=top.rate) * device_of(hardware).sustained,
+        2 * (top.attention or top.rate),
+    )
+    assert 0 < ws.simulate(local, hardware).mfu <= most
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_collective_is_faster_than_its_slowest_link(local: ws.LocalGraph, name: str) -> None:
+    hardware = ws.Hardware.preset(name)
+    rates = [level.bytes_per_us for level in hardware.levels]
+    slowest = min(rates) if (hardware.ranks_per_node or 16) < 16 else rates[0]
+    sent = [node for node in local.graph.nodes if is_collective(node)]
+    assert sent
+    for node in sent:
+        ranks = local.mesh.axis_size(str(node.args[-1]))
+        bound = whole_bytes(node) / ranks / slowest  # at the least, a rank's own part leaves a node or enters it
+        assert hardware.collective_us(kind_of(node), whole_bytes(node), local.mesh, "dp") >= bound
+
+
+def test_less_power_and_a_slower_rank_make_products_slower() -> None:
+    shape = 1, 8192, 8192, 8192
+    fast = replace(H100, device=replace(device_of(H100), sustained=1.0))
+    capped = ws.Hardware.preset("h100-96gb-500w")
+    assert fast.matmul_us(*shape) < H100.matmul_us(*shape) < capped.matmul_us(*shape)
+    assert capped.peak_flops_per_us("bfloat16") == H100.peak_flops_per_us("bfloat16")
+
+
+# -- stacks --------------------------------------------------------------------------------------------
+def test_a_stack_is_found_by_its_name() -> None:
+    assert ws.Stack.named("torchtitan-compile").compiled
+    with pytest.raises(ws.PlanError) as error:
+        ws.Stack.named("pytorch")
+    said = "there is no stack 'pytorch'\n  needed: one of wholestep, wholestep-compile, fsdp"
+    assert str(error.value).startswith(said)
+
+
+def us(local: ws.LocalGraph, **changed: Any) -> float:
+    return ws.simulate(local, H100, stack=replace(ws.Stack("x", recorded=True), **changed)).step_us
+
+
+def test_each_kernel_that_a_stack_lacks_costs_time(local: ws.LocalGraph) -> None:
+    base = us(local)
+    assert base == ws.simulate(local, H100).step_us
+    assert us(local, compiled=True) == pytest.approx(ws.simulate(local, H100, compiled=True).step_us)
+    assert us(local, compiled=True) < base < us(local, flash_attention=1) < us(local, flash_attention=0)
+    assert us(local, flash_attention=3) < base
+
+
+def test_the_third_attention_needs_hopper(local: ws.LocalGraph) -> None:
+    a100 = ws.Hardware.preset("dgx-a100")
+    two, three = (
+        ws.simulate(local, a100, stack=ws.Stack("x", recorded=True, flash_attention=n)).step_us for n in (2, 3)
+    )
+    assert two == three
+
+
+def test_the_host_is_hidden_until_it_is_slower_than_the_device(local: ws.LocalGraph) -> None:
+    base, hidden = us(local), us(local, recorded=False, start_us=0.01)
+    assert hidden == pytest.approx(base, rel=0.01)
+    slow = ws.simulate(local, H100, stack=ws.Stack("x", start_us=1000.0))
+    assert slow.step_us >= slow.host_us > base
+    assert ws.simulate(local, H100, stack=ws.Stack("x", recorded=True, start_us=1000.0)).step_us == base
+    forward = ws.simulate(local, H100, stack=ws.Stack("x", start_us=1000.0, backward_start_us=1.0))
+    assert base < forward.step_us < slow.step_us
+
+
+# -- measured kernels ----------------------------------------------------------------------------------
+def product(local: ws.LocalGraph) -> tuple[Any, list[list[int]]]:
+    """The largest product, and the shapes of its operands."""
+    from wholestep.graph import meta
+
+    node = max((n for n in local.graph.nodes if n.op == "call_function" and "mm" in str(n.target)), key=flops)
+    return node, [list(meta.one_tensor(given).shape) for given in node.all_input_nodes]
+
+
+def write(path: Path, body: object) -> Path:
+    path.write_text(json.dumps(body))
+    return path
+
+
+def test_measured_kernels_count_as_measured(local: ws.LocalGraph, tmp_path: Path) -> None:
+    node, shapes = product(local)
+    op = str(node.target.overloadpacket.__name__)
+    row = {"op": op, "shapes": shapes, "dtype": "bfloat16", "us": 12345.0}
+    given = ws.KernelTimes.load(write(tmp_path / "kernels.json", {"kernels": [row, {**row, "dtype": "float32"}]}))
+    assert given.us(node) == 12345.0
+    assert ws.simulate(local, H100, profile=given).step_us > ws.simulate(local, H100).step_us + 12000
+    compiled = ws.simulate(local, H100, stack=ws.Stack.named("fsdp-compile"), profile=given).step_us
+    assert compiled > ws.simulate(local, H100, stack=ws.Stack.named("fsdp-compile")).step_us + 12000
+
+
+def test_an_export_of_the_profiler_is_read(local: ws.LocalGraph, tmp_path: Path) -> None:
+    """Two kernels of one op add up; of two calls the median counts."""
+    node, shapes = product(local)
+    name = f"aten::{node.target.overloadpacket.__name__}"
+    types = ["c10::BFloat16"] * len(shapes)
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}]
+    for number, parts in enumerate(([30.0, 10.0], [60.0])):
+        told = {"External id": number, "Input Dims": shapes, "Input type": types}
+        events.append({"ph": "X", "cat": "cpu_op", "name": name, "ts": 0, "dur": 5, "args": told})
+        args = {"External id": number}
+        events += [{"ph": "X", "cat": "kernel", "name": "k", "dur": us, "args": args} for us in parts]
+    found = ws.KernelTimes.load(write(tmp_path / "trace.json", {"traceEvents": events}))
+    assert found.us(node) == 50.0
+    q = [4, 8, 2048, 128]
+    types = [*["c10::BFloat16"] * 3, "Scalar", ""]
+    attention = {"External id": 9, "Input Dims": [q, q, q, [], []], "Input type": types}
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::_scaled_dot_product_flash_attention", "args": attention},
+        {"ph": "X", "cat": "kernel", "name": "flash_fwd", "dur": 77, "args": {"External id": 9}},
+    ]
+    found = ws.KernelTimes.load(write(tmp_path / "trace.json", {"traceEvents": events}))
+    known = [n for n in local.graph.nodes if n.op == "call_function" and found.us(n)]
+    assert [found.us(n) for n in known] == [77.0, 77.0]
+    done = [made.attention for n in known if (made := work(n))]
+    assert all(prod(one or ()) == prod(q) * 2048 for one in done)
+
+
+ROW = {"op": "mm", "shapes": [[2, 2]], "dtype": "bfloat16", "us": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"kernels": [{"op": "mm", "shapes": [[1]], "dtype": "bfloat16"}]}, "field kernels[0].us is missing"),
+        ({"kernels": [ROW | {"shapes": [["a"]]}]}, "kernels[0].shapes[0][0] is 'a'"),
+        ({"kernels": [ROW | {"us": -1.0}]}, "kernels[0].us is -1.0"),
+        ({"kernels": []}, "has no kernel"),
+        ({"traceEvents": [{"cat": "kernel", "dur": "long"}]}, "traceEvents[0].dur is 'long'"),
+        ([], "the file is []"),
+    ],
+)
+def test_a_malformed_profile_names_its_entry(body: object, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ws.PlanError) as error:
+        ws.KernelTimes.load(write(tmp_path / "kernels.json", body))
+    assert said in str(error.value)
+    with pytest.raises(ws.PlanError, match="cannot be read"):
+        ws.KernelTimes.load(tmp_path / "none.json")
