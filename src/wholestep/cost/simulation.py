@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import Loop, loop_of, with_bodies
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
@@ -54,7 +55,9 @@ class Clock:
 
     def run(self, node: Node) -> None:
         """Run `node` as the next call of the computing stream."""
-        if is_wait(node):
+        if loop := loop_of(node):
+            self._run_pieces(loop)
+        elif is_wait(node):
             sent = node_at(node, 0)
             self._stop_overlap(sent)
             arrived = self.done.get(sent, 0.0)
@@ -68,6 +71,18 @@ class Clock:
             self._send(node, str(node.args[-1]))
         else:
             self._compute(node_us(node, self.hardware) if self.compiled is None else self.compiled[node])
+
+    def _run_pieces(self, loop: Loop) -> None:
+        """Run the first two pieces; all that follow take as long as the second."""
+        before, waited = self.now, self.waited
+        for _ in range(2):
+            before, waited = self.now, self.waited
+            for node in loop.body.nodes:
+                if node.op == "call_function":
+                    self.run(node)
+        left = (loop.pieces - 2) * (self.now - before)
+        self.now, self.waited = self.now + left, self.waited + (loop.pieces - 2) * (self.waited - waited)
+        self.link_free = {axis: until + left for axis, until in self.link_free.items()}
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
@@ -165,10 +180,12 @@ def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
 
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
-    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    calls = [
+        (node, times) for node, times in with_bodies(local.graph) if node.op == "call_function" and not loop_of(node)
+    ]
     if clock.compiled is not None:
-        return sum(is_collective(node) or clock.compiled[node] > 0 for node in calls)
-    return sum(is_collective(node) or (not is_wait(node) and work(node) is not None) for node in calls)
+        return sum(times for node, times in calls if is_collective(node) or clock.compiled[node] > 0)
+    return sum(times for node, times in calls if is_collective(node) or (not is_wait(node) and work(node) is not None))
 
 
 def start(

@@ -221,5 +221,9 @@ def _frozen(value: Any) -> Any:
 
 
 def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers."""
-    return _torch.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """True for an op that draws random numbers; fused attention does with dropout alone."""
+    if not _torch.is_op(node.target) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    place = _torch.position_of(node.target, "dropout_p")
+    given = node.args[place] if place is not None and place < len(node.args) else 0.0
+    return place is None or node.kwargs.get("dropout_p", given) not in (0, 0.0)
